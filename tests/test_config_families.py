@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused_by_key(refusal: Refusal):
          ("attention_chunk_size", 8192, "none")),
         ("llama4_text", {"num_local_experts": 128}, ("128 experts", "use_qk_norm")),
         ("llama4_text", {"moe_layers": [0, 3]}, ("n-th", "experts", "moe_layers")),
-        ("llama4_text", {"floor_scale": 16}, ("floor_scale is 8192", "attn_scale 0.1")),
+        ("llama4_text", {"floor_scale": 16}, ("floor_scale 8192", "attn_scale 0.1")),
     ],
 )  # fmt: skip
 def test_what_llamacpp_has_a_constant_for_is_said_by_key(kind, changes, facts):

@@ -26,7 +26,9 @@ def judge_dump(
 ) -> int:  # fmt: skip
     """Judge our stages of one model by what another engine wrote down of a run, report, and return the exit code."""
     if len(models) != 1 or arithmetic.backend != "numpy":
-        raise click.UsageError("a dump is of one model, and compared with NumPy's stages: give one MODEL, no --backend")
+        raise click.UsageError(
+            "--against DUMP: expected one MODEL and the NumPy path; give one MODEL, without --backend"
+        )
     refuse_residency(arithmetic)
     weights = open_weights(model_path(models[0]))
     threads, numerics = use_threads(weights.config), chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)

@@ -76,7 +76,7 @@ def command(
         click.echo("\n".join(["engines:", *BY_NAME, "inputs:", *every]))
         return
     if is_wheel():
-        raise LeftOut("atlas: this wheel has no list of the engines' packages")
+        raise LeftOut("atlas: this wheel does not hold the list of engine packages")
     chosen = [_known(name, BY_NAME, "engine") for name in engines or BY_NAME]
     fed = [_known(name, every, "input") for name in inputs or every]
     whole = not engines and not inputs
@@ -126,11 +126,11 @@ def _require_consent(engines: "Sequence[Engine]", home: Path, *, yes: bool) -> N
     if not needed:
         return
     sizes = ", ".join(f"{engine.name} {download_bytes(engine) / 1e6:.0f} MB" for engine in needed)
-    said = f"packages from pip's index, into {home / 'environments'}: {sizes}"
+    said = f"packages to download from the pip index into {home / 'environments'}: {sizes}"
     if yes:
         say(f"{said}; installing")
     elif sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise click.UsageError(f"{said}; nobody can be asked here, so give --yes to install them")
+        raise click.UsageError(f"{said}; llorch cannot ask for consent without a terminal; give --yes to install them")
     elif not click.confirm(f"{said}; install?", default=True, err=True):
         raise click.exceptions.Exit(MISSING)
 
@@ -153,7 +153,7 @@ def _facts() -> dict[str, str]:
 def _print(verdicts: "Sequence[Verdict]") -> None:
     from llorch.cli.tables import console, print_table, table
 
-    rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake, or what it said")
+    rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake, or message of the engine")
     for each in verdicts:
         judged = each.judged
         said = each.said if judged is None else " ".join(filter(None, (judged.mistake, each.correction)))

@@ -101,9 +101,9 @@ def _refuse_misplaced(chosen: Choice, backend: str) -> None:
     if chosen.model is not None and chosen.shape is not None:
         raise click.UsageError("give a MODEL or --shape, not both")
     if chosen.weights_type is not None and chosen.shape is None:
-        raise click.UsageError("--weights-type goes with --shape; a file says its types itself")
+        raise click.UsageError("--weights-type goes with --shape; a model file names its types")
     if chosen.shape is not None and chosen.residency != "auto":
-        raise click.UsageError("--weights goes with a MODEL; --shape takes --weights-type")
+        raise click.UsageError("--weights goes with a MODEL; with --shape, use --weights-type")
     only_torch = {
         "--device": chosen.device, "--dtype": chosen.dtype, "--kernels": chosen.kernels != "auto",
         "--compile": chosen.compiled, "--shape": chosen.shape,

@@ -169,7 +169,11 @@ def _show(outcome: Any) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if finish in ("length", "stopped"):
-        say({"length": "note: ends here, at --max-tokens or the end of the context", "stopped": "stopped"}[finish])
+        say(
+            {"length": "note: the answer stops at --max-tokens or at the end of the context", "stopped": "stopped"}[
+                finish
+            ]
+        )
 
 
 def _harmless(text: str) -> str:

@@ -48,7 +48,8 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     for note in done.notes:
         say(f"note: {note}")
     if done.fallbacks:
-        say(f"note: {len(done.fallbacks)} matrices are F16, {done.ggml_type.name} does not fit their rows: "
+        say(f"note: {len(done.fallbacks)} matrices are F16; their rows do not divide into {done.ggml_type.name} "
+            "blocks: "
             + ", ".join(done.fallbacks[:4]) + (", ..." if len(done.fallbacks) > 4 else ""))  # fmt: skip
     if as_json:
         values = {

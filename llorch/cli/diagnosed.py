@@ -116,7 +116,9 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
             out.print(f"  {suspect.name}: {explained(suspect)}{value}")
         if first.alternatives:
             names = ", ".join(suspect.name for suspect in first.alternatives)
-            out.print(f"  explains it as well, this dump does not tell them apart: {names}")
+            out.print(
+                f"  these mistakes explain the error equally well, and this dump cannot distinguish them: {names}"
+            )
         for suspect in first.near_misses:
             out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence.rstrip('.'))}; {explained(suspect)}")
         out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
@@ -143,7 +145,7 @@ def _print_not_run(out: Console, diagnosis: Diagnosis) -> None:
 def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:
     if not diagnosis.could_not_show:
         return
-    out.print("known mistakes that this dump could not have shown:")
+    out.print("known mistakes that this dump cannot show:")
     for reason, names in diagnosis.could_not_show.items():
         out.print(f"  {printable(reason)}: {printable(', '.join(names))}")
     out.print()

@@ -55,7 +55,7 @@ def command(
         _suggest(dumps, model, tokens, first_position)
         return
     if len(dumps) != 2:
-        raise click.UsageError("give two dumps, A and B, or one with --suggest")
+        raise click.UsageError(f"expected two dumps, A and B, or one dump with --suggest, got {len(dumps)}")
     from llorch.cli.outcome import DIFFERS
     from llorch.cli.output import to_json
     from llorch.cli.tables import console
@@ -86,7 +86,9 @@ def _weights(model: str) -> "Weights":
 
 def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | None, first_position: int | None) -> None:
     if model is None or len(dumps) != 1:
-        raise click.UsageError("--suggest takes one dump and its --model")
+        raise click.UsageError(
+            f"--suggest: expected one dump and its --model, got {len(dumps)} dumps{'' if model else ' and no --model'}"
+        )
     from llorch.cli.output import progress
     from llorch.dumps.index import open_raw
     from llorch.dumps.raw import with_earlier

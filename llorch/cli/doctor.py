@@ -42,5 +42,5 @@ def command(*, as_json: bool) -> None:
             rows.add_row(one.part, one.name, _SHOWN[one.state], one.text, one.repair)
         out = console()
         print_table(out, rows)
-        out.print(f"{broken} broken" if broken else "what is installed works")
+        out.print(f"{broken} broken" if broken else "everything that is installed works")
     raise click.exceptions.Exit(DIFFERS if broken else OK)

@@ -49,7 +49,7 @@ def say_once(line: str) -> None:
 def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:
     """What `--numerics` and `--kv-cache` say; exact when they say nothing."""
     if kv_cache != "f32" and name != "ggml":
-        raise click.UsageError("--kv-cache f16 goes with --numerics ggml; exact numerics keep keys and values whole")
+        raise click.UsageError("--kv-cache f16 goes with --numerics ggml; exact numerics do not round keys and values")
     return Numerics(name or "exact", kv_cache)  # type: ignore[arg-type] (click checked the choices)
 
 
@@ -68,7 +68,7 @@ def prompt_text(prompt: str | None) -> str:
         return prompt
     piped = _read_stdin() if sys.stdin is not None and (prompt == "-" or not sys.stdin.isatty()) else ""
     if not piped:
-        raise click.UsageError("no text: give it as an argument or on stdin")
+        raise click.UsageError("text: expected a prompt, got none; give it as an argument or on stdin")
     return piped.removesuffix("\n")
 
 
@@ -141,7 +141,7 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
         return None
     before = [] if history is None else read_history(history)
     if system is not None and before and before[0]["role"] == "system":
-        raise click.UsageError(f"--system: {history} begins with a system message already")
+        raise click.UsageError(f"--system: {history} already begins with a system message; leave out --system")
     messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
     messages += before
     return messages if chat is None else [*messages, {"role": "user", "content": prompt_text(chat)}]

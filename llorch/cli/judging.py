@@ -108,7 +108,7 @@ def judge_all(
                 if not as_json:
                     print_model(out, judged, detail=detail)
     if is_wheel() and not models:
-        judged_here = f"this wheel judges {', '.join(IN_WHEEL)}, without long contexts and training"
+        judged_here = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
         say(f"note: {LeftOut(judged_here)}")
     used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
     return reported(done, absent, used, strict=strict, as_json=as_json)
@@ -136,7 +136,9 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
             )
         return [], {}
     if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
-        raise click.UsageError("--numerics ggml goes with --backend numpy; the torch path computes what weights mean")
+        raise click.UsageError(
+            "--numerics ggml goes with --backend numpy; the torch path always computes in exact numerics"
+        )
     refuse_residency(arithmetic)
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
@@ -190,7 +192,9 @@ def _judged(
 ) -> Judged:
     if not engines:
         if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
-            raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
+            raise click.UsageError(
+                f"{spec}: the goldens hold exact numerics; for other numerics, add --against llamacpp"
+            )
         return _stored(spec, workers)
     if (numerics := _numerics(path, engines, arithmetic)) == EXACT:
         refuse_residency(arithmetic)
@@ -221,7 +225,9 @@ def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, 
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
     if stored and not set(against) - {"golden"}:
         if has_input:
-            raise click.UsageError(f"{spec}: goldens have their own input; add --against llamacpp to run another")
+            raise click.UsageError(
+                f"{spec}: goldens belong to a fixed input; add --against llamacpp to run another input"
+            )
         return path, ()
     return path, tuple(p for p in get_args(ProducerName) if not against or p in against)
 
@@ -235,7 +241,7 @@ def _config(spec: str, path: Path) -> ModelConfig:
 def _stored(name: str, workers: Workers[list[Row]]) -> Judged:
     judged = _from_goldens(name, lambda: chain(*(workers.result(job) for job in workers.jobs if job[0] == name)))
     if name == QUANTISED:
-        arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
+        arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
         return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))
     return replace(judged, checkpoints=(*_forward(name), *(TRAINING if _is_trained(name) else ())))
 
@@ -278,7 +284,9 @@ def _reasons(of_engines: Mapping[str, str]) -> list[str]:
 def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -> Numerics:
     """What the user asks for, or else what suits the file."""
     if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
-        raise click.UsageError(f"{path}: --numerics ggml needs a .gguf file and llama.cpp; see llorch convert")
+        raise click.UsageError(
+            f"{path}: --numerics ggml needs a .gguf file and --against llamacpp; llorch convert writes such a file"
+        )
     rounded = wanted.numerics is None and path.is_file() and "llamacpp" in engines
     default = GGML if rounded and _suits_ggml(open_weights(path)) else EXACT
     return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
@@ -317,7 +325,7 @@ def _checked_input(model: Model, given: Input) -> tuple[list[int], str | None]:
             f"verify: {len(ids)} tokens do not fit the context of {context}; give fewer --tokens or a shorter --prompt"
         )
     if len(set(ids)) < MIN_DISTINCT:
-        say(f"warning: distinct tokens: {len(set(ids))}; some mistakes cannot show with fewer than {MIN_DISTINCT}")
+        say(f"warning: {len(set(ids))} distinct tokens; some mistakes show only with {MIN_DISTINCT} or more")
     return ids, text
 
 

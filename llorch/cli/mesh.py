@@ -45,7 +45,7 @@ class MeshType(click.ParamType):
         found = [re.fullmatch(r"(dp|tp)=([1-9]\d{0,3})", part) for part in str(value).split(",")]
         given = {match[1]: int(match[2]) for match in found if match}
         if len(given) < len(found):
-            self.fail(f"expected dp=N,tp=M or one of both, as dp=2,tp=2, got {value!r}", param, ctx)
+            self.fail(f"expected dp=N, tp=M or dp=N,tp=M, such as dp=2,tp=2, got {value!r}", param, ctx)
         return {name: given.get(name, 1) for name in AXES}
 
 
@@ -70,10 +70,10 @@ def require_tensor_parallel(axes: Mapping[str, int] | None, given: Mapping[str, 
     if axes is None:
         return
     if axes["dp"] != 1:
-        raise click.UsageError(f"--mesh dp={axes['dp']}: rows of a batch are split in training; give tp=M alone")
+        raise click.UsageError(f"--mesh dp={axes['dp']}: expected tp=M alone; only training splits the rows of a batch")
     for option, value in given.items():
         if value:
-            raise click.UsageError(f"--mesh runs the torch path, split over processes, on the CPU: no {option}")
+            raise click.UsageError(f"{option} does not go with --mesh, which splits the torch path over CPU processes")
 
 
 @contextmanager

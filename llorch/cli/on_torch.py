@@ -74,6 +74,6 @@ def backends_not_run(backends: Sequence[TorchBackend]) -> Mapping[str, str]:
     import torch
 
     kinds = {backend.target.device.type for backend in backends}
-    no_cuda = "not asked for; --device cuda" if torch.cuda.is_available() else "this torch finds no CUDA device"
-    reasons = {"torch-cpu-*": ("cpu", "not asked for; --device cpu"), "torch-cuda-*": ("cuda", no_cuda)}
+    no_cuda = "not requested; add --device cuda" if torch.cuda.is_available() else "torch finds no CUDA device"
+    reasons = {"torch-cpu-*": ("cpu", "not requested; add --device cpu"), "torch-cuda-*": ("cuda", no_cuda)}
     return {name: reason for name, (kind, reason) in reasons.items() if kind not in kinds}

@@ -84,7 +84,7 @@ class TokenIds(click.ParamType):
         parts = [part.strip() for part in value.split(",")]
         for place, part in enumerate(parts, start=1):
             if re.fullmatch("[0-9]{1,9}", part) is None:
-                self.fail(f"expected token ids such as 1,2,3, got {part!r} at place {place}", param, ctx)
+                self.fail(f"expected token ids such as 1,2,3, got {part!r} (entry {place})", param, ctx)
         return [int(part) for part in parts]
 
 

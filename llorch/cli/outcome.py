@@ -103,7 +103,7 @@ def error_line(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.errno in _OF_DISKS and error.strerror == os.strerror(error.errno):
         text = f"stdout: {error.strerror}; write the output to another place"  # a file would have its name
     elif (isinstance(error, OSError) and error.errno == errno.ENOMEM) or (type(error), str(error)) == (MemoryError, ""):
-        text = "no memory is left, or no address space (ulimit -v)"
+        text = "out of memory, or out of address space (ulimit -v); use a smaller model or a shorter input"
     else:
         said = str(error) if isinstance(error, OSError) else shortened(str(error))  # a path is shown whole
         text = " ".join(said.split()) or type(error).__name__

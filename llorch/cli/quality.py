@@ -94,7 +94,7 @@ def _read(path: Path) -> str:
     size, free = path.stat().st_size, available_memory()
     if size * _TOKENIZING > free:
         needed = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"
-        raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a part of the text")
+        raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a shorter text")
     text = decode_utf8(read_regular(path, limit=size), str(path)).removesuffix("\n")
     if not text:
         raise ValueError(f"{path}: expected text, the file is empty")

@@ -17,24 +17,29 @@ from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.witnesses import Route
 
-_ROWS = (
-    "rows: our float32 as it runs, again with every sum in float32 as in larger models, and our float64 (limit 1e-12)\n"
+_ROWS = "rows: llorch in float32; with every sum in float32, as in larger models; and in float64 (limit 1e-12)\n"
+_TORCH_ROWS = (
+    "rows: the torch reference implementation{split}\n"
+    "in a batch with padding, texts are compared with the golden text, token by token\n"
 )
-_TORCH_ROWS = "rows: torch as written{split}; in a batch with padding\na text is held to the golden's, token by token\n"
-_WAYS, _SPLIT = ", with fused attention, with its fastest parts, reproducible", ", split over processes"
+_WAYS, _SPLIT = ", with fused attention, with the fastest kernels, in reproducible mode", ", split over processes"
 _COLUMNS = (
-    "error: how far ours is from the golden, in the row closest to its limit\n"
-    "ours, llamacpp, transformers, peft: how far each is from the truth there: transformers, PEFT in pure float64\n"
-    f"limit: {FACTOR:.0f} times the larger of the producers' distances, or what rounding may cost where that is more,\n"
-    f"at least {FLOOR:.1e}; the worst element and every token have theirs\n"
-    "an engine reads and decodes the file itself, where nothing else is said above a table"
+    "error: distance of llorch from the golden, in the row closest to its limit\n"
+    "ours (llorch), llamacpp, transformers, peft: distance of each engine from the float64 reference in that row\n"
+    "float64 reference: transformers, with PEFT for training, in pure float64\n"
+    f"limit (the tolerance): {FACTOR:.0f} times the larger distance of the reference engines, or the rounding error\n"
+    f"if that is larger, at least {FLOOR:.1e}; the worst element and every token have separate tolerances\n"
+    "each reference engine reads and decodes the file itself, unless a line above the table says otherwise"
 )
-_DERIVED = "\nnumerics ggml: llama.cpp stands for the truth; limits are derived from its numbers"
-_TRAINING = "\n18 parameters: in learning rates, since near a gradient of eps rounding moves them by a share of one"
+_DERIVED = "\nnumerics ggml: llama.cpp replaces the float64 reference; limits are derived from llama.cpp's numbers"
+_TRAINING = (
+    "\n18 parameters: errors in learning rates, since near a gradient of eps rounding moves parameters by a part of one"
+)
 _DUMP = (
-    "error: how far the engine is from our float64, in the row closest to its limit: isolated, fed the engine's own\n"
-    "inputs, and chained, in our own run of its tokens; limit: what its arithmetic may cost\n"
-    "llorch diagnose says which mistake makes a failure"
+    "error: distance of the engine from llorch's float64, in the row closest to its limit\n"
+    "isolated: llorch computes the stage from the engine's inputs; chained: llorch runs the same tokens itself\n"
+    "limit: the tolerance for the engine's arithmetic\n"
+    "to find the mistake behind a failure, run llorch diagnose"
 )
 TRAINING_PRODUCERS = ("llamacpp", "peft")
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
@@ -44,7 +49,7 @@ _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     """Print the table of one model; `detail` has a line per stage and where its row lies, not one per checkpoint."""
     backend = f"   {judged.backend}" if judged.backend else ""
-    witness = f"   one witness: {judged.witnesses[0]}" if len(judged.witnesses) == 1 else ""
+    witness = f"   one reference engine: {judged.witnesses[0]}" if len(judged.witnesses) == 1 else ""
     out.print(Text(judged.model + backend + witness, "bold"))
     if judged.numerics:
         out.print(judged.numerics)
@@ -128,8 +133,8 @@ def float64_line(worst: Mapping) -> str:
     """How far our float64 is from the truth, at most."""
     place = worst["stage"] if worst["layer"] is None else f"l{worst['layer']}.{worst['stage']}"
     return (
-        f"our float64 is within {_short(worst['error'])} of the truth, {worst['producer']}, in every row of its own "
-        f"(farthest: {place}, {worst['case']}, {worst['mode']}, {worst['model']})"
+        f"llorch's float64 is within {_short(worst['error'])} of the float64 reference, {worst['producer']}, in every "
+        f"float64 row (farthest: {place}, {worst['case']}, {worst['mode']}, {worst['model']})"
     )
 
 
@@ -144,13 +149,13 @@ def failure_report(judged: Judged) -> list[str]:
         f"error {row.error:.1e} (limit {row.tolerance:.1e}), worst element {row.worst:.1e} "
         f"(limit {row.tolerance_worst:.1e})"
     )
-    exact = f"{row.error:.1%} differ, none may"
+    exact = f"{row.error:.1%} of the elements differ, expected none"
     return [
         f"first failing stage of {judged.model}: checkpoint {row.checkpoint} {CHECKPOINTS[row.checkpoint]}: "
         f"{row.stage}, {_where(row)}, {row.backend} against {row.producer}",
         f"  {exact if row.mode == 'exact' else limits}" + (f": {row.note}" if row.note else ""),
-        f"  {len(failing)} of {len(judged.rows)} rows fail; fed with the golden's own input: "
-        + (", ".join(alone) if alone else "none, so each op alone is right and the difference grows on the way"),
+        f"  {len(failing)} of {len(judged.rows)} rows fail; stages that fail when fed the golden's input: "
+        + (", ".join(alone) if alone else "none, so each op alone is right and the difference accumulates"),
     ]
 
 
@@ -163,7 +168,7 @@ def closing_line(counts: Mapping) -> str:
     if counts["checkpoints_not_run"]:
         line += f", {_count(counts['checkpoints_not_run'], 'checkpoint')} not run"
     if counts["cannot_judge"]:
-        line += f", {_count(len(counts['cannot_judge']), 'witness', 'witnesses')} left out that cannot judge"
+        line += f", {_count(len(counts['cannot_judge']), 'reference engine')} left out, unable to judge"
     if counts["backends_not_run"]:
         line += f", {_count(len(counts['backends_not_run']), 'backend')} not run"
     closer = counts["closer_to_truth"]
@@ -171,12 +176,12 @@ def closing_line(counts: Mapping) -> str:
         return line
     as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
     numbers = {len(names) for names in counts["witnesses"].values() if names}
-    one_or_both = "the producer" if numbers == {1} else "both producers"
-    others = "each model's producers" if len(numbers) > 1 else one_or_both
+    one_or_both = "the reference engine" if numbers == {1} else "both reference engines"
+    others = "the reference engines of each model" if len(numbers) > 1 else one_or_both
     return (
-        f"{line}; our float32 at least as close to the truth as {others} at {as_run} of "
-        f"{closer['numpy']['all']['places']} (stage, layer, model) rows, chained; with every sum in float32, "
-        f"as matrices above {WIDE_LIMIT:,} elements have it, at {large}"
+        f"{line}; llorch's float32 is at least as close to the float64 reference as {others} in {as_run} of "
+        f"{closer['numpy']['all']['places']} chained (stage, layer, model) rows; with every sum in float32, "
+        f"as for matrices above {WIDE_LIMIT:,} elements, in {large}"
     )
 
 

@@ -114,7 +114,7 @@ def command(
     path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
-            say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
+            say("note: --top-k, --top-p and --min-p have no effect at temperature 0; set -t")
         text, messages = of_first(mesh, lambda: _asked(prompt, chat, system, history))
         _use_parts(impl, can=backend == "numpy" and arithmetic == EXACT and adapter is None)
         timing = Timing()
@@ -136,7 +136,7 @@ def command(
         )  # fmt: skip
         finish = _print(timing.watch(tokens), as_json=as_json)
         if finish == "length" and timing.n_tokens < max_tokens:
-            say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
+            say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full, the text ends here")
         if verbose:
             where = f", {loaded.where}" if backend == "torch" else ""
             n_prompt = len(loaded.prompt_ids(messages or text))
@@ -169,7 +169,7 @@ def refuse_misplaced(
         other = "torch; the NumPy path runs on the CPU in float32"
     else:
         given = {"--numerics ggml": ggml, "--kv-cache f16": f16}
-        other = "numpy; the torch path computes what the weights mean"
+        other = "numpy; the torch path always computes in exact numerics"
     for option, value in given.items():
         if value:
             raise click.UsageError(f"{option} goes with --backend {other}")
@@ -188,7 +188,7 @@ def _use_parts(impl: str | None, *, can: bool) -> None:
     parts = [part for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for part in lesson.parts]
     borrowed = implementation.borrowed(parts)
     own = [part.name for part in parts if part.name not in borrowed]
-    say(f"{spec}: yours {', '.join(own) or 'nothing'}; borrowed {', '.join(borrowed) or 'nothing'}")
+    say(f"{spec}: your functions: {', '.join(own) or 'none'}; filled in by llorch: {', '.join(borrowed) or 'none'}")
     click.get_current_context().with_resource(implementation.installed(parts, live=True))
 
 

@@ -165,7 +165,7 @@ def _require_context(model: str, wanted: int) -> None:
 
     most = open_weights(model_path(model)).config.max_position_embeddings
     if wanted > most:
-        raise click.UsageError(f"--ctx: expected at most {most}, the context of {model}, got {wanted}")
+        raise click.UsageError(f"--ctx: expected at most {most}, the context length of {model}, got {wanted}")
 
 
 def _opened(
@@ -184,7 +184,9 @@ def _opened(
     arithmetic, path, n_tokens = chosen_numerics(numerics, kv_cache), model_path(model), n_jobs * context
     if backend == "numpy":
         if mode != "fast":
-            raise click.UsageError("--mode reproducible goes with --backend torch; on NumPy every answer runs alone")
+            raise click.UsageError(
+                "--mode reproducible goes with --backend torch; the NumPy path never batches answers"
+            )
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=n_tokens)
         say_plan(loaded)
         return loaded, Turns(loaded, n_jobs=n_jobs)

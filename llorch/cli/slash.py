@@ -26,7 +26,7 @@ def obey(talk: Talk, line: str) -> Outcome:
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
         raise ValueError(
-            f"chat: there is no /{name}{suggestion(name, COMMANDS)}; see /help, or begin with // to say it"
+            f"chat: there is no command /{name}{suggestion(name, COMMANDS)}; see /help, or begin a message with //"
         )
     return COMMANDS[name][2](talk, rest.strip())
 
@@ -44,7 +44,7 @@ def stats(talk: Talk, rest: str) -> str:
     counted = talk.counted
     if counted is None or not counted.n_tokens:
         return used
-    said = f"read {counted.n_prompt} tokens ({counted.n_cached} of them remembered) in {counted.first:.3f} s"
+    said = f"read {counted.n_prompt} tokens ({counted.n_cached} of them cached) in {counted.first:.3f} s"
     n_more = counted.n_tokens - 1
     rate = f", {n_more} more in {counted.rest:.3f} s ({n_more / counted.rest:.1f} tokens/s)" if n_more else ""
     return f"{said}, wrote {counted.n_tokens}{rate}; {used}"
@@ -53,7 +53,7 @@ def stats(talk: Talk, rest: str) -> str:
 def history(talk: Talk, rest: str) -> str:
     """The messages with their numbers."""
     lines = [f"{n} {message['role']}: {message['content']}" for n, message in enumerate(talk.messages, start=1)]
-    return "\n".join(map(printable, lines)) or "nothing was said"
+    return "\n".join(map(printable, lines)) or "no messages yet"
 
 
 def trace(talk: Talk, rest: str) -> str:
@@ -62,7 +62,7 @@ def trace(talk: Talk, rest: str) -> str:
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"chat: expected a name that ends in .npz or .safetensors, got {rest!r}")
     if not talk.messages:
-        raise ValueError("chat: nothing was said that could be traced")
+        raise ValueError("chat: expected a message to trace, got none; write a message first")
     ids, arrays = talk.ids(), talk.trace()
     write(path, arrays, json.dumps({"engine": "llorch", "first_position": 0, "ids": ids, "model": talk.model.name}))
     return f"wrote {len(arrays)} stages of {len(ids)} tokens to {path}"
@@ -89,13 +89,13 @@ def system(talk: Talk, rest: str) -> str:
     """Put another system message first, or none."""
     others = [message for message in talk.messages if message["role"] != "system"]
     talk.messages = [{"role": "system", "content": rest}, *others] if rest else others
-    return "system message " + ("set" if rest else "gone")
+    return "system message " + ("set" if rest else "removed")
 
 
 def edit(talk: Talk, rest: str) -> Outcome:
     """Write an earlier message anew; what came after it is gone."""
     if not talk.messages:
-        raise ValueError("chat: nothing was said yet")
+        raise ValueError("chat: expected a message in the conversation, got none; write one first")
     number, _, text = rest.partition(" ")
     if not number.isdecimal() or not 1 <= int(number) <= len(talk.messages) or not text.strip():
         raise ValueError(f"chat: expected /edit N TEXT, N from 1 to {len(talk.messages)} (see /history), got {rest!r}")
@@ -125,7 +125,7 @@ def settings(talk: Talk, rest: str) -> str:
     kind = int if name == "max_tokens" else known.get(name)
     if rest and kind is None:
         there_are = ", ".join([*known, "max_tokens"])
-        raise ValueError(f"chat: there is no setting {name!r}{suggestion(name, known)}; there are {there_are}")
+        raise ValueError(f"chat: expected one of the settings {there_are}, got {name!r}{suggestion(name, known)}")
     if kind is not None:
         _set(talk, name, kind, value.strip())
     now = {name: getattr(talk.settings, name) for name in known} | {"max_tokens": talk.max_tokens}
@@ -159,7 +159,7 @@ def leave(talk: Talk, rest: str) -> str:
 
 def _path(rest: str) -> Path:
     if not rest:
-        raise ValueError("chat: expected the name of a file, got none")
+        raise ValueError("chat: expected a file name, got none")
     return Path(rest).expanduser()
 
 
@@ -167,22 +167,22 @@ def _up_to_user(talk: Talk) -> list[dict[str, object]]:
     """The messages up to the last one of the user."""
     places = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
     if not places:
-        raise ValueError("chat: nothing was said yet")
+        raise ValueError("chat: expected a message in the conversation, got none; write one first")
     return talk.messages[: places[-1] + 1]
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Talk, str], Outcome]]] = {
-    "stats": ("", "rates of the last answer, tokens of context used", stats),
-    "history": ("", "the messages with their numbers", history),
-    "edit": ("N TEXT", "write message N anew and answer again; what came after is gone", edit),
-    "retry": ("", "answer once more, with other draws", retry),
-    "undo": ("", "take back what you said last, and its answer", undo),
-    "system": ("[TEXT]", "another system message, or none", system),
-    "set": ("[NAME VALUE]", "how to sample, such as temperature 0.8; max_tokens", settings),
-    "adapter": ("PATH|none", "answer through a LoRA adapter", adapter),
+    "stats": ("", "speed of the last answer, context tokens in use", stats),
+    "history": ("", "list the messages with numbers", history),
+    "edit": ("N TEXT", "replace message N, delete later messages, answer again", edit),
+    "retry": ("", "answer again with other random draws", retry),
+    "undo": ("", "delete your last message and its answer", undo),
+    "system": ("[TEXT]", "set or remove the system message", system),
+    "set": ("[NAME VALUE]", "set sampling, such as temperature 0.8, or max_tokens", settings),
+    "adapter": ("PATH|none", "answer with a LoRA adapter, or none", adapter),
     "save": ("FILE", "write the messages, as --history reads them", save),
-    "load": ("FILE", "read messages; answer if the last is yours", load),
-    "trace": ("FILE", "every stage of the conversation, .npz or .safetensors", trace),
-    "help": ("", "this", show_help),
-    "quit": ("", "end, as Ctrl-D does", leave),
+    "load": ("FILE", "read messages; answer if the last one is from the user", load),
+    "trace": ("FILE", "write every stage to .npz or .safetensors", trace),
+    "help": ("", "list the commands", show_help),
+    "quit": ("", "quit, like Ctrl-D", leave),
 }

@@ -59,7 +59,7 @@ class Talk:
         What was made when the answer ends, or is given up, is the assistant's message.
         """
         if not messages or messages[-1]["role"] not in ("user", "tool"):
-            raise ValueError("chat: expected a message of the user to answer, got none; say something")
+            raise ValueError("chat: expected a user message to answer, got none; write a message")
         settings = replace(self.settings, seed=self.settings.seed + self._n_answers)  # another one at /retry
         chats = self.model.chats
         written = chats.spoken(messages)
@@ -107,7 +107,9 @@ class Talk:
             fed.extend(new)
             logits = model.forward(fed[cache.length :], cache=cache, last_only=True, adapter=job.adapter)[-1]
             if not np.isfinite(logits).all():
-                raise ValueError(f"{model.name}: numbers overflow; llorch run --history names the first stage")
+                raise ValueError(
+                    f"{model.name}: logits are NaN or infinite; /save the chat; llorch run --history names the stage"
+                )
             return logits
 
         return sample_ids(step, job.ids, job.settings, max_tokens=job.max_tokens)

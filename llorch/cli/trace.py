@@ -26,12 +26,14 @@ OF_A_DUMP = {"index.jsonl", "data.bin"}
 
 def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
     if value.suffix and value.suffix not in SUFFIXES:
-        wanted = f"expected a name that ends in {' or '.join(SUFFIXES)}, or that of a folder, without an ending"
+        wanted = f"expected a name that ends in {' or '.join(SUFFIXES)}, or a folder name without an ending"
         raise click.BadParameter(f"{wanted}, got {value}")
     if value.is_dir() and (value.suffix or not {path.name for path in value.iterdir()} <= OF_A_DUMP):
-        raise click.BadParameter(f"{value} is a folder of other things, which is not replaced; choose another name")
+        raise click.BadParameter(
+            f"{value} is a folder with other files, and llorch does not replace it; choose another name"
+        )
     if not value.suffix and value.is_file():
-        raise click.BadParameter(f"{value} is a file, which is not replaced by a folder; choose another name")
+        raise click.BadParameter(f"{value} is a file, and llorch does not replace it by a folder; choose another name")
     return value
 
 
@@ -92,7 +94,7 @@ def _check_place(output: Path, model: Path) -> None:
     if not output.parent.is_dir():
         raise FileNotFoundError(f"{output}: the folder {output.parent} does not exist; make it first")
     if model.is_dir() and output.resolve().parent == model.resolve():
-        raise click.UsageError(f"{output} is inside the model folder; write the trace elsewhere")
+        raise click.UsageError(f"{output} is inside the model folder; write the trace to another folder")
 
 
 def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:

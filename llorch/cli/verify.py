@@ -88,13 +88,17 @@ def command(
     refuse_both(prompt, tokens)
     dumps = [each for each in against if isinstance(each, Path)]
     if (dumps or GOLDEN in against) and len(against) > 1:
-        raise click.UsageError("--against golden, or a dump, goes alone; give it, or engines")
+        raise click.UsageError(
+            f"--against: expected golden alone, a dump alone, or engines, got {', '.join(map(str, against))}"
+        )
     if mapping is not None and not dumps:
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
     from llorch.cli.judging import Arithmetic, judge_all
 
     if axes is not None and (dumps or device or kernels != "auto"):
-        raise click.UsageError("--mesh runs the page as it is written, on the CPU: no --device, --kernels or dump")
+        raise click.UsageError(
+            "--device, --kernels and a dump do not go with --mesh, which runs the reference implementation on the CPU"
+        )
     given: Any = {"prompt": prompt, "tokens": tokens, "as_json": as_json, "detail": detail}
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         where = "torch" if mesh else backend

@@ -98,34 +98,38 @@ class ModelConfig:
             raise _out_of_range(f"layers must have {self.n_layers} entries, one for each layer, got {len(self.layers)}")
         if any(layer.experts for layer in self.layers):
             if self.experts is None:
-                raise _out_of_range("layers with experts, but experts is None")
+                raise _out_of_range("experts: expected settings for the layers with experts, got None")
             _check_sizes(self.experts, _LARGEST_OF_EXPERTS)
             used, n_experts = self.experts.n_experts_per_token, self.experts.n_experts
             if not 1 <= used <= n_experts:
-                raise _out_of_range(f"experts per token must be from 1 to the {n_experts} that there are, got {used}")
+                raise _out_of_range(
+                    f"experts per token must be from 1 to {n_experts}, the number of experts, got {used}"
+                )
         if any(layer.mixer == "delta_net" for layer in self.layers):
             if (net := self.delta_net) is None:
-                raise _out_of_range("layers with a delta net, but delta_net is None")
+                raise _out_of_range("delta_net: expected settings for the layers with a delta net, got None")
             _check_sizes(net, _LARGEST_OF_DELTA_NET)
             if net.n_value_heads % net.n_key_heads:
                 heads = f"{net.n_value_heads} value and {net.n_key_heads} key heads"
                 raise _out_of_range(f"value heads of a delta net must be a multiple of its key heads, got {heads}")
             if net.conv_kernel < 2:
-                raise _out_of_range(f"the convolution of a delta net must see 2 tokens or more, got {net.conv_kernel}")
+                raise _out_of_range(
+                    f"the convolution kernel of a delta net must cover at least 2 tokens, got {net.conv_kernel}"
+                )
 
     def _check_factors(self, factors: tuple[float, ...]) -> None:
         if len(factors) != self.rotated // 2:
             raise _out_of_range(
                 f"rope_freqs.weight must have head_dim / 2 = {self.rotated // 2} factors, got {len(factors)}"
             )
-        if not all(0 < factor < math.inf for factor in factors):
-            raise _out_of_range("rope_freqs.weight: every factor must be positive and finite")
+        if wrong := [factor for factor in factors if not 0 < factor < math.inf]:
+            raise _out_of_range(f"rope_freqs.weight: expected positive finite factors, got {wrong[0]}")
 
     def _check_ramp(self, yarn: YarnScaling) -> None:
         start, end = yarn.ramp(head_dim=self.rotated, theta=self.rope_theta)
         if end < start:  # transformers divides by the negative width, llama.cpp by 0.001
             raise _out_of_range(
-                f"the ramp of yarn must end behind its start, got pairs {start} to {end} from beta_fast="
+                f"the ramp of yarn must end after its start, got pairs {start} to {end} from beta_fast="
                 f"{yarn.beta_fast} beta_slow={yarn.beta_slow} original_max_position_embeddings="
                 f"{yarn.original_max_position_embeddings} rope_theta={self.rope_theta}; "
                 "transformers and llama.cpp compute different frequencies from it"

@@ -102,7 +102,9 @@ def _one_for_all_layers(metadata: Mapping[str, object], arch: str, path: str | P
         if not isinstance(listed, np.ndarray):
             continue
         if len(listed) != n_layers:
-            message = f"{key}: expected one number or one for each of {n_layers} layers, got {len(listed)}"
+            message = (
+                f"{key}: expected one number, or one number for each of {n_layers} layers, got {len(listed)} numbers"
+            )
             raise FormatError("Inconsistent", message, path=path)
         if listed.dtype.kind not in "iu" or len(np.unique(listed)) > 1:
             message = f"{key}: expected the same integer for all layers, got {listed.tolist()}"
@@ -125,7 +127,7 @@ def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
         "context_length"
     ):
         window = fields.integer("attention.sliding_window")
-        expected = f"none below the context length: llama.cpp reads no window of {family.gguf}"
+        expected = f"no window below the context length (llama.cpp reads no window for {family.gguf})"
         raise fields.error("Unsupported", "attention.sliding_window", expected, window)
     fields.refuse("attention.causal", unless=(True,), default=True)
     fields.refuse("attention.value_length", unless=(head_dim,), default=head_dim)
@@ -283,9 +285,11 @@ def _scaling(fields: Fields, name: str, rope_factors: np.ndarray | None) -> Rope
         raise fields.error("Unsupported", "rope.scaling.type", "none, linear or yarn", kind)
     if rope_factors is not None:
         if not FAMILIES[name].factors:
-            raise fields.error("Unexpected", "rope_freqs.weight", "frequency factors for llama only", name)
+            raise fields.error(
+                "Unexpected", "rope_freqs.weight", "frequency factors only for the llama architecture", name
+            )
         if kind == "yarn" or factor != 1.0:
-            raise fields.error("Unsupported", "rope.scaling.type", "none beside rope_freqs.weight", kind)
+            raise fields.error("Unsupported", "rope.scaling.type", "none, because the file has rope_freqs.weight", kind)
     if kind != "yarn":
         fields.refuse("rope.scaling.attn_factor", unless=(1.0,), default=1.0)
     if rope_factors is not None:

@@ -87,7 +87,10 @@ def head_width(fields: Fields, key: str, hidden_size: int, n_heads: int, default
     if default is None and hidden_size % n_heads == 0:
         default = hidden_size // n_heads
     if default is None and not fields.has(key):
-        message = f"config: hidden_size {hidden_size} is no multiple of n_heads {n_heads} and head_dim is not given"
+        message = (
+            "config: expected head_dim, or a hidden_size that n_heads divides, "
+            f"got hidden_size {hidden_size}, n_heads {n_heads} and no head_dim"
+        )
         raise FormatError("OutOfRange", message)
     return fields.integer(key, default=default)
 
@@ -254,7 +257,9 @@ def _with_experts(fields: Fields, n_layers: int, *, sparse: bool) -> list[bool]:
     dense = _numbers(fields, "mlp_only_layers")
     step = fields.integer("decoder_sparse_step", default=1, low=1)
     if not sparse and (dense or step != 1):  # no keys of Qwen3.5
-        raise fields.error("Unsupported", "mlp_only_layers", "no dense layer, as transformers has none", dense)
+        raise fields.error(
+            "Unsupported", "mlp_only_layers", "no dense layer (transformers has no dense layer in this family)", dense
+        )
     return [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
 
 
@@ -325,7 +330,7 @@ def _rope(fields: Fields, name: str) -> Fields | None:
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new is not None and old is not None and new.values != old.values:
         # transformers takes the old key then, and with it the default theta: never what the author meant.
-        raise fields.error("Inconsistent", "rope_scaling", "no other values than rope_parameters", old.values)
+        raise fields.error("Inconsistent", "rope_scaling", "the values of rope_parameters", old.values)
     rope = new or old
     if rope is None:
         return Fields(_YARN_OF_MINISTRAL, fields.path) if name == "ministral3" else None

@@ -30,13 +30,13 @@ def _reasons(config: ModelConfig, n_tokens: int) -> Iterator[str]:
     if window < n_tokens:
         yield f"it reads no sliding_window of {config.family}; the configuration says {window}"
     if config.family in ("smollm3", "llama4") and [layer.rope for layer in layers] != _every_fourth(len(layers)):
-        yield f"it rotates all but every fourth layer of {config.family}; no_rope_layers says otherwise"
+        yield f"llama.cpp skips RoPE in every fourth layer of {config.family}, no_rope_layers has other layers"
     normalises = FAMILIES[config.family].norm_topk_prob
     if experts is not None and normalises is not None and experts.norm_topk_prob != normalises:
         said = str(experts.norm_topk_prob).lower()
-        yield f"it has a constant for norm_topk_prob of {config.family}; the configuration says {said}"
+        yield f"llama.cpp hard-codes norm_topk_prob for {config.family}, this configuration has {said}"
     if normalises is not None and not all(layer.experts for layer in layers):
-        yield f"it gives every layer of {config.family} experts; mlp_only_layers or decoder_sparse_step say otherwise"
+        yield f"llama.cpp has experts in all layers of {config.family}, mlp_only_layers or decoder_sparse_step differ"
     if config.family == "llama4":
         yield from _reasons_of_llama4(config, n_tokens)
     yield from _reasons_of_shapes(config)
@@ -46,15 +46,15 @@ def _reasons_of_shapes(config: ModelConfig) -> Iterator[str]:
     family, net = config.family, config.delta_net
     if net is not None and net.key_head_dim != net.value_head_dim:
         yield (
-            f"its delta nets have keys as wide as values; linear_key_head_dim is {net.key_head_dim}, "
+            f"llama.cpp expects delta nets with keys as wide as values, linear_key_head_dim is {net.key_head_dim}, "
             f"linear_value_head_dim {net.value_head_dim}"
         )
     if config.o_bias and family not in _O_BIAS:
-        yield f"it reads a bias of attn_output for the llama family only, got {family}"
+        yield f"llama.cpp reads a bias of attn_output only for the llama family, got {family}"
     if config.q_width != config.hidden_size and family in _AS_WIDE:
-        yield f"it has heads of {family} that are as wide as the model together; they are {config.q_width} wide"
+        yield f"llama.cpp expects {family} heads with a total width of {config.hidden_size}, got {config.q_width}"
     if config.tie_word_embeddings and family in _UNTIED:
-        yield f"it reads an output matrix of {family}; tie_word_embeddings says that there is none"
+        yield f"llama.cpp expects an output matrix for {family}, this configuration has tie_word_embeddings"
 
 
 def _every_fourth(n_layers: int) -> list[bool]:
@@ -66,20 +66,20 @@ def _reasons_of_llama4(config: ModelConfig, n_tokens: int) -> Iterator[str]:
     for chunk in (layer.chunk or math.inf for layer in layers if layer.rope):
         if chunk != CHUNK_OF_LLAMA4 and min(chunk, CHUNK_OF_LLAMA4) < n_tokens:
             said = "none" if chunk == math.inf else chunk
-            yield f"its attention_chunk_size is {CHUNK_OF_LLAMA4}; the configuration says {said}"
+            yield f"llama.cpp hard-codes attention_chunk_size {CHUNK_OF_LLAMA4}, this configuration has {said}"
     ours, theirs = config.temperature, TEMPERATURE_OF_LLAMA4
     same = ours == theirs and all(layer.tempered != layer.rope for layer in layers)
     if not same and n_tokens >= min(theirs.floor, theirs.floor if ours is None else ours.floor):
-        yield "its floor_scale is 8192 and its attn_scale 0.1; the configuration says otherwise"
+        yield "llama.cpp hard-codes floor_scale 8192 and attn_scale 0.1, this configuration has other values"
     if config.experts is None:
-        yield "it has no Llama 4 without experts"
+        yield "llama.cpp cannot run Llama 4 without experts"
         return
     norms = config.experts.n_experts != NO_HEAD_NORM
     if any(layer.rope and layer.head_norm != norms for layer in layers):
         yield (
-            f"it normalises heads unless there are {NO_HEAD_NORM} experts; use_qk_norm says otherwise for "
-            f"{config.experts.n_experts}"
+            f"llama.cpp normalises heads unless there are {NO_HEAD_NORM} experts, use_qk_norm differs for "
+            f"{config.experts.n_experts} experts"
         )
     step = next((i + 1 for i, layer in enumerate(layers) if layer.experts), 0)
     if [layer.experts for layer in layers] != [step > 0 and (i + 1) % step == 0 for i in range(len(layers))]:
-        yield "it gives every n-th layer experts; moe_layers says otherwise"
+        yield "llama.cpp expects experts in every n-th layer, moe_layers has other layers"

@@ -192,7 +192,7 @@ def test_verify_takes_a_dump_as_a_witness(right: Path, wrong: Path):
     ("words", "expected"),
     [
         ("verify micro-llama --against {}/nothing", ("--against", "golden, llamacpp, transformers", "{}/nothing")),
-        ("verify micro-llama --against {}/right --against golden", ("--against golden", "dump", "alone")),
+        ("verify micro-llama --against {}/right --against golden", ("--against", "golden", "dump", "alone")),
         ("verify --against {}/right", ("dump", "one MODEL")),
         ("verify micro-llama --against {}/right --backend torch", ("dump", "--backend")),
         ("verify micro-llama --map {}/names.toml", ("--map", "--against path/to/dump")),

@@ -142,7 +142,7 @@ def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
     line = closing_line(summary([judged(*rows, not_run=["transformers: absent"])]))
     assert line.startswith("1 model, 301 comparisons: 301 passed, 0 failed, 13 checkpoints not run; ")
     assert " 99 % (near 99 %) of 300 " in line
-    assert line.endswith("at 0 % (near 0 %)")
+    assert line.endswith(" 0 % (near 0 %)")
 
 
 def test_a_report_says_when_each_op_alone_is_right():
@@ -176,7 +176,7 @@ def test_a_witness_that_cannot_judge_is_counted_and_is_no_engine_that_is_missing
     counts = summary([found])
     assert counts["cannot_judge"] == [{"model": "m", "witness": "llamacpp", "reason": "it reads no sliding_window"}]
     assert (counts["not_run"], counts["checkpoints_not_run"]) == ([], 0)
-    assert "0 failed, 1 witness " in closing_line(counts)
+    assert "0 failed, 1 reference engine " in closing_line(counts)
 
 
 def test_a_dense_model_is_not_judged_by_checkpoints_of_experts():

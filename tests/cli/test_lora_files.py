@@ -28,7 +28,7 @@ def test_merge_tells_what_the_adapter_and_the_rounding_did(made):
     result = invoke("lora", "merge", base, adapter, str(folder / "m"), "--type", "bf16")
     assert result.exit_code == 0, result.stderr
     assert "BF16" in result.stdout
-    assert "swallowed by rounding" in result.stdout
+    assert "lost to rounding" in result.stdout
     assert re.search(r"^logits: .*\d", result.stdout, re.MULTILINE)
     assert "base: the same" in result.stderr
 

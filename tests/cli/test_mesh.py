@@ -41,11 +41,11 @@ def test_without_a_prompt_all_ranks_end_at_once(tmp_path: Path):
     ("arguments", "fact"),
     [
         (("run", "story", START, "--mesh", "dp=2,tp=2"), "--mesh dp=2"),
-        (("run", "story", START, "--mesh", "tp=2", "--device", "cuda"), "no --device"),
-        (("run", "story", START, "--mesh", "tp=2", "--compile"), "no --compile"),
-        (("run", "story", START, "--mesh", "tp=2", "--adapter", "x"), "no --adapter"),
+        (("run", "story", START, "--mesh", "tp=2", "--device", "cuda"), "--device"),
+        (("run", "story", START, "--mesh", "tp=2", "--compile"), "--compile"),
+        (("run", "story", START, "--mesh", "tp=2", "--adapter", "x"), "--adapter"),
         (("run", "story", START, "--mesh", "tp=2", "--numerics", "ggml"), "--backend numpy"),
-        (("bench", "--mesh", "tp=2", "--shape", "llama-2-7b"), "no --shape"),
+        (("bench", "--mesh", "tp=2", "--shape", "llama-2-7b"), "--shape"),
         (("bench", "--mesh", "dp=2"), "--mesh dp=2"),
     ],
 )

@@ -54,7 +54,7 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
     result = invoke("verify", path, TOKENS, "--numerics", "exact")
     assert result.exit_code == 0
     assert "inputs rounded" not in result.stdout
-    assert "one witness" not in result.stdout
+    assert "one reference engine" not in result.stdout
 
 
 @pytest.mark.parametrize(

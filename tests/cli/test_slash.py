@@ -119,9 +119,9 @@ def test_quit_ends(folder: Path):
 MISTAKES: dict[str, tuple[object, ...]] = {
     "/sav x": ("/sav;", "'save'", "/help"), "/": ("/;", "/help"),
     "/save": ("file", "none"), "/save nowhere/x": ("nowhere/x",), "/load nowhere.json": ("nowhere.json",),
-    "/trace x.txt": (".npz", ".safetensors", "'x.txt'"), "/trace x.npz": ("traced",),
-    "/edit 1 x": ("chat", "nothing"), "/edit": ("chat", "nothing"),
-    "/undo": ("nothing", "said"), "/retry": ("nothing", "said"),
+    "/trace x.txt": (".npz", ".safetensors", "'x.txt'"), "/trace x.npz": ("trace", "message"),
+    "/edit 1 x": ("chat", "message"), "/edit": ("chat", "message"),
+    "/undo": ("message", "none"), "/retry": ("message", "none"),
     "/set temprature 1": ("'temprature'", "'temperature'"),
     "/set temperature hot": ("temperature", "number", "'hot'"), "/set top_p 2": ("sampling: top_p", "2.0"),
     "/set max_tokens 0": ("max_tokens", 1, 0), "/set top_k 1.5": ("top_k", "integer", "'1.5'"),

@@ -57,7 +57,7 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
         click.echo(f"{place}: {counted(outcome)}")
         return
     if said.get("versions") != found["versions"]:
-        say(f"versions: the certificate has {said.get('versions')}, here are {found['versions']}")
+        say(f"versions: the certificate has {said.get('versions')}, this installation has {found['versions']}")
     differing = differences(said, found)
-    click.echo("\n".join(differing) or f"{given}: every hash and verdict is the same: {counted(outcome)}")
+    click.echo("\n".join(differing) or f"{given}: every hash and verdict matches: {counted(outcome)}")
     click.get_current_context().exit(bool(differing))

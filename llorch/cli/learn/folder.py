@@ -31,7 +31,7 @@ def learners_source(impl: str | None) -> str:
     from llorch.learn.choice import chosen
 
     if (source := chosen(impl)) is None:
-        raise click.UsageError("no folder of yours is known here; make one with: llorch learn init my_llama")
+        raise click.UsageError("--impl: expected a lesson folder, got none; make one with: llorch learn init my_llama")
     return source
 
 
@@ -39,7 +39,9 @@ def learners_folder(impl: str | None) -> Path:
     """The folder that is meant."""
     folder = Path(source := learners_source(impl))
     if not folder.is_dir():
-        raise click.UsageError(f"expected a folder, got {source}; make one with: llorch learn init my_llama")
+        raise click.UsageError(
+            f"--impl: expected a lesson folder, got {source}; make one with: llorch learn init my_llama"
+        )
     return folder
 
 
@@ -57,7 +59,7 @@ def one_lesson(word: str) -> "Lesson":
 
     names = {name: lesson for lesson in LESSONS for name in (lesson.number, lesson.name, lesson.module)}
     if word not in names:
-        raise click.UsageError(f"there is no lesson {word!r}{suggestion(word, names)}; llorch learn list has all")
+        raise click.UsageError(f"there is no lesson {word!r} in llorch learn list{suggestion(word, names)}")
     return names[word]
 
 

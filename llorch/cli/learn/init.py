@@ -8,7 +8,7 @@ from llorch.cli.options import verb
 
 PROJECT = """\
 [tool.llorch]
-impl = "."  # what llorch learn, llorch run and pytest take for your implementation
+impl = "."  # your implementation, for llorch learn, llorch run and pytest
 """
 
 
@@ -34,6 +34,6 @@ def command(*, folder: Path) -> None:
     for name, text in new.items():
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(text)
-    kept = f", {len(files) - len(new)} kept as they were" if len(new) < len(files) else ""
+    kept = f", {len(files) - len(new)} existing files kept" if len(new) < len(files) else ""
     click.echo(f"{folder}: {len(new)} files written{kept}")
     say(f"next: cd {folder} && llorch learn")

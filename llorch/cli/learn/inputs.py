@@ -31,7 +31,7 @@ def command(*, lesson: str, output: Path) -> None:
     from llorch.learn.answers import write_calls
 
     if output.exists():
-        raise click.UsageError(f"{output} is there already")
+        raise click.UsageError(f"{output}: already exists; choose another name")
     chosen = one_lesson(lesson)
     n = write_calls(chosen, output)
-    say(f"{near(output)}: {n} calls; then llorch learn check {chosen.number} --answers answers.npz")
+    say(f"{near(output)}: {n} calls; next: llorch learn check {chosen.number} --answers answers.npz")

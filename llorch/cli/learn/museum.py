@@ -43,7 +43,9 @@ def open_one(number: int, folder: Path) -> None:
 
     shown = exhibit(number)
     write(shown, folder)
-    click.echo(f"{shown.symptom}\n{folder / 'README.md'} has the rest; a dump of {shown.model} lies beside it.")
+    click.echo(
+        f"{shown.symptom}\n{folder / 'README.md'} has the full report; the same folder holds the dump of {shown.model}."
+    )
 
 
 @command.command(

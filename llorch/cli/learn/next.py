@@ -43,7 +43,7 @@ def next_lesson(folder: Path, after: "Lesson | None" = None) -> "Lesson | None":
 def show_lesson(folder: Path, lesson: "Lesson | None") -> None:
     """Print what a lesson is about and where its files are."""
     if lesson is None:
-        click.echo("every lesson passes; llorch learn certificate writes down that they do")
+        click.echo("every lesson passes; to record this, run: llorch learn certificate")
         return
     click.echo(f"{lesson.number} {lesson.name}, {lesson.minutes} min: {', '.join(part.name for part in lesson.parts)}")
     page = next(path for path in (lesson.folder / PAGE, lesson.folder.parent / PAGE) if path.exists())

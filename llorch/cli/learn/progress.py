@@ -38,7 +38,7 @@ def summed_up(folder: Path) -> str:
     attempts = sum(each.attempts for each in standing.values())
     said = f"{len(passed)} of {len(LESSONS)} lessons pass, {attempts} attempts, {hints} hints"
     solutions = sum(each.solution for each in standing.values())
-    return f"{said}, {solutions} solutions seen; about {left} minutes to go"
+    return f"{said}, {solutions} solutions seen; about {left} minutes left"
 
 
 def _read(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":

@@ -32,8 +32,8 @@ def reset(folder: Path, lesson: "Lesson") -> None:
     from llorch.learn.progress import Progress, set_aside
 
     stub, file = stub_of(lesson), folder / f"{lesson.module}.py"
-    kept = f"; what was there is {set_aside(file).name}" if file.exists() else ""
+    kept = f"; your old file is now {set_aside(file).name}" if file.exists() else ""
     file.write_text(stub, encoding="utf-8")
     with Progress(folder, say).changed(lesson) as standing:
         standing.status = standing.tried = standing.passed = ""
-    click.echo(f"{near(file)} is the stub{kept}")
+    click.echo(f"{near(file)} is the stub again{kept}")

@@ -71,7 +71,7 @@ class _Loop:
         show_lesson(self.folder, self.lesson)
         with events(self.folder) as queue:
             self._warm()
-            say(f"every save is checked; {KEYS}" if sys.stdin.isatty() else "every save is checked; Ctrl-C ends it")
+            say(f"llorch checks every save; {KEYS}" if sys.stdin.isatty() else "llorch checks every save; Ctrl-C quits")
             while (event := queue.get()) != "q":
                 if event in self.keys:
                     self._do(self.keys[event])

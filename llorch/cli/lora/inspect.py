@@ -64,7 +64,7 @@ def _print(summary: "Summary") -> None:
     for name, value in asdict(summary.config).items() if summary.config is not None else ():
         if value not in ((), {}, None):
             out.print(f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
-    rows = table("matrix", ">r", ">scaling", ">parameters", ">norm", ">of the base's")
+    rows = table("matrix", ">r", ">scaling", ">parameters", ">norm", ">share of base norm")
     for matrix in summary.matrices:
         share = "-" if matrix.relative is None else f"{matrix.relative:.2%}"
         norm = f"{matrix.norm:.4g}"

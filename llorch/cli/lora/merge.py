@@ -68,12 +68,12 @@ def command(
     largest = max(change.change for change in done.changes.values())
     click.echo(f"{target}: {done.ggml_type.name}, {done.n_bytes / 1e6:.1f} MB, {len(done.changes)} matrices merged")
     click.echo(
-        f"largest change of a weight {largest:.3g}; swallowed by rounding: up to {worst.vanished:.1%} of a matrix"
+        f"largest change of a weight {largest:.3g}; changes lost to rounding: up to {worst.vanished:.1%} of a matrix"
     )
     if done.logits is None:
-        click.echo("logits NOT COMPARED (--logits does)")
+        click.echo("logits NOT COMPARED (to compare them, add --logits)")
     else:
         click.echo(
-            f"logits: the adapter moves them by {done.logits.effect:.3g}, "
-            f"merging by {done.logits.error:.3g} (they spread by {done.logits.spread:.3g})"
+            f"logits: the adapter changes them by up to {done.logits.effect:.3g}, "
+            f"merging by up to {done.logits.error:.3g} (standard deviation {done.logits.spread:.3g})"
         )

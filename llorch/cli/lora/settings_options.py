@@ -92,7 +92,7 @@ def _as_mapping(
 ) -> dict[str, Any] | None:
     """What was given, or None."""
     if len(dict(pairs)) < len(pairs):
-        raise click.BadParameter("a name is given twice", ctx, param)
+        raise click.BadParameter("expected each name once, got a name twice", ctx, param)
     return dict(pairs) or None
 
 

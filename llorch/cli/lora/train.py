@@ -73,7 +73,7 @@ def command(
         click.echo(to_json({**values, "adapter": str(output)}))
     else:
         _print(values)
-        click.echo(f"{output}: the adapter; try it with: {try_it(settings.model, settings.data, output)}")
+        click.echo(f"{output}: adapter saved; try it with: {try_it(settings.model, settings.data, output)}")
 
 
 def _print(values: dict[str, Any]) -> None:

@@ -86,9 +86,9 @@ def description(training: "Training") -> list[str]:
     where = f"{training.target.device}, threads {training.identity()['environment']['threads']}"
     return [
         f"model: {settings.model}, {settings.dtype} on {where}, weights {held / 1e6:.1f} MB; "
-        f"training {trained:,} parameters beside {frozen:,} (r {settings.r}, alpha {settings.alpha:g}, "
+        f"training {trained:,} parameters, {frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
         f"{len(training.adapter.targets)} matrices)",
-        f"data: {settings.data}, {data.train.n_tokens:,} tokens of which {data.train.n_trained:,} are learned, at most "
+        f"data: {settings.data}, {data.train.n_tokens:,} tokens, {data.train.n_trained:,} of them learned, at most "
         f"{data.settings.max_length} in a row",
         f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
         f"{settings.lr:.2e} {settings.schedule}, {settings.warmup_for(training.total_steps)} of them warm-up",

@@ -75,12 +75,13 @@ def command(
 
 
 def _lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
-    yield f"{proof.steps} steps straight against {proof.stopped_at} + {proof.steps - proof.stopped_at} after a resume"
+    after = proof.steps - proof.stopped_at
+    yield f"{proof.steps} uninterrupted steps against {proof.stopped_at} + {after} after a resume"
     yield from _table(proof.halves, verbose=verbose)
     yield "bit-identical" if proof.halves.equal else "NOT bit-identical"
     for what, comparison in proof.controls.items():
         differing = sum(tensor.differing_bits > 0 for tensor in comparison.tensors)
-        seen = f"{differing} of {len(comparison.tensors)} tensors differ, as they must" if differing else "NOT NOTICED"
+        seen = f"{differing} of {len(comparison.tensors)} tensors differ, as expected" if differing else "NOT NOTICED"
         yield f"control, {what} lost: {seen}"
 
 
