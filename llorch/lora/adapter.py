@@ -86,7 +86,9 @@ def assembled(
     flat = {name: np.array(array, np.float32, copy=copy or None) for name, array in arrays.items()}
     bad = [name for name, array in flat.items() if not np.isfinite(array).all()]
     if bad:
-        raise FormatError("NonFinite", f"adapter: NaN or infinity in {some(sorted(bad))}", path=path)
+        raise FormatError(
+            "NonFinite", f"adapter: expected finite numbers, got NaN or infinity in {some(sorted(bad))}", path=path
+        )
     found = {
         name: LoraTensors(flat[f"{name}.{LORA_A}"], flat[f"{name}.{LORA_B}"], flat.get(f"{name}.{MAGNITUDE}"))
         for name in targets
@@ -123,13 +125,13 @@ def require_free(name: str, known: list[str]) -> None:
     if not re.fullmatch(r"[\w-]+", name):
         raise ValueError(f"adapter: expected a name of letters, digits, _ and -, got {name!r}")
     if name in known:
-        raise ValueError(f"adapter: there is one called {name!r} already; remove it or choose another name")
+        raise ValueError(f"adapter: the name {name!r} is in use; remove that adapter or choose another name")
 
 
 def require_known(name: str | None, known: list[str]) -> None:
     """Refuse (ValueError) the name of an adapter that is not there; None wants none."""
     if name is not None and name not in known:
-        raise ValueError(f"adapter: there is none called {name!r}; there are {', '.join(known) or 'none'}")
+        raise ValueError(f"adapter: expected one of {', '.join(known) or 'no adapters'}, got {name!r}")
 
 
 def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:
@@ -138,7 +140,9 @@ def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:
     foreign = [target.name for target in adapter.targets.values() if every.get(target.name) != target]
     if foreign:
         what = ", ".join(foreign)
-        raise ValueError(f"adapter {name!r}: made for another model, which has other names or shapes for {what}")
+        raise ValueError(
+            f"adapter {name!r}: expected names and shapes of this model, got others for {what}; give the right base"
+        )
 
 
 def _require_shapes(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]], path: str | None) -> None:

@@ -58,7 +58,7 @@ class BaseIdentity:
         bad = [key for key, value in digests.items() if re.fullmatch("[0-9a-f]{64}", value) is None]
         types = values.get("types")
         if bad or not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-            message = f"{bad[0] if bad else 'types'}: expected what llorch writes (64 hexadecimal digits, a list)"
+            message = f"{bad[0] if bad else 'types'}: expected 64 hexadecimal digits (types: a list)"
             raise FormatError("Malformed", message, path=path)
         return cls(name=fields.text("name"), types=tuple(types), **digests)
 
@@ -118,26 +118,26 @@ def _remember(place: Path, text: str) -> None:
 def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -> str:
     """Refuse (BaseMismatch) an adapter made for another base; returns whether it is the same, or cannot be told."""
     if made_for.digest == base.digest:
-        return "base: the same, number by number"
+        return "base: the same numbers as in the training"
     parts = {"shapes and constants": "config", "norms and biases": "vectors"}
     differ = [text for text, key in parts.items() if getattr(made_for, key) != getattr(base, key)]
     if not differ and made_for.types != base.types:
         stored = f"{', '.join(made_for.types)} there and {', '.join(base.types)} here"
-        return f"base: unknown, norms and shapes are those of {made_for.name}, its matrices are stored as {stored}"
+        return f"base: unknown: norms and shapes equal {made_for.name}, but its matrices are {stored}"
     what = differ[0] if differ else "matrices"
-    message = f"made for {made_for.name}, the {what} of {base.name} are others; give the base that it was trained on"
+    message = f"expected the base {made_for.name}, got other {what} in {base.name}; give the base of the training"
     raise FormatError("BaseMismatch", message, path=str(where))
 
 
 def require_name(made_for: str | None, base: str, *, where: object) -> str:
     """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count."""
     if not made_for:
-        return "base: unknown, the adapter does not say which one it was made for"
+        return "base: unknown, because the adapter does not name its base"
     if _plain(made_for) == _plain(base):
-        return f"base: the adapter names {made_for}, without a digest; the name fits"
-    message = f"made for {made_for} (by name, there is no digest), the base is {base}"
+        return f"base: the name {made_for} fits; the adapter has no digest to check"
+    message = f"expected the base {made_for} (by name, there is no digest), got {base}"
     raise FormatError(
-        "BaseMismatch", f"{message}; if that is the same model, say so with --any-base (any_base=True)", path=str(where)
+        "BaseMismatch", f"{message}; if both are one model, add --any-base (any_base=True)", path=str(where)
     )
 
 

@@ -54,7 +54,7 @@ class LoraConfig:
             raise ValueError("lora config: target_modules must name at least one module, got none")
         beside = [name for name in ("lora_dropout", "use_dora") if getattr(self, name)]
         if self.target_parameters and beside:
-            raise ValueError(f"lora config: {beside[0]} does not go with target_parameters, in PEFT neither")
+            raise ValueError(f"lora config: {beside[0]} cannot be combined with target_parameters (nor in PEFT)")
         patterns = [*self.rank_pattern, *self.alpha_pattern]
         patterns += [p for p in (self.target_modules, self.exclude_modules) if isinstance(p, str)]
         for pattern in patterns:
@@ -78,7 +78,7 @@ class LoraConfig:
                 name: getattr(self, name) for name in ("target_modules", "exclude_modules", "layers_to_transform")
             }
             told = ", ".join(f"{name} {value!r:.80}" for name, value in chosen.items() if value)
-            raise ValueError(f"lora config: {told} fit no matrix of the model")
+            raise ValueError(f"lora config: {told} match no matrix of the model")
         return found
 
     def require_effect(self, config: ModelConfig) -> None:
@@ -94,7 +94,7 @@ class LoraConfig:
         if idle:
             told = ", ".join(f"{name} {value!r}" for name, value in idle[:8]) + (" and more" if idle[8:] else "")
             raise ValueError(
-                f"lora config: expected what fits a matrix of the adapter, got {told}; correct or remove it"
+                f"lora config: expected names that match a matrix of the adapter, got {told}; correct or remove it"
             )
 
     def rank_of(self, target: Target) -> int:
@@ -143,7 +143,7 @@ def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) ->
     seen = {name: replace(target, path=target.whole_path) for name, target in targets.items()}
     chosen = {name: targets[name] for name, target in seen.items() if config._takes(target)}
     if not chosen:
-        raise ValueError(f"lora config: target_modules {config.target_modules!r:.80} fit no matrix of the text part")
+        raise ValueError(f"lora config: target_modules {config.target_modules!r:.80} match no matrix of the text model")
     patterns = patterns_of(config, {targets[name].path: seen[name] for name in chosen})
     return replace(config, **names_of(chosen, model), **patterns, exclude_modules=(), layers_to_transform=None)
 
@@ -196,7 +196,7 @@ def _absent(kind: str, absent: list[str], paths: list[str], config: ModelConfig)
     known = ", ".join(sorted({_end(path) for path in paths})) or "none"
     told = f"the model has no {kind} {', '.join(absent)}; it has {known}"
     if kind == "module" and config.experts is not None and {*OF_EXPERTS, *ROUTERS} & {_end(end) for end in absent}:
-        told += "; what is not a module, PEFT and llorch train by target_parameters"
+        told += "; name parameters that are no module in target_parameters, as in PEFT"
     return told
 
 
@@ -215,7 +215,7 @@ def _matches(pattern: str, path: str) -> bool:
     except TimeoutError:
         where = "target_modules, exclude_modules, rank_pattern or alpha_pattern"
         raise ValueError(
-            f"lora config: {pattern!r} of {where} was not done with {path} in {_MATCH_SECONDS} s; write a plainer one"
+            f"lora config: {where}: {pattern!r} took over {_MATCH_SECONDS} s to match {path}; simplify it"
         ) from None
     except regex.error as error:
         raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None

@@ -67,7 +67,7 @@ def _notes(adapter: Adapter, *, is_gguf: bool) -> list[str]:
     if not is_gguf:
         return [OF_WHOLE] if adapter.of_whole else []
     if common_alpha(adapter) is None:
-        return ["scales differ from matrix to matrix: each is multiplied into its B, and alpha is left out"]
+        return ["the matrices have different scales: each scale is multiplied into lora_B, and alpha is left out"]
     return []
 
 
@@ -88,7 +88,7 @@ def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
     """
     config = adapter.config
     if config.use_dora:
-        raise FormatError("Unsupported", "vLLM and others have no DoRA; merge instead: llorch lora merge")
+        raise FormatError("Unsupported", "vLLM and other engines do not support DoRA; merge instead: llorch lora merge")
     names = names_of(adapter.targets, model)
     if names["target_parameters"]:
         told = ", ".join(names["target_parameters"])

@@ -43,7 +43,7 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
     except FormatError as error:
         if error.code != "BaseMismatch" or not any_base:
             raise
-        return f"base: another one, and accepted; {error}"
+        return f"base: another base, accepted by --any-base; {error}"
     return verdict
 
 
@@ -53,7 +53,7 @@ def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bo
     Where the adapter records its base every tensor of the weights is read once; of one in memory nothing more is known.
     """
     if isinstance(adapter, Adapter):
-        return adapter, "base: unknown, the adapter does not come from a file"
+        return adapter, "base: unknown, because the adapter is not from a file"
     verdict = check_base(adapter, weights, any_base=any_base)
     return read_adapter(adapter, weights.config), verdict
 
@@ -67,9 +67,7 @@ def _require_copies(path: Path, weights: Weights) -> None:
         own = weights.read(stored)
         differ = np.abs(own - copy) > np.abs(own) * _BF16 + _LEAST
         if differ.any():
-            message = (
-                f"it carries a copy of {name}, of whose numbers {differ.mean():.1%} are not those of {weights.path}"
-            )
+            message = f"expected its copy of {name} to equal {weights.path}, got {differ.mean():.1%} other numbers"
             raise FormatError("BaseMismatch", message, path=path)
 
 

@@ -95,13 +95,13 @@ def common_alpha(adapter: Adapter) -> float | None:
 def _refuse(adapter: Adapter, model: ModelConfig, path: Path) -> None:
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
     if adapter.config.use_dora:
-        message = "llama.cpp has no magnitude vectors (DoRA); merge instead: llorch lora merge BASE ADAPTER x.gguf"
+        message = (
+            "llama.cpp does not support magnitude vectors (DoRA); merge instead: llorch lora merge BASE ADAPTER x.gguf"
+        )
         raise FormatError("Unsupported", message, path=path)
     if model.tie_word_embeddings and outer:
-        message = (
-            f"{', '.join(outer)}: embedding and output are one tensor in the GGUF file of a tied base, an adapter of"
-        )
-        message += " one of them cannot be told apart; merge instead: llorch lora merge BASE ADAPTER x.gguf"
+        message = f"{', '.join(outer)}: a tied base has one GGUF tensor for embedding and output, so a GGUF adapter"
+        message += " cannot adapt one of them; merge instead: llorch lora merge BASE ADAPTER x.gguf"
         raise FormatError("Unsupported", message, path=path)
 
 
@@ -125,7 +125,7 @@ def _check_header(file: GGUFFile, model: ModelConfig) -> None:
         if fields.text(key, default="nothing") != wanted:
             raise fields.error("Unsupported", key, wanted, fields.values.get(key))
     if fields.has("adapter.alora.invocation_tokens"):
-        message = "adapter.alora.invocation_tokens: the adapter acts from a token on, which llorch does not do"
+        message = "adapter.alora.invocation_tokens: llorch does not support adapters that start at a token (aLoRA)"
         raise FormatError("Unsupported", message, path=file.path)
     family = fields.text("general.architecture")
     if family != FAMILIES[model.family].gguf:
@@ -145,7 +145,11 @@ def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, Target]:
         raise FormatError(code, message, path=file.path)
     one, other = halves.values()
     if one ^ other:
-        raise FormatError("Missing", f"one half is missing: {some(sorted(one ^ other))}", path=file.path)
+        raise FormatError(
+            "Missing",
+            f"expected .lora_a and .lora_b for each matrix, got one of them for {some(sorted(one ^ other))}",
+            path=file.path,
+        )
     outside = sorted(one - known.keys())
     if outside or not one:
         message = f"expected adapters of this model's matrices, got {some(outside) or 'no tensors'}"

@@ -40,10 +40,10 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
     if seed < 0:
         raise ValueError(f"lora init: the seed must be 0 or above, got {seed}")
     if init == "pissa" and config.use_dora:
-        raise ValueError("lora init: pissa and DoRA cannot be turned into one plain adapter; choose one of them")
+        raise ValueError("lora init: pissa cannot be combined with DoRA; choose one of them")
     config.require_effect(weights.config)
     if init == "pissa" and config.target_parameters:
-        raise ValueError("lora init: pissa does not go with target_parameters, in PEFT neither; choose default")
+        raise ValueError("lora init: pissa cannot be combined with target_parameters (nor in PEFT); choose default")
     tensors = {}
     for name, target in config.targets(weights.config).items():
         rank, scaling = config.rank_of(target), config.scaling_of(target)

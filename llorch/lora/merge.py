@@ -80,7 +80,9 @@ def merged_matrix(
         magnitude = whole.magnitude if part.rows is None or whole.magnitude is None else whole.magnitude[[*part.rows]]
         merged = _merged(weight, LoraTensors(*pair, magnitude), scaling, is_embedding=target.is_embedding)
     if not np.isfinite(merged).all():
-        raise FormatError("NonFinite", f"{name} has NaN or infinity after merging", path=str(where))
+        raise FormatError(
+            "NonFinite", f"{name}: expected finite numbers after merging, got NaN or infinity", path=str(where)
+        )
     return merged
 
 

@@ -88,7 +88,7 @@ def merge(
         kind = _type_for(merged, target, ggml_type, notes)
         notes += _write(merged, target, kind, report)
         with closing((written := open_weights(target)).source):
-            report("looking at the result")
+            report("checking the written file")
             changes = {name: _change(weights, merged, written, name) for name in parts_of(read)}
             n_weights = sum(int(np.prod(weight.shape)) for weight in inventory(weights.config).values())
             wanted = n_weights <= LARGEST_COMPARED if logits is None else logits
@@ -110,7 +110,7 @@ def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, note
     quantised = [name for name in _types(merged) if BLOCK_SIZES[GGMLType[name]][0] > 1]
     if quantised:
         what = "the decoded numbers of a quantised base"
-        notes.append(f"merged into {what} ({', '.join(quantised)}); not into the weights that it was made from")
+        notes.append(f"merged into {what} ({', '.join(quantised)}), not into the original weights")
         wanted = wanted or GGMLType.F32
     return choose_type(merged, wanted, to_gguf=target.suffix == ".gguf")
 

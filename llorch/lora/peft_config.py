@@ -38,11 +38,11 @@ _BOOKKEEPING = (
 _REFUSED: Mapping[str, str] = {
     "bias": "biases of the base were trained",
     "lora_bias": "lora_B has a bias",
-    "modules_to_save": "these modules were trained whole and take the place of the base's",
+    "modules_to_save": "these modules were trained in full and replace the base's modules",
     "fan_in_fan_out": "weights are stored transposed",
     "trainable_token_indices": "single rows of the embedding were trained",
     "layer_replication": "layers are repeated",
-    "alora_invocation_tokens": "the adapter acts from a token on",
+    "alora_invocation_tokens": "the adapter starts at a token",
     "use_qalora": "the input is pooled",
     "use_bdlora": "the matrices are block-diagonal",
     "arrow_config": "a router chooses adapters",
@@ -53,9 +53,7 @@ _OFF: tuple[object, ...] = (None, False, "none", [], {})
 # Initialisations that subtract from the base: the saved adapter means nothing beside the original weights.
 _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 REMEDY = "merge it with PEFT first (merge_and_unload, save_pretrained)"
-_OF_TIED = (
-    "; where embedding and output are tied give lm_head a copy of its weight before, PEFT 0.21 merges them wrongly"
-)
+_OF_TIED = "; if embedding and output are tied, first give lm_head a copy of its weight: PEFT 0.21 merges them wrongly"
 
 
 def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
@@ -124,7 +122,7 @@ def _refuse_mlx(fields: Fields, path: Path) -> None:
     """mlx-lm writes a file of the same name; its tensors have other names, and A and B are transposed."""
     marks = [key for key in ("fine_tune_type", "lora_parameters", "num_layers") if key in fields.values]
     if marks and "peft_type" not in fields.values:
-        message = f"an adapter of MLX (it has {', '.join(marks)}, no peft_type), expected one of PEFT"
+        message = f"expected an adapter of PEFT, got one of MLX (it has {', '.join(marks)}, no peft_type)"
         message += "; fuse it with its model (mlx_lm.fuse) and give the fused model"
         raise FormatError("Unsupported", message, path=path)
 
@@ -137,14 +135,16 @@ def _refuse(fields: Fields, path: Path) -> None:
     unknown = sorted(fields.values.keys() - {*_OURS, *_BOOKKEEPING, *_REFUSED})
     if any(key in on for key in unknown):
         named = ", ".join(f"{key}: {on[key]!r:.60}" for key in unknown if key in on)
-        message = f"{named}: unknown here, it may change what is computed; {_remedy(fields)}"
+        message = f"{named}: llorch does not know this setting, which may change the result; {_remedy(fields)}"
         raise FormatError("Unsupported", message, path=path)
     if unknown:
-        logger.warning("%s: %s: unknown here and switched off; ignored", path, ", ".join(unknown))
+        logger.warning(
+            "%s: %s: ignored, because llorch does not know this setting and it is off", path, ", ".join(unknown)
+        )
     start = fields.values.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
         how = "save it from PEFT with path_initial_model_for_weight_conversion"
-        message = f"init_lora_weights: {start!r} changed the base weights, beside which the adapter stands; {how}"
+        message = f"init_lora_weights: {start!r} changed the base weights, so the adapter fits no published base; {how}"
         raise FormatError("Unsupported", message, path=path)
     if fields.has("layers_pattern") and fields.values["layers_pattern"] not in ("layers", ["layers"], []):
         raise fields.error("Unsupported", "layers_pattern", "layers", fields.values["layers_pattern"])
@@ -213,7 +213,7 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
     if model.family not in AS_IN_VERSION_4:
         return config
     if isinstance(config.target_modules, str):
-        message = f"target_modules: {config.target_modules!r:.60}: PEFT takes it for other modules than it says in "
+        message = f"target_modules: {config.target_modules!r:.60}: PEFT matches other modules than it does in "
         raise FormatError("Unsupported", f"{message}{model.family}; name them in a list", path=folder / CONFIG_FILE)
     old = {name: name.rpartition(".")[2] for name in config.target_modules}
     moved = {end for end in old.values() if end in (*OF_EXPERTS, "gate")}

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 TENSOR_FILE, BASE_FILE = "adapter_model.safetensors", "llorch_base.json"
 _PREFIX = "base_model.model."
 _COPY = "base_layer.weight"
-OF_WHOLE = "it names modules of the model that sees, too: for PEFT load that by AutoModelForImageTextToText"
+OF_WHOLE = "its module names are those of the multimodal model: for PEFT load AutoModelForImageTextToText"
 _EYES = re.compile(r"(model\.visual|vision_model|multi_modal_projector)\.")  # paths of what is no part of the text
 _DEFAULT = re.compile(
     r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)|(\.lora_magnitude_vector)\.default\.weight$"
@@ -47,10 +47,10 @@ _EMBEDDING = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B", MAGNITUDE:
 _FOREIGN = {
     r"\.lora_[AB]\.bias$": "a bias of the adapter (lora_bias)",
     r"trainable_tokens": "trained rows of the embedding (trainable_token_indices)",
-    r"modules_to_save": "a module that was trained whole (modules_to_save)",
+    r"modules_to_save": "a module that was trained in full (modules_to_save)",
     r"(embed_tokens|lm_head)\.weight$": "a whole matrix, trained or resized (save_embedding_layers)",
-    r"\.experts\.\d+\.": "an adapter of one expert, as transformers 4 had it (PEFT 0.21 joins them: load it, save it)",
-    r"\.conv1d\.": "an adapter of a convolution, which transformers computes without it",
+    r"\.experts\.\d+\.": "an adapter of one expert, the form of transformers 4 (load and save it with PEFT 0.21)",
+    r"\.conv1d\.": "an adapter of a convolution, which transformers ignores",
 }
 _LIMIT = 1 << 20  # bytes of a JSON file
 
@@ -157,8 +157,8 @@ def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, fold
     """The configuration in names of the text part alone; Unsupported where something that sees was trained, too."""
     eyes = sorted(name for name in file.tensors if _EYES.match(name.removeprefix(_PREFIX)))
     if eyes:
-        message = f"adapter: expected tensors of the text part alone, got {len(eyes)} of the part that sees, "
-        message += f"{some(eyes)}; {REMEDY}: of what that saves llorch reads the text part"
+        message = f"adapter: expected tensors of the text model only, got {len(eyes)} of the vision part, "
+        message += f"{some(eyes)}; {REMEDY}: llorch reads the text part of the merged folder"
         raise FormatError("Unsupported", message, path=folder)
     form = next(filter(None, map(_form, file.tensors)), None)
     if form is None:
@@ -195,7 +195,9 @@ def _check_copies(file: SafetensorsFile, targets: Mapping[str, Target]) -> None:
             continue
         target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == _alone(name)), None)
         if target is None or target.name not in ("embed_tokens", "lm_head"):
-            raise FormatError("Unexpected", f"{name} is a base matrix that no adapter stands beside", path=file.path)
+            raise FormatError(
+                "Unexpected", f"expected adapter tensors only, got the base matrix {name}", path=file.path
+            )
         shape = (target.n_in, target.n_out) if target.is_embedding else (target.n_out, target.n_in)
         if info.shape != shape:
             message = f"{name} expected {shape}, got {info.shape}: the vocabulary was resized"

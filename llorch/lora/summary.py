@@ -61,7 +61,7 @@ def summarise(path: str | Path, weights: Weights | None = None) -> Summary:
         matrices = [_summary(name, pair, config, alpha, weights) for name, pair in sorted(whole.items())]
         kinds = _types(file)
         trained = [info for name, info in file.tensors.items() if "lora" in name]
-    problems = [f"{name}: half of it is missing" for name in sorted(halves.keys() - whole.keys())]
+    problems = [f"{name}: expected lora_A and lora_B, got one of them" for name in sorted(halves.keys() - whole.keys())]
     problems += [f"{matrix.path}: NaN or infinity" for matrix in matrices if not np.isfinite(matrix.norm)]
     return Summary(
         path=path,

@@ -76,4 +76,4 @@ class NonFiniteNorm(ValueError):
         """Say which tensors are at fault."""
         names = list(names)
         found = f"NaN or infinity in {len(names)}: {', '.join(names[:5])}" if names else "their squares overflow"
-        super().__init__(f"gradients: expected a finite norm, got {norm}; {found}; nothing was updated")
+        super().__init__(f"gradients: expected a finite norm, got {norm}; {found}; no parameter was updated")

@@ -58,7 +58,7 @@ def trained_tokens(batches: Sequence[Batch]) -> int:
     n_trained = sum(batch.n_trained for batch in batches)
     if n_trained == 0:
         n_tokens = sum(int((batch.positions != PADDING).sum()) for batch in batches)
-        raise ValueError(f"train: expected a token to learn in every step, got {n_tokens} tokens that are all ignored")
+        raise ValueError(f"train: expected a token to learn in every step, got {n_tokens} tokens, all ignored (-100)")
     return n_trained
 
 

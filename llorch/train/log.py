@@ -92,7 +92,7 @@ def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
         except ValueError as error:
             raise FormatError("Malformed", f"log: line {number} is no JSON: {error}", path=path) from None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise FormatError("Malformed", f"log: line {number} has no step: {line[:60]}", path=path)
+            raise FormatError("Malformed", f"log: expected a step in line {number}, got {line[:60]}", path=path)
         records.append(record)
     return records
 
@@ -103,7 +103,9 @@ def _opened_at(path: Path, offset: int) -> Any:
     size = file.seek(0, os.SEEK_END)
     if size < offset:
         file.close()
-        raise FormatError("Truncated", f"log: the snapshot was taken at byte {offset}, the file has {size}", path=path)
+        raise FormatError(
+            "Truncated", f"log: expected at least {offset} bytes as the snapshot recorded, got {size}", path=path
+        )
     file.truncate(offset)
     file.seek(offset)
     return file

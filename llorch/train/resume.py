@@ -60,7 +60,7 @@ def require_same(
     row = data_change() if saved.get("data") != now.get("data") else ""
     found = [f"{line} ({row})" if row and line.startswith("data: ") else line for line in found]
     if found and not allow_change:
-        advice = "undo the change, or go on with --allow-change, which is not bit-exact"
+        advice = "undo the change, or resume with --allow-change, which is not bit-exact"
         raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found)}; {advice}", path=path)
     return found
 

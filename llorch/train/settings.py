@@ -61,7 +61,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
         if self.max_length < 2:
-            raise ValueError(f"max_length: expected at least 2 tokens, one to predict the other, got {self.max_length}")
+            raise ValueError(f"max_length: expected at least 2 tokens (one predicts the next), got {self.max_length}")
         if self.train_on not in get_args(TrainOn):
             raise ValueError(f"train_on: expected one of {', '.join(get_args(TrainOn))}, got {self.train_on!r}")
         _ = self.template

@@ -15,16 +15,16 @@ from llorch.train.settings import TrainSettings
 
 SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
 _MAX_FILE = 1 << 20  # bytes
-_MERGE = "llorch trains a new adapter; merge the old one first (llorch lora merge) and train beside the merged model"
+_MERGE = "llorch trains a new adapter; merge the old adapter first (llorch lora merge) and train on the merged model"
 FOREIGN = {  # settings of other trainers, and what to use instead; of TRL, Axolotl, LLaMA-Factory, mlx-lm
-    "full": "llorch trains adapters only; a large --r on all-linear comes nearest to training all weights",
-    "finetuning_type": "llorch trains adapters only, by LoRA; --dora is a variant",
-    "fine_tune_type": "llorch trains adapters only, by LoRA; --dora is a variant",
+    "full": "llorch trains adapters only; a large --r with all-linear is closest to full fine-tuning",
+    "finetuning_type": "llorch trains LoRA adapters only; --dora is a variant",
+    "fine_tune_type": "llorch trains LoRA adapters only; --dora is a variant",
     "report_to": "log.jsonl is always written, and --tensorboard writes events",
     "wandb": "log.jsonl is always written, and --tensorboard writes events",
-    "adapter": f"{_MERGE}; a run that was stopped goes on with --resume",
-    "adapter_name_or_path": f"{_MERGE}; a run that was stopped goes on with --resume",
-    "resume_adapter_file": f"{_MERGE}; a run that was stopped goes on with --resume",
+    "adapter": f"{_MERGE}; --resume continues a stopped run",
+    "adapter_name_or_path": f"{_MERGE}; --resume continues a stopped run",
+    "resume_adapter_file": f"{_MERGE}; --resume continues a stopped run",
     "resume_from_checkpoint": "use --resume",
     "learning_rate": "use --lr",
     "num_train_epochs": "use --epochs",
@@ -50,26 +50,26 @@ FOREIGN = {  # settings of other trainers, and what to use instead; of TRL, Axol
     "sequence_len": "use --max-length",
     "cutoff_len": "use --max-length",
     "sample_packing": "use --packing",
-    "mask_prompt": "llorch learns no prompt unless --train-on all is given",
-    "assistant_only_loss": "llorch learns turns of the assistant unless --train-on all is given",
-    "completion_only_loss": "llorch learns completions unless --train-on all is given",
+    "mask_prompt": "llorch trains no prompt tokens unless --train-on all is given",
+    "assistant_only_loss": "llorch trains only the assistant's turns unless --train-on all is given",
+    "completion_only_loss": "llorch trains only completions unless --train-on all is given",
     "load_in_4bit": "give a quantised model and --weights packed",
     "load_in_8bit": "give a quantised model and --weights packed",
     "bf16": "use --dtype bfloat16",
     "fp16": "use --dtype bfloat16; llorch does not train in float16",
-    "optim": "llorch trains by AdamW; --eight-bit keeps its moments in 8 bits",
-    "optimizer": "llorch trains by AdamW; --eight-bit keeps its moments in 8 bits",
+    "optim": "llorch trains with AdamW; --eight-bit keeps its moments in 8 bits",
+    "optimizer": "llorch trains with AdamW; --eight-bit keeps its moments in 8 bits",
     "dataset": "use --data",
     "dataset_name": "use --data",
     "train_file": "use --data",
-    "model_name_or_path": "give the model as the argument, or in a config file as model",
-    "base_model": "give the model as the argument, or in a config file as model",
+    "model_name_or_path": "give the model as the argument MODEL, or as model in a config file",
+    "base_model": "give the model as the argument MODEL, or as model in a config file",
     "save_steps": "use --save-every",
     "save_total_limit": "use --keep",
     "eval_steps": "use --eval-every",
     "val_set_size": "use --valid",
-    "deepspeed": "llorch splits a run by --mesh, with FSDP2 of torch",
-    "fsdp": "llorch splits a run by --mesh, with FSDP2 of torch",
+    "deepspeed": "use --mesh, which splits a run with torch's FSDP2",
+    "fsdp": "use --mesh, which splits a run with torch's FSDP2",
 }
 _NAMES = tuple(field.name for field in fields(TrainSettings))
 
@@ -83,7 +83,10 @@ def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
     for where, values in sources:
         merged |= {_known(name, where): _typed(_known(name, where), value, where) for name, value in values.items()}
     if missing := [name for name in ("model", "data") if name not in merged]:
-        raise ValueError(f"settings: {' and '.join(missing)} must be given, in a config file or on the command line")
+        raise ValueError(
+            f"settings: {' and '.join(missing)}: expected a value, got none; "
+            "give it on the command line or in a config file"
+        )
     return TrainSettings(**merged)
 
 
@@ -117,7 +120,7 @@ def _yaml(text: str) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             names = [self.construct_object(key) for key, _ in node.value]
             if twice := [name for at, name in enumerate(names) if name in names[:at]]:
-                raise ValueError(f"{twice[0]!r} is given twice")
+                raise ValueError(f"expected each name once, got {twice[0]!r} twice")
             return super().construct_mapping(node, deep)
 
     try:
@@ -134,7 +137,7 @@ def _known(name: str, where: str) -> str:
     if plain in FOREIGN:
         raise ValueError(f"{where}: unknown setting {name!r}; {FOREIGN[plain]}")
     near = difflib.get_close_matches(plain, _NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_NAMES)}"
+    hint = f"did you mean {near[0]}?" if near else f"the known settings are {', '.join(_NAMES)}"
     raise ValueError(f"{where}: unknown setting {name!r}; {hint}")
 
 

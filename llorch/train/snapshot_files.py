@@ -93,7 +93,11 @@ def remove_tree(path: Path) -> None:
 
 def no_parts(folder: Path) -> Mapping[str, np.ndarray]:
     """Refuse the tensors of several processes, where there is nobody to read them."""
-    raise FormatError("Unsupported", "several processes wrote these tensors; it takes torch to read them", path=folder)
+    raise FormatError(
+        "Unsupported",
+        "several processes wrote these tensors, which only the torch path reads; install torch",
+        path=folder,
+    )
 
 
 def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
@@ -106,7 +110,9 @@ def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
         case {"format": 1, "step": int(step), "tensors": {"files": dict(digests)}, "record": dict(record)}:
             _require_parts(path, digests)
             return Snapshot(step, read_parts(path / PARTS), record, path)
-    message = f"expected a snapshot of format {FORMAT}, got {values!r:.80}; it is of another version of llorch"
+    message = (
+        f"expected a snapshot of format {FORMAT}, got {values!r:.80}; read it with the version of llorch that wrote it"
+    )
     raise FormatError("Unsupported", message, path=path / RECORD)
 
 
@@ -122,7 +128,9 @@ def _require_parts(path: Path, digests: Mapping[str, object]) -> None:
     for name in sorted(digests):
         _require_file(path, f"{PARTS}/{name}")
     if more := sorted(set(os.listdir(path / PARTS)) - digests.keys()):
-        raise FormatError("Unexpected", f"{more[0]} was not there when the snapshot was saved", path=path / PARTS)
+        raise FormatError(
+            "Unexpected", f"expected only the files that were saved, got also {more[0]}", path=path / PARTS
+        )
     for name, digest in digests.items():
         _require_digest(_digest(path / PARTS / name), digest, path / PARTS / name)
 
@@ -134,7 +142,7 @@ def _digest(path: Path) -> str:
 
 def _require_file(path: Path, name: str) -> None:
     if not (path / name).is_file():
-        raise FormatError("Missing", f"the snapshot has no {name}", path=path)
+        raise FormatError("Missing", f"expected the file {name} in the snapshot, got none", path=path)
 
 
 def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
@@ -150,5 +158,5 @@ def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
 
 def _require_digest(got: str, wanted: object, path: Path) -> None:
     if got != wanted:
-        message = f"damaged: its sha256 is {got:.16}..., the one recorded when it was saved {wanted!s:.16}..."
+        message = f"the file is damaged: expected the recorded sha256 {wanted!s:.16}..., got {got:.16}..."
         raise FormatError("Inconsistent", message, path=path)

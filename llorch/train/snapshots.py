@@ -108,7 +108,7 @@ class SnapshotStore:
         """What an error means: which snapshot there is not, and which there is."""
         with suppress(OSError):
             others = [other for other in self.steps() if other != step]
-            left = f"the one of step {others[-1]} is intact" if others else "there is none before it"
+            left = f"the snapshot of step {others[-1]} is intact" if others else "earlier snapshots: none"
             message = f"snapshot of step {step} not saved: {error.strerror}; {left}"
             return OSError(error.errno, message, str(self.snapshots))
         return error
@@ -128,7 +128,11 @@ class SnapshotStore:
                 continue
             return replace(found, skipped=tuple(reasons))
         if reasons:
-            raise FormatError("Inconsistent", f"no snapshot can be used: {'; '.join(reasons)}", path=self.snapshots)
+            raise FormatError(
+                "Inconsistent",
+                f"expected a snapshot that can be read, got none: {'; '.join(reasons)}",
+                path=self.snapshots,
+            )
         return None
 
     def steps(self) -> list[int]:
@@ -199,14 +203,14 @@ def _flock(folder: Path) -> Iterator[str | None]:
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
-        yield "this system has no flock: see to it that no second run writes to the folder"
+        yield "this system has no flock, so llorch cannot lock the folder; start no second run in it"
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            message = "another run is writing to this folder; wait for it, or choose another one"
+            message = "another run is writing to this folder; wait for that run, or choose another folder"
             raise BlockingIOError(error.errno, message, str(folder)) from None
         yield None
     finally:

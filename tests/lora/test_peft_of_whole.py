@@ -128,7 +128,7 @@ def test_an_adapter_of_what_sees_is_refused_in_one_line(tmp_path: Path, family: 
     more = {f"base_model.model.{module}.lora_{half}.weight": np.ones((3, 3), np.float32) for half in "AB"}
     container.save_file(tensors | more, tmp_path / "adapter" / TENSORS, {"format": "pt"})
     halves = tuple(f"base_model.model.{module}.lora_{half}.weight" for half in "AB")
-    with refuses("Unsupported", "PEFT", expected="text", got=(2, "sees", *halves), where=tmp_path / "adapter"):
+    with refuses("Unsupported", "PEFT", expected="text", got=(2, "vision", *halves), where=tmp_path / "adapter"):
         read_peft(tmp_path / "adapter", config)
 
 

@@ -60,5 +60,5 @@ def test_halves_and_nan_are_named(made):
     container.save_file(tensors, path, {"format": "pt"})
     problems = summarise(folder / "adapter").problems
     half, odd = (next(one for one in problems if f"layers.{layer}." in one) for layer in (0, 1))
-    assert_tells(half, "half", where="model.layers.0.self_attn.q_proj")
+    assert_tells(half, "lora_A", "lora_B", where="model.layers.0.self_attn.q_proj")
     assert_tells(odd, "NaN", where="model.layers.1.self_attn.q_proj")

@@ -81,9 +81,7 @@ def saved_settings(folder: Path) -> Mapping[str, Any]:
     values = read_json(folder / RUN, limit=_LIMIT)
     settings = values.get("settings")
     if not isinstance(settings, dict):
-        raise FormatError(
-            "Malformed", "settings: expected an object, as llorch lora train writes it", path=folder / RUN
-        )
+        raise FormatError("Malformed", "settings: expected the object that llorch lora train writes", path=folder / RUN)
     return settings
 
 
@@ -212,7 +210,7 @@ class Run:
         """Load the newest snapshot; returns where the log goes on."""
         found = self._store.newest(read_parts)
         if found is None:
-            self._watcher.note("there is no snapshot yet; the run starts again")
+            self._watcher.note("there is no snapshot yet, so the run starts at step 0")
             return 0
         for reason in found.skipped:
             self._watcher.note(f"passed over: {reason}")
@@ -228,7 +226,7 @@ class Run:
         if found.step > self._training.total_steps:
             raise ValueError(
                 f"{found.path}: expected at most the {self._training.total_steps} steps of the run, got a snapshot of "
-                f"step {found.step}; ask for more --steps, or train anew in another folder"
+                f"step {found.step}; raise --steps, or train in another folder"
             )
         for line in changes:
             self._watcher.note(f"not bit-exact any more: {line}")
@@ -245,8 +243,8 @@ class Run:
         if before == after:
             return []
         self._watcher.note(
-            f"the run was on {before} and goes on on {after}: sums are made in another order, so from here the last "
-            "bits are not those of a run that stayed"
+            f"the run started on {before} and continues on {after}: from here sums have another order, so the last "
+            "bits differ from a run without the change"
         )
         return [f"mesh: saved {before}, now {after}"]
 
@@ -255,10 +253,10 @@ class Run:
         done, total = saved["total_steps"], now["total_steps"]
         schedule = self._training.settings.schedule
         constant = schedule == "constant" and saved["warmup_steps"] == now["warmup_steps"]
-        bits = "the bits are" if constant else "so the bits are not"
+        bits = "and the bits equal" if constant else "so the bits differ from"
         self._watcher.note(
-            f"the run was over after {done} steps and goes on to {total}; from here the rate is that of the {schedule} "
-            f"schedule of {total} steps, {bits} those of a run that was begun for {total}"
+            f"the run ended after {done} steps and continues to {total}; from here its rate follows the {schedule} "
+            f"schedule of {total} steps, {bits} a run that was started with {total} steps"
         )
         return differences({name: saved[name] for name in _OF_THE_LENGTH}, {name: now[name] for name in _OF_THE_LENGTH})
 
@@ -271,7 +269,7 @@ class Run:
 
     def _stopped(self, number: int) -> Stopped:
         done = f"{self._training.step} of {self._training.total_steps} steps"
-        return Stopped(number, f"stopped after {done}, which are saved in {self._folder}; go on with --resume")
+        return Stopped(number, f"stopped after {done}, which are saved in {self._folder}; continue with --resume")
 
     def _finish(self, seconds: float) -> RunResult:
         adapter = self._training.adapter  # for which all ranks give their parts
@@ -296,9 +294,11 @@ class Run:
         if resume:
             saved_settings(folder)
         elif (folder / RUN).exists():
-            raise ValueError(f"{folder}: there is a run in this folder; go on with --resume, or choose another folder")
+            raise ValueError(
+                f"{folder}: the folder holds a run already; continue it with --resume, or choose another folder"
+            )
         elif folder.exists() and (not folder.is_dir() or not all(is_leftover(path.name) for path in folder.iterdir())):
-            raise ValueError(f"{folder}: expected a new or empty folder for the run; choose another one")
+            raise ValueError(f"{folder}: expected a new or empty folder for the run; choose another folder")
 
 
 def _shape(axes: Mapping[str, int]) -> str:

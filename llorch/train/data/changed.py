@@ -34,8 +34,8 @@ def first_change(data: TrainingData, folder: Path) -> str:
         if new is None:
             return f"{_source(old)} is gone ({counts})"
         if old[:_DIGITS] != new[:_DIGITS]:
-            return f"{_source(new)} is the first that differs ({counts})"
-    return f"every example is as it was ({counts}), so the settings of the data differ"
+            return f"the first example that differs is {_source(new)} ({counts})"
+    return f"no example changed ({counts}), so the settings of the data differ"
 
 
 def _lines(data: TrainingData) -> Iterator[str]:

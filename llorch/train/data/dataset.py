@@ -45,15 +45,13 @@ def read_data(
     """
     files = find_splits(Path(path))
     if settings.valid and "valid" in files:
-        message = (
-            f"there is a validation set already, so none of the rows is held out; leave out valid={settings.valid:g}"
-        )
+        message = f"expected no valid={settings.valid:g}, because the data has a validation set; leave it out"
         raise FormatError("Inconsistent", message, path=files["valid"])
     notes = []
     context = model.config.max_position_embeddings
     if settings.max_length > context:
         settings = replace(settings, max_length=context)
-        notes.append(f"max_length is {context}: the model has no longer context")
+        notes.append(f"max_length is {context}, the context of the model")
     splits = {split: Examples(_read_split(file, model, settings, notes, progress)) for split, file in files.items()}
     if settings.valid:
         splits |= _held_out(splits["train"], settings.valid, files["train"], notes)
@@ -69,7 +67,7 @@ def _read_split(
     for record in read_records(file):
         found = format_of(record)
         if found != (name or found):
-            message = f"expected {name} as in the rows before, got {found}; a file holds one format"
+            message = f"expected {name} like the rows before, got {found}; use one format in a file"
             raise FormatError("Inconsistent", message, path=record.where)
         name, n_rows, unused = found, n_rows + 1, unused | unused_keys(record, found)
         for example in encoder.encode(parse(record, name), record):
@@ -78,7 +76,11 @@ def _read_split(
         if n_rows % _REPORT_EVERY == 0:
             progress(f"{file.name}: {n_rows} rows")
     if not n_examples:
-        raise FormatError("Missing", f"none of {n_rows} rows can be learned; raise max_length", path=file)
+        raise FormatError(
+            "Missing",
+            f"expected a row to train on, got none of {n_rows} within max_length; raise max_length",
+            path=file,
+        )
     notes += _notes(file.name, name, n_rows, n_examples, unused, encoder)
 
 
@@ -96,7 +98,9 @@ def _held_out(train: Examples, share: float, file: Path, notes: list[str]) -> di
     for one in train:
         parts["valid" if digests[one.source].digest() <= last else "train"].append(one)
     if not parts["train"]:
-        raise FormatError("Missing", f"none of {len(ranked)} rows is left to train on, valid is {share:g}", path=file)
+        raise FormatError(
+            "Missing", f"expected a row to train on, got none of {len(ranked)}: valid is {share:g}; lower it", path=file
+        )
     n_held = sum(digest <= last for digest in ranked)
     notes.append(f"{file.name}: {n_held} of {len(ranked)} rows are held out for validation (valid {share:g})")
     return {split: Examples(examples) for split, examples in parts.items()}

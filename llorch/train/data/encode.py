@@ -61,12 +61,10 @@ class Encoder:
         except ValueError as error:  # of the tokenizer
             raise FormatError("Malformed", str(error), path=record.where) from None
         if len(texts) > 1:
-            self.counts[
-                "conversations that became several examples, as the template writes earlier turns differently"
-            ] += 1
+            self.counts["conversations that became several examples, because the template changes earlier turns"] += 1
         examples = [_example(tokens, record.source) for tokens in texts]
         if not any(example.n_trained for example in examples):
-            message = "nothing in this row is learned: no turn of the assistant with text, no token with a label"
+            message = "expected a learned token (an assistant turn with text, or a label), got none"
             raise FormatError("Missing", message, path=record.where)
         yield from filter(None, map(self._cut, examples))
 
@@ -89,7 +87,7 @@ class Encoder:
         tokenizer = self._model.tokenizer
         ids, starts = tokenizer.encode_spans(text, parse_special=self._settings.parse_special)
         if not self._settings.parse_special and self._model.chats.breaker.found_in(text):
-            self.counts["texts with that of a control token, which stays plain text (see parse_special)"] += 1
+            self.counts["texts that spell a control token, encoded as plain text (see parse_special)"] += 1
         if ids[:2] == [tokenizer.bos_token_id] * 2:
             ids, starts = ids[1:], starts[1:]
         if ids[-1:] == [] or ids[-1] not in tokenizer.eos_token_ids:
@@ -100,9 +98,9 @@ class Encoder:
 
     def _without_template(self, row: Instruction) -> Completion:
         if row.plain is None:
-            message = "a row with a system text or a history needs a chat template, and the model has none"
+            message = "expected a model with a chat template for a row with a system text or a history, got none"
             raise FormatError("Missing", f"{message}; write rows of prompt and completion")
-        self.counts["rows in the words of the Alpaca data set, as the model has no chat template"] += 1
+        self.counts["rows written with the prompt of the Alpaca data set, because the model has no chat template"] += 1
         return row.plain
 
     def _chat(self, chat: Chat) -> Iterator[Learned]:
@@ -128,7 +126,9 @@ class Encoder:
 
         asked = chat.messages[: counts[0]], chat.tools, texts, given
         if call := unwritten_call(*asked):
-            message = "expected a chat template that writes tool calls, this one leaves them out; use another one, or"
+            message = (
+                "expected a chat template that writes tool calls, got one that drops them; use another template, or"
+            )
             raise FormatError("Unsupported", f"messages{call}: {message} write the call into the content of the turn")
         self.counts.update(f"rows in which the chat template does not write {key}" for key in {*unwritten_keys(*asked)})
 
@@ -170,7 +170,7 @@ class Encoder:
             return example
         cut = Example(example.ids[:room], example.labels[:room], example.source)
         if not cut.n_trained:
-            self.counts[f"examples left out, as nothing of their first {room} tokens is learned"] += 1
+            self.counts[f"examples left out, because none of their first {room} tokens is learned"] += 1
             return None
         self.counts[f"examples cut to {room} tokens"] += 1
         return cut
@@ -179,7 +179,7 @@ class Encoder:
         for first in firsts:
             place = bisect_left(starts, first)
             if 0 < place < len(starts) and starts[place] > first:
-                self.counts["tokens that start before a learned part and run into it, and are not learned"] += 1
+                self.counts["tokens that are not learned, because they start before the learned text"] += 1
 
 
 def _example(tokens: Learned, source: str) -> Example:
@@ -218,8 +218,8 @@ def _turn(conversation: Conversation, place: int) -> tuple[str, int, list[int]]:
         common = next(i for i, c in enumerate(before) if i >= len(text) or text[i] != c)
         raise FormatError(
             "Unsupported",
-            f"chat template: the turn of the assistant at messages[{place}] is not written as the template opens"
-            f" one: expected {before[common:][:40]!r}, got {text[common:][:40]!r}; what the model is asked and what"
-            " it would learn differ. Use a template without that difference, or rows of prompt and completion",
+            f"chat template: the assistant's turn at messages[{place}] and the generation prompt start differently:"
+            f" expected {before[common:][:40]!r}, got {text[common:][:40]!r}; use a template that writes both"
+            " equally, or rows of prompt and completion",
         )
     return text, len(before), inert

@@ -25,6 +25,6 @@ def say_unnamed(ends: Collection[int], model: Opened) -> str:
         return ""
     texts = ", ".join(f"{model.tokenizer.decode([one], skip_special=False)} ({one})" for one in missing)
     return (
-        f"generate of transformers does not stop at {texts}, which generation_config.json of the base does not name;"
-        " llorch lora merge names it in the merged folder, else give generate eos_token_id"
+        f"transformers' generate() does not stop at {texts}, which the base's generation_config.json does not name;"
+        " llorch lora merge writes the name; without a merge pass eos_token_id to generate()"
     )

@@ -120,7 +120,7 @@ def _tokens(fields: Fields) -> Tokens:
     labels = _integers(fields, "labels", as_many=len(ids))
     for place, (token_id, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORED, token_id):
-            raise fields.error("Inconsistent", f"labels[{place}]", f"{IGNORED} or the id there, {token_id}", label)
+            raise fields.error("Inconsistent", f"labels[{place}]", f"{IGNORED} or the input id {token_id}", label)
     return Tokens(ids[present], labels[present])
 
 
@@ -133,20 +133,25 @@ def _unpadded(fields: Fields, count: int) -> slice:
     if strange is not None:
         raise fields.error("OutOfRange", f"attention_mask[{strange}]", "0 or 1", mask[strange])
     if 1 not in mask:
-        raise fields.error("Missing", "attention_mask", "a 1, for a token that is no padding", mask)
+        raise fields.error("Missing", "attention_mask", "at least one 1, for a token that is not padding", mask)
     first, last = mask.index(1), count - mask[::-1].index(1)
     if 0 in mask[first:last]:
         hole = first + mask[first:last].index(0)
-        raise fields.error("Unsupported", f"attention_mask[{hole}]", "1: padding stands before or behind all tokens", 0)
+        raise fields.error(
+            "Unsupported",
+            f"attention_mask[{hole}]",
+            "1, because padding is allowed only before and after all tokens",
+            0,
+        )
     return slice(first, last)
 
 
 def _integers(fields: Fields, key: str, *, as_many: int | None = None) -> list[int]:
     value = fields.values.get(key)
     if not isinstance(value, list) or not value or not {type(one) for one in value} <= {int}:
-        raise fields.error("Malformed", key, "a list of integers, not empty", value)
+        raise fields.error("Malformed", key, "a list of integers, at least one", value)
     if as_many not in (None, len(value)):
-        raise fields.error("Shape", key, f"as many as input_ids, {as_many}", len(value))
+        raise fields.error("Shape", key, f"{as_many} entries like input_ids", len(value))
     return value
 
 
@@ -234,11 +239,13 @@ def _is_wanted(fields: Fields, name: str, message: dict[str, object]) -> bool:
         if not isinstance(flag, bool | None):
             raise fields.error("Malformed", f"{name}.{key}", "true or false", flag)
         if flag and message["role"] != "assistant":
-            expected = "false: llorch learns turns of the assistant, or with train_on all every token"
+            expected = "false, because llorch trains turns of the assistant, or with train_on=all every token"
             raise fields.error("Unsupported", f"{name}.{key}", expected, flag)
     for key in ("train_detail", "training_detail"):
         if message.get(key):
-            raise fields.error("Unsupported", f"{name}.{key}", "no such key: a turn is learned whole", message[key])
+            raise fields.error(
+                "Unsupported", f"{name}.{key}", "no such key, because llorch trains whole turns", message[key]
+            )
     return weight != 0 and False not in flags.values()
 
 

@@ -19,7 +19,7 @@ from llorch.files.strict_json import parse_json
 SPLITS = ("train", "valid", "test")
 _MAX_LINE, _MAX_LIST = 16 << 20, 128 << 20  # bytes; a list is in memory whole
 _MAX_ITEMS = 1 << 22  # of a line or list: as many token ids fit
-_REMEDY = "a list belongs into a file that ends in .json; to make JSON lines of it: jq -c '.[]' data.json > data.jsonl"
+_REMEDY = "name the file of a list .json, or make JSON lines of the list: jq -c '.[]' data.json > data.jsonl"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -41,7 +41,9 @@ def find_splits(path: Path) -> dict[str, Path]:
     files = {split: [path / f"{split}.{ending}" for ending in ("jsonl", "json")] for split in SPLITS}
     found = {split: next(filter(Path.is_file, both)) for split, both in files.items() if any(map(Path.is_file, both))}
     if "train" not in found:
-        raise FileNotFoundError(f"data: {path} has no train.jsonl (valid.jsonl and test.jsonl may stand beside it)")
+        raise FileNotFoundError(
+            f"data: expected train.jsonl in {path}, got none; valid.jsonl and test.jsonl are optional"
+        )
     return found
 
 
@@ -64,7 +66,7 @@ def read_records(path: Path) -> Iterator[Record]:
 def _of_list(file: IO[bytes], path: Path) -> Iterator[Record]:
     data = file.read(_MAX_LIST + 1).removeprefix(_BOM)
     if len(data) > _MAX_LIST:
-        raise FormatError("TooLarge", f"a list has at most {_MAX_LIST} bytes; {_REMEDY}", path=path)
+        raise FormatError("TooLarge", f"expected a list of at most {_MAX_LIST} bytes, got more; {_REMEDY}", path=path)
     rows = parse_json(data, what="the list", path=path, max_items=_MAX_ITEMS)
     assert isinstance(rows, list)
     for number, values in enumerate(rows, start=1):
@@ -85,7 +87,9 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     number = 1
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
-            raise FormatError("TooLarge", f"a line has at most {_MAX_LINE} bytes", path=f"{path}:{number}")
+            raise FormatError(
+                "TooLarge", f"expected a line of at most {_MAX_LINE} bytes, got more", path=f"{path}:{number}"
+            )
         yield line.removeprefix(_BOM) if number == 1 else line
         number += 1
 

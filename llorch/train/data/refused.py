@@ -17,22 +17,24 @@ _PAIRS = re.compile(r"(^|[_-])(chosen|rejected|preferred)([_-]|$)|^kto_tag$|^res
 _SCORES = ("score", "scores", "reward", "rating")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _OF_ANSWERS = ("messages", "ShareGPT", "Alpaca", "prompt and completion")  # formats whose rows hold an answer
-_WANTED = "rows of good answers, which llorch learns as they are"
+_WANTED = "rows with one good answer"
 
 
 def refuse_row(record: Record, present: Collection[str], format_name: str | None) -> None:
     """Refuse a row whose keys, those `present`, say that it is no answer to learn, or that it is not text alone."""
     pairs = sorted(filter(_PAIRS.search, present))
     if pairs:
-        remedy = "keep the good answers alone, such as: jq -c '{prompt, completion: .chosen}' data.jsonl > good.jsonl"
+        remedy = (
+            "keep only the good answers, for example: jq -c '{prompt, completion: .chosen}' data.jsonl > good.jsonl"
+        )
         raise _error(record, f"a row of preference data: expected {_WANTED}; got {', '.join(pairs)}; {remedy}")
     media = [key for key in _MEDIA if key in present and record.values[key] not in ("", [])]
     if media:
-        raise _error(record, f"{media[0]}: expected a row of text alone, got a row with {media[0]}; remove such rows")
+        raise _error(record, f"{media[0]}: expected a row with text only, got a row with {media[0]}; remove such rows")
     if format_name not in _OF_ANSWERS:
         return
     if "label" in present and record.values["label"] in (0, 1):  # false and true, too
-        remedy = "keep the good answers alone: jq -c 'select(.label) | del(.label)' data.jsonl > good.jsonl"
+        remedy = "keep only the good answers: jq -c 'select(.label) | del(.label)' data.jsonl > good.jsonl"
         got = f"label {record.values['label']!r}"
         raise _error(record, f"a row of preference data (KTO): expected {_WANTED}; got {got}; {remedy}")
     _refuse_scores(record, "", record.values)

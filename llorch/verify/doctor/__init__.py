@@ -53,7 +53,7 @@ def examine(
         for check in NUMBER_CHECKS:
             report(check.__name__.replace("_", " "))
             findings.append(check(adapter, read, weights))
-        report("answer to a row")
+        report("generate an answer to a row of the data")
         findings += check_run(adapter, weights, generating=True)
         findings += compare_engines(adapter, read, weights, against, report)
     return findings

@@ -40,10 +40,10 @@ _MERGE = "llorch lora merge"
 def rslora_scale(adapter: Adapter, weights: Weights) -> Finding:
     """Rank-stabilised scales are ignored by some servers."""
     if not adapter.config.use_rslora:
-        return Finding("rsLoRA scale", OK, "alpha / r, which every program knows")
+        return Finding("rsLoRA scale", OK, "alpha / r, which every engine implements")
     times = math.sqrt(max(adapter.config.rank_of(target) for target in adapter.targets.values()))
-    text = f"SGLang and TensorRT-LLM ignore use_rslora, and llama.cpp's converter too: the adapter is {times:.3g} times"
-    return Finding("rsLoRA scale", WARNING, f"{text} too weak there, without an error; for them: {_SAFE}, or a .gguf")
+    text = f"SGLang, TensorRT-LLM and llama.cpp's converter ignore use_rslora: there the adapter is {times:.3g} times"
+    return Finding("rsLoRA scale", WARNING, f"{text} too weak, without an error; export it: {_SAFE}, or a .gguf")
 
 
 def patterns(adapter: Adapter, weights: Weights) -> Finding:
@@ -51,10 +51,8 @@ def patterns(adapter: Adapter, weights: Weights) -> Finding:
     config = adapter.config
     names = [name for name in ("alpha_pattern", "rank_pattern") if getattr(config, name)]
     if not names:
-        return Finding("patterns", OK, "one rank and one alpha")
-    text = (
-        f"vLLM never reads {' and '.join(names)}: it computes with alpha / r = {config.lora_alpha / config.r:g} for all"
-    )
+        return Finding("patterns", OK, "all matrices have one rank and one alpha")
+    text = f"vLLM ignores {' and '.join(names)}: it uses alpha / r = {config.lora_alpha / config.r:g} for all matrices"
     return Finding("patterns", WARNING, f"{text}; for it: {_SAFE}")
 
 
@@ -62,19 +60,19 @@ def dora(adapter: Adapter, weights: Weights) -> Finding:
     """Magnitude vectors exist in PEFT only."""
     if not adapter.config.use_dora:
         return Finding("DoRA", OK, "no magnitude vectors")
-    return Finding("DoRA", WARNING, f"vLLM and llama.cpp refuse DoRA; for them merge it: {_MERGE}")
+    return Finding("DoRA", WARNING, f"vLLM and llama.cpp refuse DoRA; merge the adapter for them: {_MERGE}")
 
 
 def embedding_and_output(adapter: Adapter, weights: Weights) -> Finding:
     """Adapters of the embedding or the output of a tied model act on one side only."""
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
     if not outer:
-        return Finding("embedding and output", OK, "neither is adapted")
+        return Finding("embedding and output", OK, "the adapter changes neither")
     names = " and ".join(outer)
     if not weights.config.tie_word_embeddings:
-        return Finding("embedding and output", WARNING, f"{names}: newer vLLM takes no adapter of them; merge for it")
-    text = f"{names} of a tied base: llama.cpp refuses or dies, PEFT's merge changes both sides"
-    return Finding("embedding and output", WARNING, f"{text}; {_MERGE} writes two matrices")
+        return Finding("embedding and output", WARNING, f"{names}: newer vLLM refuses them; use {_MERGE}")
+    text = f"{names} of a tied base: llama.cpp refuses it or crashes, PEFT's merge changes both matrices"
+    return Finding("embedding and output", WARNING, f"{text}; use {_MERGE}, which writes two matrices")
 
 
 READER_CHECKS: tuple[Callable[[Adapter, Weights], Finding], ...] = (rslora_scale, patterns, dora, embedding_and_output)
@@ -89,11 +87,11 @@ def trained(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     if adapter.config.use_dora:
         zero = [name for name in zero if _magnitude_is_that_of_the_base(name, adapter, weights)]
     if not zero:
-        return Finding("trained", OK, "every product B A is other than 0")
+        return Finding("trained", OK, "no product B A is 0")
     if len(zero) == len(adapter.tensors):
-        text = "every product B A is exactly 0: the adapter does nothing; was a gradient cut off (checkpointing)?"
+        text = "every product B A is exactly 0: the adapter has no effect; did checkpointing cut the gradient?"
         return Finding("trained", WRONG, text)
-    text = f"{len(zero)} of {len(adapter.tensors)} products B A are exactly 0, {zero[0]} first: never trained"
+    text = f"{len(zero)} of {len(adapter.tensors)} products B A are exactly 0, never trained; first: {zero[0]}"
     return Finding("trained", WARNING, text)
 
 
@@ -104,10 +102,10 @@ def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> Finding:
         base = math.hypot(*(float(np.linalg.norm(weights.read(part.name))) for part in target.parts))
         relative[name] = abs(adapter.scaling(name)) * _length(name, adapter) / base
     name, largest = max(relative.items(), key=lambda item: item[1])
-    text = f"at most {largest:.2%} of the base's norm, in {name}"
+    text = f"the largest is {largest:.2%} of the base's norm, in {name}"
     if largest <= _LARGE:
         return Finding("size of the change", OK, text)
-    return Finding("size of the change", WARNING, f"{text}: is the scale right, and the base?")
+    return Finding("size of the change", WARNING, f"{text}; check the scale and the base")
 
 
 def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> Finding:
@@ -120,10 +118,10 @@ def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> Finding:
         unseen = np.count_nonzero(moved & (_rounded(exact, path) == _rounded(before, path)))
         vanished[name] = unseen / max(1, np.count_nonzero(moved))
     name, worst = max(vanished.items(), key=lambda item: item[1])
-    text = f"merged into bfloat16, up to {worst:.1%} of a matrix's changes vanish, in {name}"
+    text = f"a merge into bfloat16 loses up to {worst:.1%} of a matrix's changes, in {name}"
     if worst <= _MOST:
         return Finding("merged bfloat16", OK, text)
-    return Finding("merged bfloat16", WARNING, f"{text}: merge into F32, or keep the adapter beside the base")
+    return Finding("merged bfloat16", WARNING, f"{text}; merge into F32, or do not merge")
 
 
 def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> Finding:
@@ -131,8 +129,8 @@ def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     narrow = [kind for kind in stored_types(path) if kind not in ("F32", "F64")]
     if not narrow:
         return Finding("stored dtype", OK, "float32")
-    text = f"tensors are stored as {', '.join(narrow)}: rounding moves logits by about a thousandth"
-    return Finding("stored dtype", WARNING, f"{text}; training keeps float32")
+    text = f"tensors are stored as {', '.join(narrow)}: rounding changes logits by about 0.1 %"
+    return Finding("stored dtype", WARNING, f"{text}; llorch lora train writes float32")
 
 
 def _length(name: str, adapter: Adapter) -> float:
@@ -167,7 +165,7 @@ def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> l
     """Look at the data that an adapter was trained on, if it lies in the folder of its run; it may answer a row."""
     record = adapter / _RUN
     if not record.is_file():
-        return [Finding("end token", NOT_RUN, "the adapter does not lie in the folder of a llorch run")]
+        return [Finding("end token", NOT_RUN, "the adapter is not in the folder of a llorch run")]
     try:
         values = read_json(record, limit=_LIMIT)
         data = _data(values, weights)
@@ -188,21 +186,21 @@ def _end_token(data: TrainingData, model: Opened) -> Finding:
     try:
         ends = trained_ends(data.train, model)
     except FormatError as error:
-        return Finding("end token", NOT_RUN, f"which tokens end a text nothing says: {error}")
+        return Finding("end token", NOT_RUN, f"the tokens that end a text are unknown: {error}")
     n_ending = sum(any(label in ends for label in example.labels) for example in data.train)
     text = f"{n_ending} of {len(data.train)} examples train a token that ends a text"
     if unnamed := say_unnamed(ends, model):
         return Finding("end token", WARNING, f"{text}; {unnamed}")
     if n_ending:
         return Finding("end token", OK, text)
-    return Finding("end token", WRONG, f"{text}: the model never learned to stop (is padding = end token masked?)")
+    return Finding("end token", WRONG, f"{text}: no example teaches to stop (is padding = end token masked?)")
 
 
 def _unchanged(data: TrainingData, values: dict, run: Path) -> Finding:
     identity = values.get("identity")
     recorded = identity.get("data") if isinstance(identity, dict) else None
     if recorded == data.digest:
-        return Finding("training data", OK, "as it was when the run began")
+        return Finding("training data", OK, "unchanged since the run began")
     row = first_change(data, run)
-    text = f"not what it was when the run began{': ' * bool(row)}{row}; what is said of it may be wrong"
+    text = f"changed since the run began{': ' * bool(row)}{row}; lines about the data may be wrong"
     return Finding("training data", WARNING, text)

@@ -34,7 +34,7 @@ def compare_engines(
     size = sum(int(np.prod(weights.shape(name))) for name in weights)
     engines = against if against is not None else tuple(_PACKAGES)
     if against is None and size > LARGEST_COMPARED:
-        text = f"{size / 1e6:.0f} M weights: takes long; name the engines to do it (--against)"
+        text = f"{size / 1e6:.0f} M weights take long; compare all the same with --against ENGINE"
         return [Finding("logits", NOT_RUN, text)]
     ids = probe_ids(weights.config.vocab_size, adapter)
     report("logits")
@@ -48,17 +48,19 @@ def compare_engines(
 
 def _effect(plain: np.ndarray, beside: np.ndarray) -> Finding:
     effect = float(np.abs(beside - plain).max())
-    text = f"the adapter moves them by up to {effect:.3g}, they spread by {beside.std():.3g}"
+    text = f"the adapter changes them by up to {effect:.3g}; their standard deviation is {beside.std():.3g}"
     if not np.isfinite(beside).all():
-        return Finding("logits", WRONG, "NaN or infinity with the adapter")
-    return Finding("logits", OK if effect else WRONG, text if effect else "those of the base: the adapter does nothing")
+        return Finding("logits", WRONG, "expected finite logits with the adapter, got NaN or infinity")
+    return Finding(
+        "logits", OK if effect else WRONG, text if effect else "equal to the base's: the adapter has no effect"
+    )
 
 
 def _engine(
     engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
 ) -> Finding:
     if unable := cannot_judge(engine, weights.config, len(ids)):
-        return Finding(_TITLES[engine], NOT_RUN, f"cannot judge this base: {unable}")
+        return Finding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unable}")
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]
     if missing:
         return Finding(_TITLES[engine], NOT_RUN, f"{', '.join(missing)} not installed: pip install 'llorch[golden]'")
@@ -71,11 +73,11 @@ def _engine(
         return Finding(_TITLES[engine], WRONG, f"refused: {' '.join(str(error).split())[:300]}")
     allowed = min(_OF_SPREAD * float(beside.std()), _OF_EFFECT * float(np.abs(beside - plain).max()))
     error = float(np.abs(theirs - beside).max())
-    text = f"differ from ours by up to {error:.3g}"
+    text = f"differ from llorch's by up to {error:.3g}"
     if error <= max(allowed, _LEAST * float(np.abs(beside).max())):
         return Finding(_TITLES[engine], OK, text)
     like_base = float(np.abs(theirs - plain).max())
-    return Finding(_TITLES[engine], WRONG, f"{text}, from those of the base without the adapter by {like_base:.3g}")
+    return Finding(_TITLES[engine], WRONG, f"{text}, and from the logits without the adapter by up to {like_base:.3g}")
 
 
 def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:

@@ -46,7 +46,7 @@ def _answer(row: Example, ends: Collection[int], model: Model) -> Finding:
     for n_tokens, token in enumerate(tokens, start=1):
         if token.id in ends:
             unnamed = say_unnamed([token.id], model)
-            text = f"after {n_tokens} tokens, as an answer to {row.source}"
+            text = f"the answer to {row.source} ends after {n_tokens} tokens"
             return Finding("stops", WARNING if unnamed else OK, f"{text}; {unnamed}" if unnamed else text)
-    text = f"not within {n_tokens} tokens as an answer to {row.source}, which has {len(row.ids) - first}"
-    return Finding("stops", WARNING, f"{text}: train longer, or look whether its rows end (llorch data show)")
+    text = f"the answer to {row.source} does not end within {n_tokens} tokens (in the data: {len(row.ids) - first})"
+    return Finding("stops", WARNING, f"{text}; train longer, or check with llorch data show that the rows end")
