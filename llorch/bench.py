@@ -162,7 +162,7 @@ def numpy_subject(model: Model) -> Subject:
 
 def measure(engine: Engine, subject: Subject, load: Load, progress: Progress = lambda line: None) -> dict:
     """Time a model: speeds, rates, ceilings and shares, with all that is needed to repeat the run."""
-    progress("copy and product of the machine")
+    progress("measuring memory copy and matrix product")
     copy, product = engine.copy_rate(), engine.product_rate()
     prefills, decodes = [], []
     for i in range(load.rounds + 1):

@@ -25,7 +25,7 @@ def builtin_path(name: str) -> Path:
             + suggestion(name, EVERY)
         )
     if name not in held([name]):
-        raise LeftOut(f"model {name!r}: expected one of this wheel ({', '.join(IN_WHEEL)})")
+        raise LeftOut(f"model {name!r}: expected a model of this wheel ({', '.join(IN_WHEEL)})")
     return _PACKAGE / "models" / (name if name in FOLDERS else f"{name}.gguf")
 
 
@@ -43,7 +43,7 @@ def missing_golden(path: Path) -> FileNotFoundError:
     """Make the error for a golden that is not there: in a clone a failure, in a wheel one that may be left out."""
     if is_wheel():
         name = f"{path.parent.name}/{path.name}"
-        return LeftOut(f"golden {name}: this wheel holds the forward goldens of {', '.join(IN_WHEEL)}")
+        return LeftOut(f"golden {name}: this wheel holds only the forward goldens of {', '.join(IN_WHEEL)}")
     return FileNotFoundError(f"golden {path} is missing; make it with reference_outputs/regenerate.py")
 
 
@@ -52,7 +52,7 @@ def wins(name: str, names: Collection[str], report: Callable[[str], None]) -> bo
     if name not in names:
         return False
     if Path(name).exists():
-        report(f"note: {name} is the built-in one; write ./{name} for the path")
+        report(f"note: {name} means the built-in {name}; for the path, write ./{name}")
     return True
 
 

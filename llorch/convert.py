@@ -88,7 +88,7 @@ def convert(
     """
     source, target = Path(source), Path(target)
     if source.is_dir() and target.suffix != ".gguf":
-        raise ValueError(f"{target}: source and target are both Hugging Face folders; a GGUF file ends in .gguf")
+        raise ValueError(f"{target}: expected a target that ends in .gguf, because the source is a Hugging Face folder")
     check_places(source, target=target, force=force)
     weights = open_weights(source)
     with closing(weights.source):
@@ -133,7 +133,7 @@ def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> 
     if wanted not in allowed:
         kind = "GGUF files" if to_gguf else "Hugging Face folders"
         known = ", ".join(one.name for one in allowed)
-        raise ValueError(f"type: {kind} are written in {known}, got {wanted.name}")
+        raise ValueError(f"type: expected one of {known} for {kind}, got {wanted.name}")
     return wanted
 
 
@@ -161,13 +161,13 @@ def _note_second_loss(job: _Job) -> None:
     quantised = {kind for kind in _stored_types(job.weights) if BLOCK_SIZES[kind][0] > 1}
     if quantised - {job.ggml_type} and job.ggml_type is not GGMLType.F32:
         names = ", ".join(sorted(kind.name for kind in quantised))
-        job.notes.append(f"the source is quantised already ({names}); {job.ggml_type.name} adds its own rounding")
+        job.notes.append(f"the source is already quantised ({names}); {job.ggml_type.name} rounds a second time")
 
 
 def _to_gguf(job: _Job) -> bool:
     weights, source = job.weights, job.weights.source
     if reason := cannot_express(weights.config):
-        message = f"a GGUF file of it would be another model to llama.cpp: {reason}"
+        message = f"cannot convert to GGUF, llama.cpp would compute another model: {reason}"
         raise FormatError("Unsupported", message, path=weights.path)
     if isinstance(source, GGUFFile):
         metadata: dict[str, object] = {key: value for key, value in source.metadata.items() if _is_kept(key)}
@@ -193,9 +193,11 @@ def _tokenizer_metadata(job: _Job) -> dict[str, object]:
     if not (folder / "tokenizer.json").is_file():
         others = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
         if others:
-            message = f"the tokenizer is in {others[0]}, which is not read; save it with transformers as tokenizer.json"
+            message = (
+                f"expected tokenizer.json, got {others[0]}; save the tokenizer with transformers as tokenizer.json"
+            )
             raise FormatError("Missing", message, path=folder)
-        job.notes.append("the folder has no tokenizer.json: the file gets no vocabulary")
+        job.notes.append("the folder has no tokenizer.json, so the GGUF file has no vocabulary")
         return {}
     tokenizer = read_tokenizer(folder, job.weights.config.vocab_size)
     job.notes += tokenizer.notes
@@ -231,12 +233,12 @@ def _to_huggingface(job: _Job) -> bool:
     weights, source = job.weights, job.weights.source
     assert isinstance(source, GGUFFile)
     if (family := written_family(weights.config)) != weights.config.family:
-        job.notes.append(f"the text part of {weights.config.family} alone is a {family}")
+        job.notes.append(f"the text part of {weights.config.family} is written as a {family} model")
     config = huggingface_config(weights.config, job.ggml_type, path=source.path)
     has_vocabulary = "tokenizer.ggml.tokens" in source.metadata
     vocabulary = GGUFVocabulary(source.metadata, source.path) if has_vocabulary else None
     if vocabulary is None:
-        job.notes.append("the file has no vocabulary: the folder gets no tokenizer")
+        job.notes.append("the file has no vocabulary, so the folder has no tokenizer")
     with placing(job.target, huggingface_size(weights.config, job.ggml_type)), new_folder(job.target) as folder:
         write_safetensors(weights, folder, ggml_type=job.ggml_type, on_tensor=counting(weights, job.report))
         if vocabulary is not None:

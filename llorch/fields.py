@@ -37,7 +37,7 @@ class Fields:
     def refuse_null(self, *keys: str) -> None:
         """Refuse an explicit null where it does not mean the default."""
         for key in filter(self.is_null, keys):
-            raise self.error("Malformed", key, "a value or no such key", None)
+            raise self.error("Malformed", key, "a value, or no such key", None)
 
     def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
         """The error for one key."""

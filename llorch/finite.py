@@ -21,4 +21,4 @@ def name_first_stage(run: Callable[[Look], object], *, where: object, dtype: str
 
     with np.errstate(all="ignore"):
         run(look)
-    raise NonFiniteRun("logits", "only as it was computed first", where=where, dtype=dtype)
+    raise NonFiniteRun("logits", "in the first run only, not when computed again", where=where, dtype=dtype)

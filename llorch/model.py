@@ -147,8 +147,10 @@ class Opened:
         n_characters = _CHARACTERS_PER_TOKEN * room
         while n_characters < len(text):
             if len(self.tokenizer.encode(text[:n_characters])) > 2 * room:
-                message = f"the {len(text)} characters of text do not fit the context of {room} tokens"
-                raise ValueError(f"prompt: {message}: {n_characters} of them are more than {2 * room}; shorten it")
+                message = f"{len(text)} characters do not fit the context of {room} tokens"
+                raise ValueError(
+                    f"prompt: {message}(the first {n_characters} give over {2 * room}); shorten the prompt"
+                )
             n_characters *= 2
 
     def job(
@@ -177,8 +179,8 @@ class Opened:
         for at, token_id in enumerate(ids.tolist()):
             if token_id in self._ids_of_images:
                 raise ValueError(
-                    f"generate: token {token_id} at index {at} stands for an image or a video "
-                    f"({self._ids_of_images[token_id]} of config.json), and only the text part runs; leave it out"
+                    f"generate: token {token_id} at index {at} marks an image or a video "
+                    f"({self._ids_of_images[token_id]} in config.json), llorch runs only the text part; remove it"
                 )
 
     @cached_property

@@ -60,7 +60,7 @@ def check_places(
         if not source.exists():
             raise FileNotFoundError(f"{source}: no such file or folder")
     if not existing_folder(target).is_dir():
-        message = f"is a file where a folder of {target} would be; choose another name"
+        message = f"expected a folder for {target}, got a file; choose another name"
         raise NotADirectoryError(errno.ENOTDIR, message, str(existing_folder(target)))
     if not target.exists():
         return
@@ -71,10 +71,14 @@ def check_places(
         raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
     if target.is_dir() == to_gguf:
         kind = "a folder" if to_gguf else "a file"
-        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
+        raise FileExistsError(
+            errno.EEXIST, f"is {kind}, and llorch does not replace it; choose another name", str(target)
+        )
     foreign = sorted(file.name for file in target.iterdir() if not known(file)) if not to_gguf else []
     if foreign:
-        message = f"holds {foreign[0]}, which is no file of {what}; the folder is not replaced, choose another name"
+        message = (
+            f"holds {foreign[0]}, which is no file of {what}; choose another name, llorch does not replace this folder"
+        )
         raise FileExistsError(errno.EEXIST, message, str(target))
 
 

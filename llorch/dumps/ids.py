@@ -38,7 +38,11 @@ def passes_of(
     if not said and weights is not None:
         found = _in_embeddings(embeddings, weights, n_passes, first_position)
         said = {"the embeddings": found} if found else {}
-        notes = [f"token ids were found in {embeddings[0].name}, rows of the embedding table"] if found else []
+        notes = (
+            [f"llorch found the token ids in {embeddings[0].name}, whose rows are rows of the embedding table"]
+            if found
+            else []
+        )
     if not said:
         raise FormatError(
             "Missing",
@@ -50,7 +54,7 @@ def passes_of(
         if theirs != passes:
             raise _contradiction(raw.source, who, passes, other, theirs)
     if n_passes > len(passes):
-        message = f"ids: expected those of {n_passes} passes, got {len(passes)} from {who}"
+        message = f"ids: expected token ids for {n_passes} passes, got {len(passes)} from {who}"
         raise FormatError("Missing", message, path=raw.source)
     wrong = next((token for tokens in passes for token in tokens.ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
@@ -64,11 +68,13 @@ def _contradiction(
 ) -> GuardFailed:
     wanted, got = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
     if wanted != got:
-        message = f"expected {shown(wanted)}, as {other} says, got {shown(got)} in {who}{parting(wanted, got)}"
+        message = f"expected {shown(wanted)}, as in {other}, got {shown(got)} in {who}{parting(wanted, got)}"
         return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
     firsts = ([each.first_position for each in tokens] for tokens in (theirs, passes))
     wanted, got = (", ".join(map(str, positions)) for positions in firsts)
-    message = f"expected passes from {wanted} on, as {other} says, got {got} in {who}; run the engine at the same ones"
+    message = (
+        f"expected passes from {wanted} on, as in {other}, got {got} in {who}; run the engine at the same positions"
+    )
     return GuardFailed("positions", message, source=source)
 
 
@@ -79,8 +85,8 @@ def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
         if after.first_position != end:
             raise GuardFailed(
                 "positions",
-                f"expected pass {number} to begin at {end}, where the one before ends, got {after.first_position}; "
-                "make a dump for each sequence, and dump all of its passes",
+                f"expected pass {number} to begin at {end}, where the previous pass ends, got {after.first_position}; "
+                "make one dump for each sequence, with all passes of the sequence",
                 source=source,
             )
 
@@ -131,15 +137,15 @@ def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] |
 def parting(wanted: list[int], got: list[int]) -> str:
     """In which way one sequence of tokens comes of another, as the end of a message."""
     if len(got) > 1 and (got[1:] == wanted or (len(got) == len(wanted) > 1 and got[1:] == wanted[:-1])):
-        twice = "the first one is there twice, as when BOS is added by template and tokenizer"
-        return f": {twice if got[0] == got[1] else f'{got[0]} stands in front, as BOS does'}"
+        twice = "the first token is there twice, as when template and tokenizer both add BOS"
+        return f": {twice if got[0] == got[1] else f'{got[0]} comes first, like BOS'}"
     for shorter, longer, what in ((wanted, got, "padded with"), (got, wanted, "without the padding of")):
         n_more = len(longer) - len(shorter)
         for end, rest in ((longer[:n_more], longer[n_more:]), (longer[len(shorter) :], longer[: len(shorter)])):
             if n_more > 0 and rest == shorter and len({*end}) == 1:
                 return f": {what} {n_more} times {end[0]}"
     at = next((n for n, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got)))
-    return f": they part at token {at}"
+    return f": first difference at token {at}"
 
 
 def shown(ids: Sequence[int]) -> str:

@@ -89,7 +89,7 @@ class _Folder:
             else:
                 self._begin(line)
         if not self.arrays:
-            raise FormatError("Missing", "the index has no array", path=self.path / INDEX)
+            raise FormatError("Missing", "the index names no array", path=self.path / INDEX)
         source = str(self.path)
         return RawDump(source, tuple(self.arrays), tuple(self.passes), features, weights, tuple(self.notes))
 
@@ -104,7 +104,7 @@ class _Folder:
             except FormatError as error:
                 if line.endswith(b"\n") or error.code != "Malformed" or number == 1:
                     raise
-                self.notes.append(f"line {number} of {INDEX} is cut off, what stands before it was read")
+                self.notes.append(f"line {number} of {INDEX} is cut off; llorch read the lines before it")
                 return
             if not isinstance(value, dict):
                 raise FormatError("Malformed", f"expected an object, got {type(value).__name__}", path=where)
@@ -113,7 +113,7 @@ class _Folder:
     def _begin(self, line: Fields) -> None:
         _refuse_others(line, _PASS)
         if line.integer("pass") != len(self.passes):
-            raise line.error("Malformed", "pass", f"{len(self.passes)}, the next number", line.integer("pass"))
+            raise line.error("Malformed", "pass", f"{len(self.passes)} (the next number)", line.integer("pass"))
         ids = _counts(line, "ids")
         if not ids or max(ids) >= 2**31:
             raise line.error("Malformed", "ids", "the token ids of the pass", list(ids))
@@ -124,7 +124,9 @@ class _Folder:
         name = require_name(line.text("name"), line.path)
         number = line.integer("pass", default=max(len(self.passes) - 1, 0), low=0)
         if number and number >= len(self.passes):
-            raise line.error("Missing", "pass", f"one of the {len(self.passes)} that were begun before", number)
+            raise line.error(
+                "Missing", "pass", f"one of the {len(self.passes)} passes that the lines above begin", number
+            )
         stored = self._stored(line, name)
         array = RawArray(
             name, stored.dtype, stored.shape, stored.read,
@@ -146,7 +148,7 @@ class _Folder:
         require_shape(shape, name, line.path)
         strides = _counts(line, "strides") if line.has("strides") else None
         if strides is not None and len(strides) != len(shape):
-            raise line.error("Malformed", "strides", f"{len(shape)}, one for each axis", list(strides))
+            raise line.error("Malformed", "strides", f"{len(shape)} strides, one for each axis", list(strides))
         file = line.text("file")
         if file not in self._files:
             path = file_inside(self.path, file)
@@ -156,9 +158,9 @@ class _Folder:
         path, size = self._files[file]
         stored = Stored(path, line.integer("offset", default=0, low=0), dtype, shape, strides)
         if stored.overlaps:
-            raise line.error("Malformed", "strides", "no two elements at one place", list(strides or ()))
+            raise line.error("Malformed", "strides", "strides without overlapping elements", list(strides or ()))
         if stored.end > size:
-            message = f"{name}, {dtype} {list(shape)}, ends at byte {stored.end} of {file}, which has {size}"
+            message = f"{name}, {dtype} {list(shape)}, ends at byte {stored.end} of {file}, which has {size} bytes"
             raise FormatError("Truncated", message, path=line.path)
         return stored
 
@@ -168,14 +170,16 @@ class _Folder:
             return None
         key, values = keys[0], _counts(line, keys[0])
         if len(keys) == 2 or (key == "positions" and number >= len(self.passes)):
-            raise line.error("Malformed", key, "either tokens, or positions in a pass that was begun", list(values))
+            raise line.error(
+                "Malformed", key, "either tokens, or positions in a pass that a line above begins", list(values)
+            )
         if key == "positions":
             values = tuple(value - self.passes[number].first_position for value in values)
         n_tokens = len(self.passes[number].ids) if number < len(self.passes) else 2**31
         if len(set(values)) < len(values) or not all(0 <= value < n_tokens for value in values):
             raise line.error("OutOfRange", key, f"different tokens of pass {number}", list(values))
         if len(values) != 1 and len(values) not in shape:
-            raise line.error("Inconsistent", key, f"as many as an axis of {list(shape)}", list(values))
+            raise line.error("Inconsistent", key, f"as many tokens as an axis of {list(shape)}", list(values))
         return values
 
 
@@ -228,10 +232,12 @@ def _axes(line: Fields, shape: tuple[int, ...]) -> tuple[str, ...]:
 def _counts(line: Fields, key: str) -> tuple[int, ...]:
     values = line.values.get(key)
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise line.error("Malformed", key, "a list of whole numbers from 0 on", values)
+        raise line.error("Malformed", key, "a list of integers of at least 0", values)
     return tuple(values)
 
 
 def _refuse_others(line: Fields, known: Iterable[str]) -> None:
     for key in line.values.keys() - set(known):
-        raise FormatError("Unexpected", f"{key[:80]!r} is no key of the line{suggestion(key, known)}", path=line.path)
+        raise FormatError(
+            "Unexpected", f"{key[:80]!r} is not a key of such a line{suggestion(key, known)}", path=line.path
+        )

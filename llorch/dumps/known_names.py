@@ -142,10 +142,14 @@ def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, 
     name = f"{letter.upper()}cur"
     if nth == of - 1:
         made = "the projection" if letter == "v" else "the rotated heads"
-        return Meaning(rotated, layer, True, f"{name} comes without its operation: the last one is read as {made}")
+        return Meaning(
+            rotated, layer, True, f"{name} comes without an operation: llorch reads the last {name} as {made}"
+        )
     if nth == int(config.qkv_bias) and letter != "v":
         which = "sum with the bias" if config.qkv_bias else "product"
-        return Meaning(projected, layer, True, f"{name} comes without its operation: the first is read as the {which}")
+        return Meaning(
+            projected, layer, True, f"{name} comes without an operation: llorch reads the first {name} as the {which}"
+        )
     return Meaning((), layer, True)
 
 
@@ -160,7 +164,7 @@ def _output_of_transformers(name: str, config: ModelConfig) -> Meaning | None:
     if parts[3]:
         return Meaning(("k_cache" if parts[3] in ("key", "0") else "v_cache",), n)
     if n == config.n_layers:
-        return Meaning(("final_norm",), assumed=f"{name} is behind the final norm, as in transformers")
+        return Meaning(("final_norm",), assumed=f"{name} is the output of the final norm, as in transformers")
     return Meaning(("block_out",), n - 1) if n else Meaning(("embed",))
 
 

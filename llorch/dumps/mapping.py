@@ -131,7 +131,7 @@ def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
     """Stages that a pattern stands for, and their layer where it is one."""
     value = names.values[pattern]
     if len(_NUMBER.findall(re.escape(pattern))) > 1:
-        raise names.error("Malformed", pattern, "a pattern with {i} once at most", value)
+        raise names.error("Malformed", pattern, "a pattern with at most one {i}", value)
     stages = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else ()
     if stages == ("",):
         return (), None
@@ -152,7 +152,7 @@ def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | 
     axes = tuple(section.text("axes", default="").split())
     if section.boolean("transposed", default=False):
         if axes:
-            raise section.error("Inconsistent", "transposed", "either axes or transposed", axes)
+            raise section.error("Inconsistent", "transposed", "axes or transposed, not both", axes)
         table = BY_NAME["attn_scores" if stages == (RAW_SCORES,) else stages[0]].axes if stages else ""
         axes = tuple(reversed(table.split() if len(stages) == 1 else ("seq", "width")))
     section.refuse("permuted", unless=("", "interleaved"), default="")
@@ -183,7 +183,7 @@ def _passes_of(run: Fields) -> tuple[Tokens, ...]:
     passes = []
     for ids in lists if given else ():
         if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-            raise run.error("Malformed", "ids", "token ids, or a list of them for each pass", given)
+            raise run.error("Malformed", "ids", "a list of token ids, or one list for each pass", given)
         passes.append(Tokens(tuple(ids), first))
         first += len(ids)
     return tuple(passes)

@@ -39,7 +39,7 @@ class Names:
         return [
             *self.assumed,
             *(
-                f"{stage} of layer {said} is left out: this model has no {stage} there"
+                f"llorch left out {stage} of layer {said}: this model has no {stage} in that layer"
                 for stage, said in layers.items()
             ),
         ]
@@ -94,9 +94,13 @@ def stage_dump(
 def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
     names = _patterns(raw.arrays)
     words = ("llorch", "diff", "--suggest", raw.source, "--model", "MODEL" if weights is None else str(weights.path))
-    got = f"got {len(raw.arrays)} of other names ({', '.join(names[:_SHOWN_NAMES])})" if names else "got no array"
+    got = (
+        f"got {len(raw.arrays)} arrays with other names ({', '.join(names[:_SHOWN_NAMES])})"
+        if names
+        else "got no array"
+    )
     command = f"draft a mapping with: {shlex.join(words)} > names.toml, and give it with --map names.toml"
-    return FormatError("Missing", f"stages: expected arrays that are stages, {got}; {command}", path=raw.source)
+    return FormatError("Missing", f"stages: expected arrays with names of stages, {got}; {command}", path=raw.source)
 
 
 def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
@@ -186,10 +190,10 @@ def _stages(raw: RawDump, named: Sequence[Named], reader: Reader) -> tuple[dict[
             if first.name == seen.name:
                 raise FormatError(
                     "Duplicate",
-                    f"{seen.name}: expected one array in pass {each.n_pass}, got two; begin a pass for each run",
+                    f"{seen.name}: expected one array in pass {each.n_pass}, got two; begin a new pass for each run",
                     path=raw.source,
                 )
-            notes.append(f"{seen.name} is {place[1]}, as {first.name} is: left out")
+            notes.append(f"{seen.name} is {place[1]}, like {first.name}: left out")
     return found, notes
 
 
@@ -200,8 +204,8 @@ def _about_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
     patterns = _patterns(unnamed)
     more = f" and {len(patterns) - _SHOWN_NAMES} more" if len(patterns) > _SHOWN_NAMES else ""
     return [
-        f"of {len(unnamed)} arrays it is not known which stage they are; they are left out: "
-        f"{', '.join(patterns[:_SHOWN_NAMES])}{more}; name them in a mapping, which llorch diff --suggest drafts"
+        f"llorch left out {len(unnamed)} arrays, because their stage is unknown: "
+        f"{', '.join(patterns[:_SHOWN_NAMES])}{more}; name the arrays in a mapping, drafted by llorch diff --suggest"
     ]
 
 

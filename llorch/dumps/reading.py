@@ -108,9 +108,9 @@ class Reader:
         notes = [*self._notes]
         if self._by_shape:
             found = "; ".join(f"{stage} is {form}" for stage, form in self._by_shape.items())
-            notes.append(f"the order of the axes was found by their sizes: {found}")
+            notes.append(f"llorch found the order of the axes by their sizes: {found}")
         if self._last_only:
-            notes.append(f"of one row, read as that of the last token: {', '.join(self._last_only)}")
+            notes.append(f"one row, read as the row of the last token: {', '.join(self._last_only)}")
         return notes
 
     def seen(self, named: Named) -> dict[str, Seen]:
@@ -185,7 +185,7 @@ class Reader:
             raise FormatError(
                 "Shape",
                 f"expected {expected}, in any order of the axes, got {shape}; give axes under "
-                f"[layout.{named.stages[0]}], or check that model and tokens are those of the run",
+                f"[layout.{named.stages[0]}], or check that model and tokens belong to this run",
             )
         return [Read(tokens, form, sizes, n_tokens) for form in forms]
 
@@ -197,11 +197,11 @@ class Reader:
             nearest = self._nearest(named, ways)
             self._decided[told] = nearest or forms[0]
             if nearest != forms[0]:
-                how = "by its values" if nearest else "as in the table: values do not tell"
+                how = "by its values" if nearest else "as in the stage table, because the values do not decide"
                 self._notes.append(
                     f"{' '.join(named.stages)} ({named.array.name}, {named.array.shape}) is read as "
                     f"{self._decided[told]}, {how}; {len(forms) - 1} other orders of the axes would fit, "
-                    f"axes under [layout.{named.stages[0]}] decide"
+                    f"to choose, give axes under [layout.{named.stages[0]}]"
                 )
         return ways[forms.index(self._decided[told])]
 
@@ -221,8 +221,8 @@ class Reader:
             if self.weights is not None and not self._n_before:
                 as_is, turned = (unlike(*self._beside_ours(each, read)) for each in (named, paired))
                 self._in_pairs = turned <= _LIKE or as_is > _LIKE
-            order = "neighbours, as in its files" if self._in_pairs else "halves, by their values"
-            self._notes.append(f"{named.array.name} is a node of llama.cpp: its pairs of RoPE are read as {order}")
+            order = "neighbours, as in GGUF files" if self._in_pairs else "halves, by the values"
+            self._notes.append(f"{named.array.name} is a node of llama.cpp: llorch reads the RoPE pairs as {order}")
         return self._in_pairs
 
     def _beside_ours(self, named: Named, read: Read) -> tuple[np.ndarray, np.ndarray]:

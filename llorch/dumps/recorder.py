@@ -95,7 +95,7 @@ class Recorder:
         """
         place = (len(self.passes) - 1, name, layer)
         if not self.passes or place in self.arrays:
-            twice = f"{key(name, layer)} is there already in pass {place[0]}: call begin(ids) before each pass"
+            twice = f"{key(name, layer)} is already in pass {place[0]}; call begin(ids) before each pass"
             raise ValueError(f"recorder: {twice if self.passes else 'call begin(ids) before the first array'}")
         stored = stored or array.dtype.name
         kept = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()

@@ -77,7 +77,7 @@ class Stored:
         """
         file = MappedFile(self.path)
         if self.end > file.size:
-            raise file.error("Truncated", f"an array ends at byte {self.end}, the file at {file.size}")
+            raise file.error("Truncated", f"an array ends at byte {self.end}, the file ends at byte {file.size}")
         raw = file.view(0, file.size)
         return as_numbers(np.ndarray(self.shape, _NUMPY[self.dtype], raw.data, self.offset, self.strides), self.dtype)
 
@@ -97,7 +97,7 @@ def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 def require_dtype(text: str, name: str, path: str | Path) -> str:
     """`known_dtype`, or FormatError DType."""
     if (dtype := known_dtype(text)) is None:
-        message = f"{name} has the dtype {text[:40]!r}, expected {', '.join(_NUMPY)}, little-endian; save it as float32"
+        message = f"{name} has the dtype {text[:40]!r}, expected {', '.join(_NUMPY)}, little-endian; save float32"
         raise FormatError("DType", message, path=path)
     return dtype
 
@@ -105,7 +105,7 @@ def require_dtype(text: str, name: str, path: str | Path) -> str:
 def require_shape(shape: tuple[int, ...], name: str, path: str | Path) -> None:
     """Refuse (Malformed, TooLarge) shapes that no array of a model has."""
     if len(shape) > MAX_DIMS or 0 in shape:
-        message = f"{name} must have at most {MAX_DIMS} axes and none of size 0, got the shape {list(shape)!r:.80}"
+        message = f"{name} must have at most {MAX_DIMS} axes and no axis of size 0, got the shape {list(shape)!r:.80}"
         raise FormatError("Malformed", message, path=path)
     if math.prod(shape) >= 2**60:
         raise FormatError("TooLarge", f"{name} has the shape {list(shape)!r:.80}, more than 2^60 elements", path=path)

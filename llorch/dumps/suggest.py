@@ -26,8 +26,8 @@ _SAME_SIZE = 0.02
 _LEFT_OUT = 2.0  # what no stage costs, in unlikeness
 _TRIED = 4  # arrays, each beside the whole embedding table
 _HEAD = (
-    "# Drafted from shapes and values, for --map; check it, first of all what is unlike ours.",
-    '# What shapes do not tell is said under [layout.STAGE]: axes = "heads seq head_dim", transposed = true,',
+    "# A draft for --map, from shapes and values. Check each line; start with arrays that match llorch least.",
+    '# [layout.STAGE] holds facts that shapes do not show: axes = "heads seq head_dim", transposed = true,',
     '# permuted = "interleaved", times = 0.125, masked = false, fused = "groups".',
 )
 _Choice = tuple[float, dict[str, Guess]]  # what it costs, by the name of the pattern
@@ -149,7 +149,7 @@ def _spelled(pattern: Pattern, guess: Guess | None, offset: int) -> str:
 def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int) -> str:
     name = _spelled(pattern, guess, offset)
     if guess is None:
-        return f'# {name} = ""  # {pattern.members[0][1].shape} fits no stage that is left'
+        return f'# {name} = ""  # {pattern.members[0][1].shape} fits no remaining stage'
     stages, times = guess.stages, guess.times
     if stages == ("attn_scores",) and guess.unmasked and abs(times / math.sqrt(head_dim) - 1) < _SAME_SIZE:
         stages, times = (RAW_SCORES,), 1.0
@@ -176,7 +176,7 @@ def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collecti
         lines.append('permuted = "interleaved"')
     elif guess.layout.permuted:
         lines.append(
-            '# permuted = "interleaved"  # only if RoPE turns neighbours; else rows of a GGUF file lie as there'
+            '# permuted = "interleaved"  # only if RoPE rotates neighbouring pairs; otherwise the rows have GGUF order'
         )
     is_stage = pattern.is_numbered and len(guess.stages) == 1
     about = guess.stages[0] if is_stage else _spelled(pattern, guess, offset)

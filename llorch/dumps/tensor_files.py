@@ -95,14 +95,14 @@ class _BoundedFile(io.FileIO):
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or size > _MAX_DIRECTORY:
-            raise BadZipFile(f"its table has {size} bytes, at most {_MAX_DIRECTORY} are read")
+            raise BadZipFile(f"the table of the zip file has {size} bytes, at most {_MAX_DIRECTORY} are read")
         return super().read(size)
 
 
 def _member(file: MappedFile, member: ZipInfo) -> RawArray:
     name, path = require_name(member.filename.removesuffix(".npy"), file.path), file.path
     if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED) or member.flag_bits & 1:
-        raise FormatError("Unsupported", f"{name} must be stored or deflated, and not encrypted", path=path)
+        raise FormatError("Unsupported", f"{name} must be stored or deflated, without encryption", path=path)
     start = _data_start(file, member, name)
     if member.compress_type == ZIP_STORED:
         head = bytes(file.map[start : start + _MAX_HEADER + 12])
@@ -120,7 +120,7 @@ def _data_start(file: MappedFile, member: ZipInfo, name: str) -> int:
     magic, n_name, n_extra = _LOCAL.unpack(head) if len(head) == _LOCAL.size else (b"", 0, 0)
     start = member.header_offset + _LOCAL.size + n_name + n_extra
     if magic != b"PK\3\4" or start + member.compress_size > file.size:
-        raise file.error("Truncated", f"{name} lies outside of the file", member.header_offset)
+        raise file.error("Truncated", f"{name} lies outside the file", member.header_offset)
     return start
 
 
@@ -128,7 +128,9 @@ def _read_deflated(stored: Stored, member: ZipInfo, start: int, name: str) -> np
     file = MappedFile(stored.path)
     data = _inflate(file.view(start, member.compress_size).tobytes(), member.file_size, name, stored.path)
     if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
-        raise FormatError("Malformed", f"{name} does not inflate to what the file says of it", path=stored.path)
+        raise FormatError(
+            "Malformed", f"{name} does not inflate to the size and checksum in the file", path=stored.path
+        )
     array = from_bytes(
         data[stored.offset :], stored.dtype, stored.shape if stored.strides is None else stored.shape[::-1]
     )
@@ -150,7 +152,7 @@ def _from_header(head: bytes, path: Path, name: str, *, start: int, size: int) -
     text = head[begin : begin + length].decode("latin-1")
     fields = [re.search(rf"'{key}': *{form}", text) for key, form in _NPY_FIELDS.items()]
     if head[:6] != b"\x93NUMPY" or len(text) != length or not all(fields):
-        raise FormatError("Malformed", f"{name} has no .npy header of a plain array", path=path)
+        raise FormatError("Malformed", f"{name} has no .npy header for a plain array", path=path)
     descr, order, sizes = (match[1] for match in fields if match)
     dtype = require_dtype(descr, name, path)
     shape = tuple(int(one) for one in re.findall(r"\d+", sizes))
@@ -187,7 +189,7 @@ def _dump(source: Path, arrays: Iterable[RawArray]) -> RawDump:
         found[array.name] = array
     ids, first = found.pop("ids", None), found.pop("first_position", None)
     if not found:
-        raise FormatError("Missing", "there is no array", path=source)
+        raise FormatError("Missing", "expected at least one array, got none", path=source)
     first_position = _whole(first, source)[0] if first else 0
     passes = (Tokens(_whole(ids, source), first_position),) if ids else ()
     return RawDump(str(source), tuple((0, array) for array in found.values()), passes)
@@ -197,7 +199,7 @@ def _whole(array: RawArray, source: Path) -> tuple[int, ...]:
     """Token ids, or a position, from an array of integers, of one sequence."""
     *batch, n_ids = array.shape or (1,)
     if "int" not in array.stored or n_ids > _MAX_IDS or any(size != 1 for size in batch):
-        message = f"{array.name} must be integers of one sequence, got {array.stored} {list(array.shape)}"
+        message = f"{array.name} must be integers for one sequence, got {array.stored} {list(array.shape)}"
         raise FormatError("Malformed", message, path=source)
     values = tuple(int(one) for one in array.read().reshape(-1))
     if not 0 <= min(values) <= max(values) < 2**31:

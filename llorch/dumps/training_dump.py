@@ -120,11 +120,11 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     steps = [reader.step(number, settings) for number in found]
     if not any(step.batches for step in steps) or not any(step.shown for step in steps):
         raise ValueError(
-            f"training dump: expected ids, and what training made of them, got neither or one ({raw.source})"
+            f"training dump: expected token ids and training arrays, got one of the two or neither ({raw.source})"
         )
     run = [step.number for step in steps if step.batches]
     if run != list(range(run[0], run[0] + len(run))):
-        raise ValueError(f"training dump: expected ids of steps in a row, got those of {run} ({raw.source})")
+        raise ValueError(f"training dump: expected token ids for consecutive steps, got steps {run} ({raw.source})")
     kept = tuple(step for step in steps if step.batches or step.number == run[0] - 1)
     return TrainingDump(raw.source, kept, settings, said, raw.features.dtype, reader.notes)
 
@@ -169,7 +169,7 @@ class _Reader:
         for name, of_micros in parts.items():
             if sorted(of_micros) != micros:
                 raise ValueError(
-                    f"training dump: {name} of step {number}: expected that of micro-batches {micros}, got "
+                    f"training dump: {name} of step {number}: expected micro-batches {micros}, got "
                     f"{sorted(of_micros)} ({self.source})"
                 )
             arrays = [of_micros[micro] for micro in micros]
@@ -189,7 +189,7 @@ class _Reader:
             )
         batch, n_left_out = documents_of(**rows)
         if n_left_out:
-            self.notes.append(f"{n_left_out} documents of step {step} have no token to learn and were left out")
+            self.notes.append(f"{n_left_out} documents of step {step} have no token to learn; llorch left them out")
         return batch
 
     def _tensor(self, name: str) -> tuple[str, str]:
@@ -201,8 +201,8 @@ class _Reader:
             tensor, kind = f"{kind}.{tensor.partition('.')[2]}", tensor.partition(".")[0]
         if kind not in OF_TENSORS or _plain(tensor) not in self.tensors:
             raise ValueError(
-                f"training dump: {name!r} is none of {', '.join((*OF_ROWS, *OF_TOKENS, *OF_STEPS))}, nor one of "
-                f"{', '.join(OF_TENSORS)} and, after a point, a tensor of the adapter ({self.source})"
+                f"training dump: expected one of {', '.join((*OF_ROWS, *OF_TOKENS, *OF_STEPS))}, or one of "
+                f"{', '.join(OF_TENSORS)} with a point and a tensor of the adapter, got {name!r} ({self.source})"
             )
         return OF_TENSORS[kind], self.tensors[_plain(tensor)]
 
@@ -241,7 +241,9 @@ def _settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset[str]
         values = tuple(map(float, np.ravel(array.read())))
         wanted, least = (2 if name == "betas" else 1), (1e-300 if name in ("lr", "max_grad_norm") else 0.0)
         if len(values) != wanted or not all(value >= least for value in values) or (wanted == 2 and max(values) >= 1):
-            raise ValueError(f"training dump: {name}: expected {wanted} number(s) of its range, got {values[:3]}")
+            raise ValueError(
+                f"training dump: {name}: expected {wanted} number(s) in the range of {name}, got {values[:3]}"
+            )
         found[name] = values if wanted == 2 else values[0]
     return Settings(**found), frozenset(found)  # type: ignore[arg-type]
 

@@ -72,7 +72,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     name = written_family(config)
     family = FAMILIES[name]
     if family.o_bias is None and config.qkv_bias != config.o_bias:
-        message = f"attention_bias of {name}: transformers has one for q, k, v and o together, this model for "
+        message = f"attention_bias of {name}: transformers has one switch for q, k, v and o, this model has a bias for "
         raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)
     values = {
         "architectures": [f"{family.classes}ForCausalLM"],
@@ -248,5 +248,5 @@ def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> L
         )
         if np.allclose(llama3_factors(plain, scaling), factors, rtol=1e-6, atol=0):
             return scaling
-    message = "rope_freqs.weight: expected the factors of a Llama 3 scaling, got others"
+    message = "rope_freqs.weight: expected the factors of a Llama 3 scaling, got other factors"
     raise FormatError("Unsupported", f"{message}; transformers cannot express them", path=path)

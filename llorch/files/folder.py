@@ -101,7 +101,7 @@ def _single_file(folder: Path) -> Path:
     if pickles:
         message = f"{pickles[0]} is a pickle, which can run code; convert the model to safetensors first"
         raise FormatError("Unsafe", message, path=folder)
-    message = f"no model.safetensors and no model.safetensors.index.json{_gguf_in(folder)}"
+    message = f"expected model.safetensors or model.safetensors.index.json, got neither{_gguf_in(folder)}"
     raise FormatError("Missing", message, path=folder)
 
 
@@ -117,7 +117,7 @@ def file_inside(folder: Path, name: str) -> Path:
         raise FormatError("Unsafe", f"expected a plain file name, got {name!r}", path=folder)
     path = folder / name
     if not os.path.exists(path):  # Path.exists raises where a name is too long
-        raise FormatError("Missing", f"there is no file {name:.200}{_gguf_in(folder)}", path=folder)
+        raise FormatError("Missing", f"expected a file {name:.200}, got none{_gguf_in(folder)}", path=folder)
     return require_inside(path, folder)
 
 
@@ -146,14 +146,14 @@ def _read_index(path: Path) -> dict[str, str]:
 def _require_no_shards(single: Path, index: Path, shards: set[str]) -> None:
     """Refuse a folder with two models: one file, and an index whose shards are all here."""
     if single.name not in shards and all(is_plain_name(name) and (index.parent / name).exists() for name in shards):
-        message = f"two models: {single.name}, and the shards of {index.name}; remove one of them"
+        message = f"expected one model, got {single.name} and the shards of {index.name}; remove one of the two"
         raise FormatError("Inconsistent", message, path=index.parent)
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, str]) -> None:
     missing = sorted(name for name, shard in weight_map.items() if found.get(name) != shard)
     if missing:
-        message = f"{len(missing)} tensors are not in the shard that the index names: {', '.join(missing[:20])}"
+        message = f"{len(missing)} tensors are missing from the shard that the index names: {', '.join(missing[:20])}"
         raise FormatError("Missing", message, path=path)
     extra = sorted(found.keys() - weight_map.keys())
     if extra:

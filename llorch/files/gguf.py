@@ -149,19 +149,19 @@ def _parts_of(file: GGUFFile) -> list[Path]:
     """Find all parts of a model by the name of one: `NAME-00002-of-00003.gguf`, as `gguf-split` writes it."""
     n_parts, number = file.metadata.get(_N_PARTS, 1), file.metadata.get(_PART, 0)
     if not (isinstance(n_parts, int) and isinstance(number, int) and 0 <= number < max(n_parts, 1) <= _MOST_PARTS):
-        message = f"{_PART}, {_N_PARTS}: expected a number below the count of parts, at most {_MOST_PARTS}"
+        message = f"{_PART}, {_N_PARTS}: expected a part number below the number of parts (at most {_MOST_PARTS})"
         raise FormatError("OutOfRange", f"{message}, got {number!r}, {n_parts!r}", path=file.path)
     if n_parts <= 1:
         return [file.path]
     ending = "-{:05d}-of-{:05d}.gguf"
     name, wanted = file.path.name, ending.format(number + 1, n_parts)
     if not name.endswith(wanted):
-        message = f"this is part {number + 1} of {n_parts}: expected a file name that ends with {wanted}, got {name}"
+        message = f"part {number + 1} of {n_parts}: expected a file name that ends with {wanted}, got {name}"
         raise FormatError("Inconsistent", f"{message}; rename the file", path=file.path)
     prefix = name.removesuffix(wanted)
     paths = [file.path.with_name(prefix + ending.format(part + 1, n_parts)) for part in range(n_parts)]
     if absent := [path.name for path in paths if not path.exists()]:
-        message = f"the model has {n_parts} parts, and {len(absent)} are not here: {', '.join(absent[:4])}"
+        message = f"the model has {n_parts} parts, and {len(absent)} are missing: {', '.join(absent[:4])}"
         raise FormatError("Missing", f"{message}; put all parts into one folder", path=file.path)
     return paths
 
@@ -181,9 +181,9 @@ def _read_version(cursor: Cursor) -> int:
         raise cursor.error("BadMagic", f"a GGUF file starts with b'GGUF', got {magic!r}", 0)
     version = cursor.u32("version")
     if version and version & 0xFFFF == 0:
-        raise cursor.error("Unsupported", "the file is big-endian, only little-endian files are read", 4)
+        raise cursor.error("Unsupported", "expected a little-endian file, got a big-endian file", 4)
     if version not in (2, 3):
-        raise cursor.error("Unsupported", f"GGUF versions 2 and 3 are read, got version {version}", 4)
+        raise cursor.error("Unsupported", f"expected GGUF version 2 or 3, got version {version}", 4)
     return version
 
 
@@ -244,7 +244,9 @@ def _read_type(cursor: Cursor, name: str) -> GGMLType:
     try:
         return GGMLType(number)
     except ValueError:
-        raise cursor.error("Unsupported", f"{name} has ggml type {number}, unknown or removed") from None
+        raise cursor.error(
+            "Unsupported", f"{name} has ggml type {number}, which ggml does not define or has removed"
+        ) from None
 
 
 def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLType) -> int:
@@ -254,7 +256,7 @@ def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLTy
         raise cursor.error("TooLarge", f"{name} has dimensions {dims}, more than 2^63 - 1 elements")
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     if dims[0] % block_size:
-        message = f"{name} has rows of {dims[0]}, {ggml_type.name} needs a multiple of {block_size}"
+        message = f"{name} has rows of {dims[0]} elements, {ggml_type.name} needs a multiple of {block_size}"
         raise cursor.error("Malformed", message)
     return prod(dims) // block_size * block_bytes
 
@@ -263,9 +265,9 @@ def _check_range(cursor: Cursor, row: TensorInfo, data_start: int, expected: int
     end = data_start + row.offset + row.n_bytes
     claim = f"{row.name} claims bytes {data_start + row.offset}..{end}"
     if end > cursor.limits.data_end:
-        raise cursor.file.error("OutOfBounds", f"{claim}, the file has {cursor.file.size}")
+        raise cursor.file.error("OutOfBounds", f"{claim}, the file has {cursor.file.size} bytes")
     if end > cursor.file.size:
-        raise cursor.file.error("Truncated", f"{claim}, the file ends at {cursor.file.size}")
+        raise cursor.file.error("Truncated", f"{claim}, the file ends at byte {cursor.file.size}")
     if row.offset != expected:
         message = f"{row.name} must have offset {expected} (no gap, no overlap, aligned), got {row.offset}"
         raise cursor.file.error("Malformed", message)

@@ -84,7 +84,7 @@ class MappedFile:
             if error.errno != errno.ENOMEM:
                 raise
             raise MemoryError(
-                f"{self.path}: mapping it needs {self.size / 1e9:.2f} GB of address space, "
+                f"{self.path}: mapping the file needs {self.size / 1e9:.2f} GB of address space, "
                 f"{address_space_left() / 1e9:.2f} GB are left; raise ulimit -v"
             ) from None
 
@@ -154,7 +154,7 @@ class TensorFile(Generic[Info]):
     def info(self, name: str) -> Info:
         """A tensor's line of the table; FormatError Missing for an unknown name."""
         if name not in self.tensors:
-            raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} of this file")
+            raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} tensors of this file")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:

@@ -160,7 +160,7 @@ class Cursor:
     def _array(self, what: str) -> np.ndarray | StringArray:
         kind = self.value_type(f"elements of {what}")
         if kind is GGUFValueType.ARRAY:
-            raise self.error("Unsupported", f"{what} is an array of arrays")
+            raise self.error("Unsupported", f"{what} is an array of arrays, which llorch does not read")
         count = self.u64(f"element count of {what}")
         if count > self.limits.array_claim:
             raise self.error("TooLarge", f"{what} claims {count} elements, at most 2^30 are possible")
@@ -202,7 +202,9 @@ class Cursor:
         self.position = position
         self.skip(8 + length, f"string {index} of {what}")
         allowed = self.limits.string_bytes
-        raise self.error("TooLarge", f"string {index} of {what} has {length} bytes, at most {allowed}", position)
+        raise self.error(
+            "TooLarge", f"string {index} of {what} has {length} bytes, at most {allowed} are allowed", position
+        )
 
 
 def read_metadata(cursor: Cursor, count: int) -> tuple[dict[str, Value], dict[str, GGUFValueType]]:

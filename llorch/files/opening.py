@@ -34,7 +34,9 @@ def open_weights(path: str | Path) -> Weights:
     if path.suffix in PICKLE_SUFFIXES:
         raise FormatError("Unsafe", "a pickle can run code; convert the model to safetensors first", path=path)
     if path.suffix == ".safetensors":
-        raise FormatError("Unsupported", "give the folder that holds config.json, not the file", path=path)
+        raise FormatError(
+            "Unsupported", "expected the folder that holds config.json, got a single file; give the folder", path=path
+        )
     return _open_gguf(path)
 
 
@@ -72,7 +74,7 @@ def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
     names = {name for name in file.tensors if re.match(r"blk\.(\d+)\.", name)}
     extra = {name for name in names if int(name.split(".")[1]) >= config.n_layers}
     if extra and FAMILIES[config.family].hybrid:
-        logger.info("%s: %d tensors that predict further tokens are ignored", file.path, len(extra))
+        logger.info("%s: ignored %d tensors for the prediction of further tokens", file.path, len(extra))
         return extra
     return set()
 
@@ -80,7 +82,9 @@ def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
 def _gguf_config(file: GGUFFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise FormatError("Missing", "no token_embd.weight: the file holds no model", path=file.path)
+        raise FormatError(
+            "Missing", "expected a tensor token_embd.weight, got none; the file holds no model", path=file.path
+        )
     rows = embedding.shape[0]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray) and len(tokens) != rows:
@@ -96,7 +100,7 @@ def _gguf_config(file: GGUFFile) -> ModelConfig:
 def _open_huggingface(path: Path) -> Weights:
     values = _read_config(path)
     if "auto_map" in values:
-        logger.warning("%s: config.json names custom code (auto_map), which is not run", path)
+        logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
     folder = SafetensorsFolder(path)
     try:
@@ -153,7 +157,7 @@ def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> 
     prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].hybrid else ()))
     others = {name for name in folder.tensors if name.startswith(prefixes)}
     if others:
-        logger.info("%s: %d tensors that are not of the text part are ignored", folder.path, len(others))
+        logger.info("%s: ignored %d tensors outside the text part", folder.path, len(others))
     return ignored | others
 
 
@@ -162,8 +166,12 @@ def _refuse_mlx(config: ModelConfig, slots: Mapping[str, Slot], folder: Safetens
     for name, slot in slots.items():
         found = folder.tensors.get(slot.source_name)
         if name.endswith(".conv") and found is not None and found.shape == (*slot.shape, 1) and slot.shape[1] != 1:
-            message = f"{slot.source_name} has shape {found.shape}, as MLX writes it with gains that are changed, too"
-            raise FormatError("Unsupported", f"{message}; take the folder that it was made from", path=folder.path)
+            message = (
+                f"{slot.source_name} has shape {found.shape}, as in folders of MLX, which changes norm weights, too"
+            )
+            raise FormatError(
+                "Unsupported", f"{message}; use the folder before its conversion to MLX", path=folder.path
+            )
 
 
 def _check_tensors(

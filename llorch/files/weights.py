@@ -100,7 +100,7 @@ class Weights(Mapping):
         made = slot.layout.made(self._in_order(slot), dtype)
         if name.endswith(".decay") and not (made <= 0).all():
             message = (
-                f"{slot.source_name} must be -exp(A_log), none above 0, got {made.max():.6g}, as of an old converter"
+                f"{slot.source_name}: expected -exp(A_log), at most 0, got {made.max():.6g} (from an old converter)"
             )
             raise FormatError("Inconsistent", f"{message}; convert the model again", path=self.path)
         return made
@@ -222,8 +222,12 @@ class Weights(Mapping):
             kind = self.stored_type(name)
             is_matrix = slot.multiplied
             if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
-                what = "which llama.cpp has no product for" if is_matrix else "but llama.cpp takes vectors in F32 only"
-                message = f"{slot.source_name} is {kind.name}, {what}; use exact numerics"
+                what = (
+                    "and llama.cpp cannot multiply this type"
+                    if is_matrix
+                    else "and llama.cpp reads vectors in F32 only"
+                )
+                message = f"{slot.source_name} has type {kind.name}, {what}; use exact numerics"
                 raise FormatError("Unsupported", message, path=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
@@ -259,7 +263,7 @@ class Weights(Mapping):
         one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
         same_bytes = one.ggml_type is other.ggml_type and np.array_equal(one.raw, other.raw)
         if not same_bytes and not np.array_equal(one.decode(), other.decode()):
-            message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
+            message = f"config ties {slot.must_equal} to {slot.source_name}, but the numbers of the two tensors differ"
             raise FormatError("Inconsistent", message, path=self.path)
 
 

@@ -23,7 +23,7 @@ def obtain(wanted: Reference, *, consent: Callable[[str], bool], report: Callabl
         import huggingface_hub  # noqa: F401
     except ModuleNotFoundError:
         missing = MissingExtra("hub", "huggingface_hub")
-        raise FileNotFoundError(f"{_neither(wanted)}, and to look for it on the Hugging Face hub: {missing}") from None
+        raise FileNotFoundError(f"{_neither(wanted)}; to search the Hugging Face hub: {missing}") from None
     with _in_words(wanted):
         cached = look(wanted)
     if cached is None or not cached.whole:
@@ -32,7 +32,7 @@ def obtain(wanted: Reference, *, consent: Callable[[str], bool], report: Callabl
         except Unreachable as error:
             if cached is None:
                 raise
-            report(f"{wanted}: {error.why}; what the cache has of it has no tokenizer")
+            report(f"{wanted}: {error.why}; the cached copy has no tokenizer")
     report(f"{wanted}: commit {cached.commit}, from the cache")
     return cached.path
 
@@ -70,7 +70,7 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
         _require_room(wanted, n_bytes)
         described = f"{wanted}: {len(missing)} of {len(names)} files of commit {commit}, {_size(n_bytes)}"
         if not consent(described):
-            raise FileNotFoundError(f"model '{wanted}': was not downloaded")
+            raise FileNotFoundError(f"model '{wanted}': not downloaded, the answer was no")
     with _in_words(wanted):
         folder = Path(
             snapshot_download(
@@ -89,13 +89,13 @@ def _shards(wanted: Reference, commit: str) -> list[str]:
     try:
         return shards_of(Path(index))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise FileNotFoundError(f"model '{wanted}': {INDEX} names no files of weights") from None
+        raise FileNotFoundError(f"model '{wanted}': {INDEX} does not name files of weights") from None
 
 
 def _require_all(wanted: Reference, names: Iterable[str], files: dict[str, Any]) -> None:
     absent = [name for name in names if name not in files]
     if absent:
-        raise FileNotFoundError(f"model '{wanted}': {INDEX} names {absent[0]!r}, which the repository does not have")
+        raise FileNotFoundError(f"model '{wanted}': {INDEX} names {absent[0]!r}, which is not in the repository")
 
 
 def _missing(wanted: Reference, commit: str, siblings: Iterable[Any]) -> Iterator[Any]:
@@ -131,15 +131,15 @@ def _in_words(wanted: Reference) -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         page = f"ask for access on the page of {wanted.repo}, then run: hf auth login"
-        raise FileNotFoundError(f"model '{wanted}': access is granted by its owners only; {page}") from None
+        raise FileNotFoundError(f"model '{wanted}': the repository is gated; {page}") from None
     except errors.RevisionNotFoundError:
         message = f"{wanted.repo} has no revision {wanted.revision!r}; give a branch, a tag or a commit"
         raise FileNotFoundError(f"model '{wanted}': {message}") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        known = "no such model on the Hugging Face hub that you may see (a private one needs: hf auth login)"
-        raise FileNotFoundError(f"{_neither(wanted)}, not a built-in model, and {known}") from None
+        known = "not on the Hugging Face hub, or private (for private models, run: hf auth login)"
+        raise FileNotFoundError(f"{_neither(wanted)}, not a built-in model, {known}") from None
     except errors.OfflineModeIsEnabled:
-        raise Unreachable(wanted, "HF_HUB_OFFLINE forbids to ask for it", "unset that, or give a path") from None
+        raise Unreachable(wanted, "HF_HUB_OFFLINE forbids a download", "unset HF_HUB_OFFLINE, or give a path") from None
     except (RuntimeError, *of_the_way) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise

@@ -52,7 +52,7 @@ def files_of_gguf(files: Iterable[str], wanted: Reference) -> list[str]:
     what = "several GGUF files" if named else f"no GGUF file of {wanted.quant}"
     example = f"{wanted.repo}:{wanted.quant or 'QUANT'}"
     listed = ", ".join(names[0] for names in named.values()) or ", ".join(models)
-    raise FileNotFoundError(f"model '{wanted}': {what}; say which as {example}, of: {listed}")
+    raise FileNotFoundError(f"model '{wanted}': {what}; choose a file with {example}, from: {listed}")
 
 
 def _whole(names: list[str], wanted: Reference) -> list[str]:
@@ -76,5 +76,5 @@ def _without_models(files: Iterable[str], wanted: Reference) -> str:
         return "the repository has no GGUF file; leave :QUANT out"
     pickles = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")))
     if pickles:
-        return f"its weights are pickles ({pickles[0]}), which can run code and are not fetched"
+        return f"the weights are pickles ({pickles[0]}), which can run code, so llorch does not download them"
     return f"the repository has neither {CONFIG} with {WEIGHTS} nor a GGUF file"

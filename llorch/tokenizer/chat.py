@@ -20,7 +20,7 @@ from llorch.tokenizer.tokenizer import Tokenizer
 Message = Mapping[str, object]
 _REMEDIES: Mapping[ErrorCode, str] = {
     "TemplateError": "correct the template or the conversation",
-    "TemplateBudget": "it was stopped; shorten the conversation, or use another chat_template.jinja",
+    "TemplateBudget": "llorch stopped the template; shorten the conversation, or use another chat_template.jinja",
 }
 
 
@@ -75,7 +75,7 @@ class ChatTemplate:
         try:
             answer = RESIDENT.ask(request)
         except (TypeError, ValueError, RecursionError) as error:
-            answer = {"code": "TemplateError", "message": f"refuses this: it is no JSON: {error}"}
+            answer = {"code": "TemplateError", "message": f"cannot be rendered: expected JSON values, got: {error}"}
         if "text" in answer:
             return answer["text"]
         code: ErrorCode = "TemplateBudget" if answer["code"] == "TemplateBudget" else "TemplateError"

@@ -122,8 +122,8 @@ class Chats:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             message = (
-                "a conversation needs a chat template, and the model has none: put a chat_template.jinja beside a"
-                " Hugging Face model, or use plain text (a prompt; rows of prompt and completion)"
+                "expected a chat template for a conversation, the model has none; add chat_template.jinja to the"
+                " Hugging Face folder, or use plain text (a prompt, or rows of prompt and completion)"
             )
             raise FormatError("Missing", message, path=self._path)
         return Conversation(messages, tools, self._templates[name], self.breaker, settings or self.settings)
@@ -203,8 +203,8 @@ def _refuse_unwritten(messages: Sequence[Message], texts: Texts, *, path: str | 
     if any(message.get(key) for message in messages for key in CALLS):
         call = unwritten_call(messages, None, texts, [*texts(messages, None)])
         if call is not None:
-            message = "expected a chat template that writes tool calls, the model's leaves them out"
-            raise FormatError("Unsupported", f"messages{call}: {message}; write them into the content", path=path)
+            message = "expected a chat template that writes tool calls, the model's chat template leaves them out"
+            raise FormatError("Unsupported", f"messages{call}: {message}; write the calls into the content", path=path)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

@@ -31,10 +31,10 @@ from llorch.tokenizer.tokenizer import Tokenizer
 _MAX_TOKENIZER = 64 << 20  # bytes
 PREFIX = "tokenizer.ggml."
 NORMALIZER, SPACE_PREFIX = "llorch.tokenizer.normalizer", "llorch.tokenizer.space_prefix"
-_LLAMA_CPP = "llama.cpp puts one before every text and after each special token"
+_LLAMA_CPP = "llama.cpp puts a space before every text and after each special token"
 _METASPACE_NOTES = {
-    "first": f"the folder puts a space before the text only, and none if it begins with one; {_LLAMA_CPP}",
-    "always": f"the folder puts none before a text that begins with one; {_LLAMA_CPP}",
+    "first": f"the folder puts a space only before a text that does not begin with a space; {_LLAMA_CPP}",
+    "always": f"the folder puts no space before a text that begins with a space; {_LLAMA_CPP}",
 }
 Vocabulary = GGUFVocabulary | HuggingFaceVocabulary
 # What a converted tokenizer must encode as its source does, before the conversion counts as done.
@@ -119,7 +119,7 @@ def _tokens(
     if fallback and unknown is not None:
         types |= {token_id: TokenType.UNKNOWN for token_id, text in texts.items() if text == unknown}
     if max(texts) >= rows:
-        message = f"token {max(texts)} has no row in the embedding of the model, which has {rows}"
+        message = f"token {max(texts)} has no row in the embedding table of {rows} rows"
         raise FormatError("Inconsistent", message, path=path)
     every = range(rows)
     return [texts.get(i, f"[PAD{i}]") for i in every], [types.get(i, TokenType.UNUSED) for i in every]
@@ -133,7 +133,7 @@ def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
         return "smaug-bpe"  # the same words
     if ignores != PRE_TOKENIZERS[name].ignore_merges and (beyond := _beyond_merges(content)):
         message = f"ignore_merges: llama.cpp has it {'off' if ignores else 'on'} for {name}, got {ignores}"
-        matters = f"it matters for {len(beyond)} tokens that no merges make, such as {beyond[0]!r}"
+        matters = f"this changes {len(beyond)} tokens that no merges produce, such as {beyond[0]!r}"
         raise FormatError("Unsupported", f"{message}; {matters}", path=path)
     return name
 
@@ -186,8 +186,8 @@ def _add_special(
     for role, wanted in adds.items():
         tokenizer.metadata[f"{PREFIX}add_{role}_token"] = wanted
         if config.get(f"add_{role}_token", wanted) != wanted:
-            message = f"tokenizer_config.json says add_{role}_token {not wanted}, tokenizer.json does otherwise"
-            tokenizer.notes.append(message + " and is followed")
+            message = f"tokenizer_config.json says add_{role}_token {not wanted}, tokenizer.json says the opposite"
+            tokenizer.notes.append(message + "; llorch follows tokenizer.json")
 
 
 def _single(ids: Sequence[object], where: str, path: Path) -> int | None:
@@ -213,7 +213,7 @@ def _first(value: object, vocab_size: int) -> int | None:
 def _add_spaces(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, content: Mapping[str, Any]) -> None:
     if content.get("normalizer") == {"type": "NFC"}:
         tokenizer.metadata[NORMALIZER] = "NFC"
-        tokenizer.notes.append("the folder composes characters first (NFC), llama.cpp takes text as it is")
+        tokenizer.notes.append("the folder composes characters first (NFC), llama.cpp does not")
     if tokenizer.metadata[PREFIX + "model"] == "llama":
         tokenizer.metadata[PREFIX + "add_space_prefix"] = vocabulary.space_prefix != "never"
     match content.get("pre_tokenizer"):
@@ -239,5 +239,5 @@ def _check(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, path: Pa
         tokenizer.metadata[f"{PREFIX}{role}_token_id"] = token_id
     if len(missing) > len(spare):
         left = ", ".join(map(str, missing[len(spare) :]))
-        tokenizer.notes.append(f"a GGUF file names three end tokens at most; llama.cpp will not stop at {left}")
+        tokenizer.notes.append(f"a GGUF file holds at most three end tokens; llama.cpp will not stop at {left}")
     require_same_ids(vocabulary, back, probes_for(tokenizer.metadata), path=path)

@@ -71,9 +71,9 @@ def translate_vocabulary(
         parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else kept)
     wanted = _WORDS_OF_TRANSFORMERS.get(family)
     if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
-        notes.append("transformers keeps combining marks with their letters, as Qwen 3.5 does; the file does not")
+        notes.append("transformers keeps combining marks with the letters, like Qwen 3.5; the file does not")
     elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
-        expected = f"{wanted} for this family, as transformers cuts words for all of its models"
+        expected = f"{wanted}, which transformers uses for every model of this family"
         raise fields.error("Unsupported", "pre", expected, fields.text("pre", default=""))
     parts["added_tokens"] = _added_tokens(table, vocabulary)
     _place(parts["model"]["vocab"], parts["added_tokens"])
@@ -98,10 +98,10 @@ def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json |
     if kept.text(NORMALIZER, default="") == "NFC":
         return {"type": "NFC"}
     if family in _WORDS_OF_TRANSFORMERS:
-        notes.append(f"transformers composes characters first (NFC) for every {family}, llama.cpp takes text as it is")
+        notes.append(f"transformers composes characters first (NFC) for every {family}, llama.cpp does not")
         return {"type": "NFC"}
     if _ALIASES.get(pre, pre) in _WORDS_OF_TRANSFORMERS.values():
-        notes.append("the folder takes text as it is, like llama.cpp; Qwen's own composes characters first (NFC)")
+        notes.append("the folder does not compose characters (NFC), like llama.cpp; Qwen's released tokenizer does")
     return None
 
 

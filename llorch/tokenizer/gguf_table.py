@@ -60,7 +60,7 @@ class TokenTable:
         longest = max(range(len(texts)), key=lambda i: len(texts[i]))
         if len(texts[longest]) > _LONGEST_TOKEN:
             got = f"got {len(texts[longest])} in token {longest}"
-            raise self._error("TooLarge", "tokens", f"at most {_LONGEST_TOKEN} characters a token, {got}")
+            raise self._error("TooLarge", "tokens", f"at most {_LONGEST_TOKEN} characters in a token, {got}")
         # As llama.cpp names them: an empty text would match everywhere.
         texts = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(texts)]
         if len(set(texts)) < len(texts):

@@ -35,7 +35,7 @@ class GGUFVocabulary:
         fields = Fields(metadata, path, prefix=_PREFIX)
         model = fields.text("model", default="none")
         if model in ("none", "no_vocab"):
-            message = "this file has no vocabulary (tokenizer.ggml.model); give token ids"
+            message = "expected a vocabulary (tokenizer.ggml.model), got none; give token ids"
             raise FormatError("Missing", message, path=path)
         self._path = path
         self._table = TokenTable(metadata, path)
@@ -121,7 +121,7 @@ class GGUFVocabulary:
 
     def _need_no(self, absent: Iterable[int]) -> None:
         if missing := [f"0x{byte:02X}" for byte in absent]:
-            message = f"tokenizer.ggml.tokens: {len(missing)} bytes of text have no token: {', '.join(missing[:4])}"
+            message = f"tokenizer.ggml.tokens: {len(missing)} byte values have no token: {', '.join(missing[:4])}"
             raise FormatError("Missing", message, path=self._path)
 
     def _read_special(self, fields: Fields, metadata: Mapping[str, object]) -> SpecialTokens:

@@ -39,7 +39,7 @@ class HuggingFaceVocabulary:
         """Read and check the files; FormatError for parts of tokenizer.json that are not known here."""
         self._path = folder / "tokenizer.json"
         if not self._path.is_file():
-            message = "this folder has no tokenizer.json; add the file, or give token ids"
+            message = "expected tokenizer.json in this folder, got none; add the file, or give token ids"
             raise FormatError("Missing", message, path=folder)
         content = read_json(self._path, limit=_MAX_TOKENIZER)
         self._fields = Fields(content, self._path)
@@ -101,7 +101,7 @@ class HuggingFaceVocabulary:
             raise self._fields.error("Missing", "model", "a BPE model", None)
         unknown = sorted(model.values.keys() - _MODEL_KEYS)
         if unknown:
-            raise self._fields.error("Unsupported", "model", "the fields of a BPE model", unknown)
+            raise self._fields.error("Unsupported", "model", "only the fields of a BPE model", unknown)
         model.refuse("type", unless=("BPE",), default="BPE")
         model.refuse("dropout", unless=(None, 0), default=None)
         model.refuse("byte_fallback", unless=(not self._byte_level,), default=False)
@@ -114,15 +114,15 @@ class HuggingFaceVocabulary:
 
     def _read_ids(self, vocab: object) -> dict[str, int]:
         if not isinstance(vocab, dict) or not vocab:
-            raise self._fields.error("Malformed", "vocab", "an object of text to id", vocab)
+            raise self._fields.error("Malformed", "vocab", "an object that maps texts to ids", vocab)
         ids = {text: self._check_id(token_id, f"vocab {text!r}", _MAX_ID) for text, token_id in vocab.items()}
         self._texts = {token_id: text for text, token_id in ids.items()}
         if len(self._texts) < len(ids):
             text = next(text for text, token_id in ids.items() if self._texts[token_id] != text)
-            raise self._fields.error("Duplicate", f"vocab {text!r}", "an id of its own", ids[text])
+            raise self._fields.error("Duplicate", f"vocab {text!r}", "a different id for each text", ids[text])
         absent = [_BYTE_TOKENS[byte] for byte in TEXT_BYTES if _BYTE_TOKENS[byte] not in ids]
         if absent and not self._byte_level:  # a byte-level vocabulary leaves such a byte out, as the library does
-            raise self._fields.error("Missing", "vocab", "a token for every byte of text, none absent", absent)
+            raise self._fields.error("Missing", "vocab", "a token for every byte, but these tokens are missing", absent)
         return ids
 
     def _read_token(self, entry: object) -> tuple[int, AddedToken]:
@@ -131,7 +131,7 @@ class HuggingFaceVocabulary:
         fields = Fields(entry, self._path)
         content = fields.text("content")
         if not content:
-            raise fields.error("Malformed", "added_tokens", "a text in each", entry)
+            raise fields.error("Malformed", "added_tokens", "a text that is not empty", entry)
         switches = {name: fields.boolean(name, default=False) for name in _SWITCHES}
         return self._check_id(entry.get("id"), f"added_tokens {content!r}", _MAX_ID), AddedToken(content, **switches)
 

@@ -26,7 +26,7 @@ def check_merges(merges: Iterable[object], ids: Mapping[str, int], *, key: str, 
             raise FormatError("Malformed", f"{key}: {expected}, got {_shown(merge)} at index {index}", path=path)
         pairs[left, right] = None
         if len(pairs) == index:
-            message = f"{key}: expected different merges, got {_shown(merge)} again at index {index}"
+            message = f"{key}: expected different merges, got {_shown(merge)} a second time at index {index}"
             raise FormatError("Duplicate", message, path=path)
     return list(pairs)
 
@@ -87,5 +87,5 @@ def _require_all(merges: Sequence[Merge], texts: frozenset[str], path: Path) -> 
     absent = [merge for merge in cuts if merge[0] in texts and merge[1] in texts and merge not in known]
     if absent:
         shown = " + ".join(map(repr, min(absent)))
-        message = f"merges: expected all ways to make each token, as in a SentencePiece model, got {len(absent)} fewer"
-        raise FormatError("Unsupported", f"{message} (such as {shown}); a GGUF file cannot hold them", path=path)
+        message = f"merges: expected every merge that makes a token, as in SentencePiece, got {len(absent)} fewer"
+        raise FormatError("Unsupported", f"{message} (such as {shown}); a GGUF file cannot hold such merges", path=path)

@@ -49,7 +49,7 @@ def _part(fields: Fields, name: str, part: object) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise fields.error("Malformed", name, "a part with a type and a text", part)
     if part["type"] != "text":
-        raise fields.error("Unsupported", f"{name}.type", "text: llorch reads texts alone", part["type"])
+        raise fields.error("Unsupported", f"{name}.type", "text (llorch reads no images, audio or files)", part["type"])
     if not isinstance(part.get("text"), str):
         raise fields.error("Malformed", f"{name}.text", "a text", part.get("text"))
     return part["text"]
@@ -62,7 +62,7 @@ def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, obje
     if role not in ROLES:
         raise fields.error("Unsupported", f"{name}.role", f"one of {', '.join(ROLES)}", role)
     if calls is not None and (role != "assistant" or not isinstance(calls, list)):
-        raise fields.error("Malformed", f"{name}.tool_calls", "a list, in a turn of the assistant", calls)
+        raise fields.error("Malformed", f"{name}.tool_calls", "a list in a message of the assistant", calls)
     if isinstance(content, list):
         content = "".join(_part(fields, f"{name}.content[{i}]", one) for i, one in enumerate(content))
     if not isinstance(content, str) and not (content is None and calls):

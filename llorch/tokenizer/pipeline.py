@@ -169,9 +169,9 @@ def _read_steps(steps: list[object], tokens: dict[str, object], path: Path) -> t
                     case {"ids": [*known]}:
                         ids += known
                         continue
-        message = f"post_processor: expected the text A or a special token of the list, got {step!r}"
+        message = f"post_processor: expected the text A or one of the special tokens, got {step!r}"
         raise FormatError("Malformed", message, path=path)
     if len(texts) != 1:
-        message = f"post_processor: expected the text once in the template, got it {len(texts)} times"
+        message = f"post_processor: expected the text once in the template, got the text {len(texts)} times"
         raise FormatError("Malformed", message, path=path)
     return ids[: texts[0]], ids[texts[0] :]

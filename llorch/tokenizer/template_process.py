@@ -103,7 +103,7 @@ class TemplateProcess:
             return f"takes over {self.limits.seconds:g} s"
         if status == _OUT_OF_MEMORY:
             return f"takes over {self.limits.memory >> 20} MiB of memory"
-        return f"ended the process that renders it, with status {status}"
+        return f"ended the rendering process with status {status}"
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -118,7 +118,7 @@ def _started() -> subprocess.Popen[bytes]:
 def _no_start(arguments: object, status: int) -> str:
     command = " ".join(map(str, arguments)) if isinstance(arguments, list) else str(arguments)
     return (
-        f"chat templates: the process that renders them ended with status {status} before it was ready;"
+        f"chat templates: the rendering process ended with status {status} before it was ready;"
         f" to see why, run: {command}"
     )
 
@@ -135,7 +135,7 @@ def _asked(process: subprocess.Popen[bytes], data: bytes) -> dict[str, str]:
         rest = rest[os.write(process.stdin.fileno(), rest) :]
     size = int.from_bytes(_read(process.stdout.fileno(), 4), "big")
     if size > _MAX_ANSWER:
-        raise EOFError("the answer is too long")
+        raise EOFError("the rendered text is too long")
     return json.loads(_read(process.stdout.fileno(), size).decode("utf-8", "surrogatepass"))
 
 

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     "no projections": ("[names]\na = []", "Malformed", ("a:", PROJECTIONS), ("[]",)),
     "projection twice": ('[names]\na = ["q_proj", "q_proj"]', "Malformed", ("a:", PROJECTIONS), ("'q_proj'",)),
     "no projection": ('[names]\na = ["q_proj", "q_rope"]', "Malformed", ("a:", PROJECTIONS), ("'q_rope'", "'q_proj'")),
-    "layer twice": ('[names]\n"{i}.{i}" = "q_rope"', "Malformed", ("{i}.{i}:", "{i} once"), ("'q_rope'",)),
+    "layer twice": ('[names]\n"{i}.{i}" = "q_rope"', "Malformed", ("{i}.{i}:", "{i}"), ("'q_rope'",)),
     "layout of no stage": ("[layout.q_rop]", "Unexpected", ("layout.q_rop:", "embed, attn_norm"), ()),
     "layout no section": ("[layout]\nq_rope = 1", "Malformed", ("q_rope:", "object"), (1,)),
     "unknown key of a layout": (

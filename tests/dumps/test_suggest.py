@@ -94,7 +94,7 @@ def test_pairs_are_a_layout_only_if_they_are_so_behind_rope_too():
     check(paired("q_proj") | paired("q_rope"), *(f"l{i}.{s}" for i in range(2) for s in ("q_proj", "q_rope")))
     text = suggest(raw_dump(paired("q_proj"), IDS), WEIGHTS)
     assert not mapping_of(tomllib.loads(text)).layouts["q_proj"].permuted
-    assert '# permuted = "interleaved"  # only if RoPE turns neighbours' in text
+    assert '# permuted = "interleaved"  # only if RoPE' in text
 
 
 def test_behind_a_mistake_the_order_of_writing_decides():

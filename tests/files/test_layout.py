@@ -112,7 +112,7 @@ def test_only_experts_that_are_asked_for_are_decoded(tmp_path: Path):
         (QWEN | EACH, {"num_experts": 4}, "Unexpected", ("3 Unexpected", f"{MLP}.experts.4.down_proj.weight")),
         (QWEN | FUSED, {"num_experts": 4}, "Shape",
          ("3 Shape", f"{MLP}.experts.down_proj", "expected (4, 8, 6)", "got (5, 8, 6)")),
-        (QWEN | EACH, {"num_experts_per_tok": 6}, "OutOfRange", ("experts per token", "from 1 to the 5", "got 6")),
+        (QWEN | EACH, {"num_experts_per_tok": 6}, "OutOfRange", ("experts per token", "from 1 to 5", "got 6")),
         (QWEN, {"num_experts": 300}, "Missing", ("900 Missing", f"{MLP}.experts.0.down_proj.weight", "860 more")),
     ],
 )  # fmt: skip

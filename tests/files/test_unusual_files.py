@@ -148,7 +148,7 @@ def test_one_file_beside_an_index_is_the_model_unless_the_shards_are_there(tmp_p
     (folder / "model.safetensors.index.json").write_text(index)
     assert open_weights(folder).config.n_layers == 2
     safetensors.numpy.save_file({"model.norm.weight": np.ones(3)}, folder / "model-00001-of-00001.safetensors")
-    with refuses("Inconsistent", "two models", "model.safetensors", "model.safetensors.index.json", where=folder):
+    with refuses("Inconsistent", "one model", "model.safetensors", "model.safetensors.index.json", where=folder):
         open_weights(folder)
 
 

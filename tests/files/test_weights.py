@@ -270,6 +270,6 @@ def test_a_vector_that_llama_cpp_would_abort_at_has_no_ggml_numerics(tmp_path: P
     tensors = gguf_tensors()
     tensors["blk.1.ffn_norm.weight"] = tensors["blk.1.ffn_norm.weight"].astype(np.float16)
     weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
-    with refuses("Unsupported", "blk.1.ffn_norm.weight", "is F16", "in F32"):
+    with refuses("Unsupported", "blk.1.ffn_norm.weight", "type F16", "in F32"):
         weights.using(GGML)
     assert weights.using(packed=True).array("layers.1.ffn_norm").dtype == np.float32

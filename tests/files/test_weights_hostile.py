@@ -65,7 +65,7 @@ def test_bad_hyperparameters_of_a_file_are_refused_by_code(tmp_path: Path, name:
 
 GGUF_TENSOR_ROWS: dict[str, tuple[Any, ...]] = {
     "missing": ("Missing", lambda tensors: tensors.pop("blk.0.attn_q.weight"), "1 Missing: blk.0.attn_q.weight"),
-    "no embedding": ("Missing", lambda tensors: tensors.pop("token_embd.weight"), "no token_embd.weight"),
+    "no embedding": ("Missing", lambda tensors: tensors.pop("token_embd.weight"), "token_embd.weight, got none"),
     "extra": ("Unexpected", replaced("blk.0.extra.weight", np.ones(3, np.float32)), "1 Unexpected: blk.0.extra.weight"),
     "bias in one layer only": (
         "Unexpected",

@@ -62,8 +62,8 @@ SEVERAL = ("IQ4_K/m-IQ4_K.gguf, m-Q4_K.gguf, m-Q4_K_M.gguf", "m-bf16.gguf, m-f16
 CANNOT_BE_CHOSEN = [
     row("-files0", lambda: meant("", GGUF), FileNotFoundError, "'org/m'", "several", "org/m:QUANT", *SEVERAL),
     row("Q8_0-files1", lambda: meant("Q8_0", ("a-Q8_0.gguf", "b-Q8_0.gguf")), FileNotFoundError, "'org/m:Q8_0'",
-        "several", "as org/m:Q8_0", "a-Q8_0.gguf, b-Q8_0.gguf"),
-    row("Q3_K-files2", lambda: meant("Q3_K", GGUF), FileNotFoundError, "'org/m:Q3_K'", "of Q3_K", "as org/m:Q3_K",
+        "several", "with org/m:Q8_0", "a-Q8_0.gguf, b-Q8_0.gguf"),
+    row("Q3_K-files2", lambda: meant("Q3_K", GGUF), FileNotFoundError, "'org/m:Q3_K'", "of Q3_K", "with org/m:Q3_K",
         *SEVERAL),
     row("Q8_0-files3", lambda: meant("Q8_0", (PARTS[1],)), FileNotFoundError, "'org/m:Q8_0'", PARTS[1], "2 parts"),
     row("Q8_0-files7", lambda: parts("Q8_0", (*PARTS, *MORE_PARTS)), FileNotFoundError, "'org/m:Q8_0'", "several",

@@ -44,8 +44,8 @@ def as_type(key: str, dtype: type) -> Change:
 
 
 BOTH = [
-    faulty(drop("model"), "Missing", "no vocabulary", id="no model"),
-    faulty(put("model", "no_vocab"), "Missing", "no vocabulary", id="no_vocab"),
+    faulty(drop("model"), "Missing", "vocabulary", id="no model"),
+    faulty(put("model", "no_vocab"), "Missing", "vocabulary", id="no_vocab"),
     faulty(put("model", "bert"), "Unsupported", "got 'bert'", id="model bert"),
     faulty(drop("tokens"), "Missing", "tokenizer.ggml.tokens", "nothing", id="no tokens"),
     faulty(put("tokens", []), "Missing", "tokenizer.ggml.tokens", "one", id="empty tokens"),
@@ -149,7 +149,7 @@ def two_templates(files: dict) -> None:
 
 TEMPLATE = "post_processor/processors/1"
 FOLDERS = [
-    faulty(lambda files: files.update({"tokenizer.json": None}), "Missing", "no tokenizer.json", id="no file"),
+    faulty(lambda files: files.update({"tokenizer.json": None}), "Missing", "tokenizer.json", id="no file"),
     faulty(lambda files: files.update({"tokenizer.json": "{"}), "Malformed", "JSON", id="cut"),
     faulty(lambda files: files.update({"tokenizer.json": "[]"}), "Malformed", "object", id="a list"),
     faulty(at("pre_tokenizer/pretokenizers/0", SPLIT), "Unsupported", "(a+)+$", id="foreign regex"),
