@@ -161,7 +161,7 @@ def _note_second_loss(job: _Job) -> None:
     quantised = {kind for kind in _stored_types(job.weights) if BLOCK_SIZES[kind][0] > 1}
     if quantised - {job.ggml_type} and job.ggml_type is not GGMLType.F32:
         names = ", ".join(sorted(kind.name for kind in quantised))
-        job.notes.append(f"the source is already quantised ({names}); {job.ggml_type.name} rounds a second time")
+        job.notes.append(f"the source is already quantised ({names}); {job.ggml_type.name} adds a second rounding")
 
 
 def _to_gguf(job: _Job) -> bool:

@@ -81,16 +81,16 @@ async def openapi(request: Request) -> Response:
 
 ROUTES = (
     *(Described(path, page.show, "The page for a browser.", kind) for path, (_, kind) in page.FILES.items()),
-    Described("/health", health, "Whether requests are answered.", Health),
+    Described("/health", health, "Health of the server.", Health),
     Described("/metrics", metrics, "Counters, for Prometheus.", "text/plain"),
     Described("/openapi.json", openapi, "This description.", "application/json"),
-    Described("/v1/models", models, "The model, and it with each adapter.", ModelList),
+    Described("/v1/models", models, "The model, alone and with each adapter.", ModelList),
     Described("/v1/chat/completions", chat.answer, "Answer a conversation.", ChatCompletion, ChatRequest, True),
-    Described("/v1/completions", completions.answer, "Go on with texts.", Completion, CompletionRequest, True),
+    Described("/v1/completions", completions.answer, "Continue texts.", Completion, CompletionRequest, True),
     Described("/v1/responses", responses.answer, "Answer a conversation.", ResponsesReply, ResponsesRequest, True),
-    Described("/v1/trace", tracing.answer, "What every stage computes.", Trace, TraceRequest),
-    Described("/tokenize", tokens.tokenize, "Text to ids.", Tokenized, TokenizeRequest),
-    Described("/detokenize", tokens.detokenize, "Ids to text.", Detokenized, DetokenizeRequest),
+    Described("/v1/trace", tracing.answer, "Values of every stage.", Trace, TraceRequest),
+    Described("/tokenize", tokens.tokenize, "Convert text to token ids.", Tokenized, TokenizeRequest),
+    Described("/detokenize", tokens.detokenize, "Convert token ids to text.", Detokenized, DetokenizeRequest),
 )
 
 
@@ -126,7 +126,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: _no_such_route(request.url.path), 405: f"{request.method} is not for this route"}
+    what = {404: _no_such_route(request.url.path), 405: f"{request.method} is not a method of this route"}
     response = ApiError(error.status_code, what.get(error.status_code, error.detail)).response()
     response.headers.update(error.headers or {})
     return response
@@ -135,7 +135,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 def _no_such_route(path: str) -> str:
     """Name the route that was meant, as far as its path tells; all of them otherwise."""
     meant = meant_route(path)
-    return f"there is no such route; {'/openapi.json lists all of them' if meant is None else f'use {meant}'}"
+    return f"there is no such route; {'/openapi.json lists all routes' if meant is None else f'use {meant}'}"
 
 
 def meant_route(path: str) -> str | None:
@@ -147,4 +147,4 @@ def meant_route(path: str) -> str | None:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server has a bug; its log says more", code="internal_error").response()
+    return ApiError(500, "the server has a bug; the server log has the details", code="internal_error").response()

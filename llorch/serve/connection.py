@@ -60,7 +60,7 @@ class StrictParser(h11.Connection):
         if isinstance(event, h11.Request):
             names = [name for name, _ in event.headers]
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
-                raise self._refused("a body of two lengths", 400)
+                raise self._refused("expected one length of the body, got two", 400)
             if len(event.target) + sum(len(name) + len(value) for name, value in event.headers) > self._header_bytes:
                 raise self._refused("long headers", 431)
         return event

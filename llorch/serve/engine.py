@@ -66,7 +66,7 @@ class Engine:
         if self.failure is not None or not (self._thread.is_alive() or self._thread.ident is None):
             return "the engine has died"
         took = self._of_this_step()
-        return f"the engine is in one step since {took:.0f} s" if took > SLOW else None
+        return f"the engine has been in one step for {took:.0f} s" if took > SLOW else None
 
     @property
     def is_stuck(self) -> bool:
@@ -104,7 +104,7 @@ class Engine:
         with self._changed:
             self._require_up()
             if len(self._calls) + len(self._waiting) >= self._limit:
-                raise Busy(f"{self._limit} requests are running or waiting, no more may be; try again later")
+                raise Busy(f"{self._limit} requests are running or waiting, which is the limit; try again later")
             self._calls.append(function)
             self._changed.notify()
 
@@ -139,7 +139,7 @@ class Engine:
         self._require_up()
         n_there = len(self._waiting) + len(self._running) + self._n_kept
         if n_there and n_there + n_answers > self._limit:
-            raise Busy(f"{n_there} answers are running or waiting, at most {self._limit} may be; try again later")
+            raise Busy(f"{n_there} answers are running or waiting, at most {self._limit} are allowed; try again later")
 
     def _require_up(self) -> None:
         if self.failure is not None or self.draining:

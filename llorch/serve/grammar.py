@@ -127,7 +127,7 @@ def _require_bounded(schema: Mapping[str, object]) -> None:
         if isinstance(value, Mapping) and isinstance(value.get("multipleOf"), int | float):
             multiples.add(_states(value["multipleOf"]))
     if prod(multiples) > MAX_MULTIPLES:
-        wanted = f"multipleOf whose values multiply to at most {MAX_MULTIPLES} (points left out)"
+        wanted = f"multipleOf values with a product of at most {MAX_MULTIPLES} (without decimal points)"
         raise FormatError("TooLarge", f"json schema: expected {wanted}, got {prod(multiples)}")
 
 
@@ -189,7 +189,9 @@ def _unsupported(matcher: LLMatcher, schema: Mapping[str, object] | None = None)
     said = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
     if schema is not None and (cycle := _cycle(schema)):
         said = f"expected a $ref that ends at a type, got the cycle {' -> '.join(cycle)}"
-    return FormatError("Unsupported", f"json schema: {said or f'nothing fulfils it ({matcher.stop_reason()})'}")
+    return FormatError(
+        "Unsupported", f"json schema: {said or f'no value can match this schema ({matcher.stop_reason()})'}"
+    )
 
 
 def _cycle(schema: Mapping[str, object]) -> list[str]:

@@ -37,9 +37,11 @@ ALLOWED = ", ".join(
 ).encode()  # fmt: skip
 CLIENT_LEFT = 499  # what the log says where nobody waited for an answer
 
-FOREIGN_HOST = Refusal(403, "the Host of the request is none of this server's; see --allow-host", "host_not_allowed")
+FOREIGN_HOST = Refusal(
+    403, "the Host header does not name this server; see --allow-host of llorch serve", "host_not_allowed"
+)
 FOREIGN_ORIGIN = Refusal(
-    403, "pages of this origin are not answered; see --allow-origin of llorch serve", "origin_not_allowed"
+    403, "this server does not answer pages of this origin; see --allow-origin of llorch serve", "origin_not_allowed"
 )
 BODY_TOO_LARGE = Refusal(413, "the body of the request is too large", "request_too_large")
 BUSY = Refusal(503, "too many large requests at once", "too_many_bodies", {"retry-after": "1"})
@@ -51,10 +53,10 @@ WRONG_KEY_OF_PAGE = Refusal(401, _WRONG_KEY, "invalid_api_key", {"www-authentica
 def require_key(bound: socket.socket, key: str | None) -> None:
     """ValueError where others than this machine could reach an address without a key, or the key cannot be sent."""
     if key is not None and (not key.isascii() or not key.isprintable() or " " in key or key == ""):
-        raise ValueError("serve: expected an API key of printable ASCII characters without blanks")
+        raise ValueError("serve: expected an API key of printable ASCII characters without spaces, got another text")
     host = bound.getsockname()[0]
     if key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        raise ValueError(f"serve: {host} can be reached from elsewhere: expected an API key (--api-key), got none")
+        raise ValueError(f"serve: expected an API key (--api-key), got none; other machines can reach {host}")
 
 
 class Guard:

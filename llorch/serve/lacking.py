@@ -69,12 +69,12 @@ _INSTEAD = {  # what the same is called here; not quite the same where the messa
     "rep_pen": "repetition_penalty, which counts every token of prompt and answer",
     "repeat_last_n": "repetition_penalty, which counts every token of prompt and answer",
     "do_sample": "temperature 0",
-    "options": "the fields of /openapi.json, beside model",
-    "parameters": "the fields of /openapi.json, beside model",
-    "inputs": "prompt or messages",
+    "options": "the fields of /openapi.json at the top level, next to model",
+    "parameters": "the fields of /openapi.json at the top level, next to model",
+    "inputs": "prompt, or messages",
     "format": "response_format", "json_schema": "response_format", "guided_json": "response_format",
     "structured_outputs": "response_format",
-    "system": "a message of the role system",
+    "system": "a message with the role system",
     "lora": "the name of the model, as model:adapter", "lora_path": "the name of the model, as model:adapter",
     "adapter_id": "the name of the model, as model:adapter",
     "n_cmpl": "n", "n_probs": "logprobs", "top_n_tokens": "logprobs",
@@ -110,7 +110,7 @@ def ignored_fields(body: Body) -> list[str]:
         raise of_validation(error, unknown) from None
     for name, value in unknown.items():
         if name in _WITHOUT and value not in _WITHOUT[name]:
-            text = f"{name}: this route does not have it; {_remedy(name, body)}"
+            text = f"{name}: this route does not have this field; {_remedy(name, body)}"
             raise ApiError(400, text, param=name, code="unsupported")
     return [name for name in unknown if name not in _WITHOUT]
 
@@ -121,5 +121,5 @@ def _remedy(name: str, body: Body) -> str:
     if name in _LIMITS:
         instead = next((one for one in ("max_tokens", "max_output_tokens") if one in type(body).model_fields), None)
     if instead is None or (instead.isidentifier() and instead not in type(body).model_fields):
-        return "leave it out"
+        return "leave the field out"
     return f"use {instead}"

@@ -32,13 +32,13 @@ def bind(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise ValueError(f"serve: expected an address of this machine, got {host}:{port}: {error}") from None
+        raise ValueError(f"serve: expected an address of this machine, got {host}:{port} ({error})") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
         bound.close()
-        why = f"{error.strerror}; choose another --port, or 0 for any that is free"
+        why = f"{error.strerror}; choose another --port, or 0 for any free port"
         raise ValueError(f"serve: cannot listen on {host}:{port}: {why}") from None
     return bound
 

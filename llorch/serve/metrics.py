@@ -18,17 +18,21 @@ class Metrics:
         self._requests = Counter(
             "llorch_requests", "Requests, by route and status.", ["route", "status"], registry=registry
         )
-        self._running = Gauge("llorch_answers_running", "Answers that have a place in the batch.", registry=registry)
-        self._waiting = Gauge("llorch_answers_waiting", "Answers that wait for one.", registry=registry)
-        self._prompt = Counter("llorch_prompt_tokens", "Tokens of prompts that were read.", registry=registry)
-        self._cached = Counter("llorch_cached_tokens", "Tokens of prompts that were not computed.", registry=registry)
-        self._made = Counter("llorch_answer_tokens", "Tokens that were made.", registry=registry)
-        self.cancelled = Counter("llorch_answers_cancelled", "Answers that nobody waited for.", registry=registry)
+        self._running = Gauge("llorch_answers_running", "Answers that run in the batch.", registry=registry)
+        self._waiting = Gauge(
+            "llorch_answers_waiting", "Answers that wait for a place in the batch.", registry=registry
+        )
+        self._prompt = Counter("llorch_prompt_tokens", "Prompt tokens.", registry=registry)
+        self._cached = Counter("llorch_cached_tokens", "Prompt tokens from the cache.", registry=registry)
+        self._made = Counter("llorch_answer_tokens", "Generated tokens.", registry=registry)
+        self.cancelled = Counter(
+            "llorch_answers_cancelled", "Answers cancelled because the client left.", registry=registry
+        )
         self._to_first = Histogram(
-            "llorch_first_token_seconds", "From the request to its first token.", registry=registry, buckets=_SECONDS
+            "llorch_first_token_seconds", "Time from a request to the first token.", registry=registry, buckets=_SECONDS
         )
         self._per_token = Histogram(
-            "llorch_token_seconds", "From a token to the next.", registry=registry, buckets=_SECONDS
+            "llorch_token_seconds", "Time from one token to the next.", registry=registry, buckets=_SECONDS
         )
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:

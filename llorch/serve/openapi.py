@@ -16,12 +16,12 @@ _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": 
 _STATUSES = {
     400: "A field is wrong, or the context is exceeded.",
     401: "The API key is missing or wrong.",
-    403: "Host or Origin is not this server's.",
+    403: "The Host or Origin header is not allowed.",
     404: "There is no such model.",
     413: "The body is too large.",
     429: "The waiting list is full.",
     500: "The answer failed.",
-    503: "The server is shutting down, or its engine died.",
+    503: "The server is shutting down, or the engine died.",
     504: "The answer took too long.",
 }
 

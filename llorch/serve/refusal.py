@@ -44,9 +44,9 @@ class Refusal:
         await send({"type": "http.response.body", "body": b""})
 
 
-HEADERS_TOO_SLOW = Refusal(408, "the headers of the request did not come in time", "request_timeout")
-BODY_TOO_SLOW = Refusal(408, "the body of the request did not come in time", "request_timeout")
+HEADERS_TOO_SLOW = Refusal(408, "the headers of the request did not arrive in time", "request_timeout")
+BODY_TOO_SLOW = Refusal(408, "the body of the request did not arrive in time", "request_timeout")
 HEADERS_TOO_LARGE = Refusal(431, "the headers of the request are too long", "headers_too_large")
-MALFORMED = Refusal(400, "this is no request of HTTP/1.1", "malformed_request")
+MALFORMED = Refusal(400, "expected an HTTP/1.1 request", "malformed_request")
 FULL = Refusal(503, "too many connections", "too_many_connections", {"retry-after": "1"})
 STOPPING = Refusal(503, "the server is stopping", "stopping", {"retry-after": "5", "connection": "close"})

@@ -101,7 +101,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: list[Any] | None = None
     function_call: dict[str, Any] | None = None
-    refusal: Text | None = Field(None, description="Of an assistant without content: its words.")
+    refusal: Text | None = Field(None, description="Text of an assistant message without content.")
     content: Text | Annotated[list[TextPart | RefusalPart], Field(min_length=1)] | None = Field(
         None, validate_default=True
     )
@@ -146,7 +146,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _together(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema has to be there where type is json_schema")
+            raise ValueError("expected json_schema, because type is json_schema")
         return self
 
 
@@ -175,9 +175,9 @@ class Answers(Sampling):
     n: Annotated[int, Field(ge=1, le=8)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     max_tokens: NoLimit | Count | None = None
-    n_predict: NoLimit | Count | None = Field(None, description="The name that llama.cpp has for max_tokens.")
-    num_predict: NoLimit | Count | None = Field(None, description="The name that Ollama has for max_tokens.")
-    max_new_tokens: NoLimit | Count | None = Field(None, description="The name that TGI has for max_tokens.")
+    n_predict: NoLimit | Count | None = Field(None, description="Name of max_tokens in llama.cpp.")
+    num_predict: NoLimit | Count | None = Field(None, description="Name of max_tokens in Ollama.")
+    max_new_tokens: NoLimit | Count | None = Field(None, description="Name of max_tokens in TGI.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -186,7 +186,7 @@ class Answers(Sampling):
         given = [(name, value) for name in _LIMITS if (value := getattr(self, name, None)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
-                raise wrong(name, f"no other number than that of {given[0][0]}, {given[0][1]}", value)
+                raise wrong(name, f"the number of {given[0][0]}, {given[0][1]}", value)
         return self
 
     @property
@@ -221,7 +221,7 @@ class Templated(Body):
     def _not_reserved(self) -> "Templated":
         for name in RESERVED:
             if name in (self.chat_template_kwargs or {}):
-                raise wrong(f"chat_template_kwargs.{name}", "a variable that llorch does not set", name)
+                raise wrong(f"chat_template_kwargs.{name}", "a variable other than those that llorch sets", name)
         return self
 
     @property
@@ -243,7 +243,7 @@ class ChatRequest(Answers, Templated):
     @model_validator(mode="after")
     def _together(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise wrong("top_logprobs", "logprobs to be true beside it")
+            raise wrong("top_logprobs", "logprobs to be true in the same request")
         return self
 
 
@@ -266,7 +266,7 @@ class CompletionRequest(Answers):
     def _together(self) -> "CompletionRequest":
         if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
             raise wrong(
-                "n", f"at most {MAX_ANSWERS} answers of all prompts together", len(self.prompts) * (self.n or 1)
+                "n", f"at most {MAX_ANSWERS} answers for all prompts together", len(self.prompts) * (self.n or 1)
             )
         return self
 
@@ -306,7 +306,7 @@ class TraceRequest(Body):
     def _together(self) -> "TraceRequest":
         n_given = sum(given is not None for given in (self.prompt, self.messages, self.tokens))
         if n_given != 1:
-            raise wrong("prompt", "one of prompt, messages and tokens", n_given)
+            raise wrong("prompt", "exactly one of prompt, messages and tokens", n_given)
         return self
 
 

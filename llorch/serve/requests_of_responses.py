@@ -46,7 +46,7 @@ class TextFormat(Strict):
     @model_validator(mode="after")
     def _together(self) -> "TextFormat":
         if self.type == "json_schema" and self.schema_ is None:
-            raise ValueError("schema has to be there where type is json_schema")
+            raise ValueError("expected schema, because type is json_schema")
         return self
 
 
@@ -78,7 +78,7 @@ class ResponsesRequest(Sampling, Templated):
     @model_validator(mode="after")
     def _together(self) -> "ResponsesRequest":
         if self.top_logprobs and not self.include:
-            raise wrong("top_logprobs", "message.output_text.logprobs in include beside it")
+            raise wrong("top_logprobs", "message.output_text.logprobs in include")
         return self
 
     @property

@@ -52,7 +52,7 @@ class Service:
         """The adapter that a name of the model means; ApiError for a name that nothing has."""
         names = self.names
         if name not in names:
-            raise ApiError(404, f"model: there is none of this name; there are {', '.join(names)}", param="model",
+            raise ApiError(404, f"model: expected one of {', '.join(names)}, got another name", param="model",
                           code="model_not_found")  # fmt: skip
         return names[name]
 
@@ -112,7 +112,7 @@ class Service:
         """What the engine does; ApiError where a prompt, the field `param`, is empty, too long or has foreign ids."""
         room = self.context - len(ids) + 1
         if room < 1:
-            text = f"{param}: {len(ids)} tokens do not fit the context of {self.context}; shorten it"
+            text = f"{param}: {len(ids)} tokens do not fit the context of {self.context} tokens; shorten the prompt"
             raise ApiError(400, text, param=param, code="context_length_exceeded")
         try:
             job = self.model.job(

@@ -25,11 +25,11 @@ def template_variables(body: Templated, chats: Chats) -> Mapping[str, object]:
         if wanted is None:
             if value in (False, "none") and not any(map(chats.template_mentions, _SIGNS)):
                 continue
-            text = f"{field}: the chat template of this model has no variable for {value!r}; leave it out"
+            text = f"{field}: the chat template of this model has no variable for {value!r}; leave the field out"
             raise ApiError(400, text, param=field, code="unsupported")
         name, meant = wanted
         if found.setdefault(name, meant) != meant:
-            raise wrong(field, f"{name} to be {found[name]!r} in every field that sets it", value)
+            raise wrong(field, f"{name} to be {found[name]!r} in every field that sets this variable", value)
     return found
 
 

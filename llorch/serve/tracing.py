@@ -55,7 +55,7 @@ def _ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int]]:
         param, ids = "messages", service.chat_ids([message.plain() for message in body.messages or ()])
     most = min(MAX_TOKENS, service.context)
     if len(ids) > most:
-        raise ApiError(400, f"{param}: {len(ids)} tokens, at most {most} are traced", param=param,
+        raise ApiError(400, f"{param}: expected at most {most} tokens for a trace, got {len(ids)}", param=param,
                        code="context_length_exceeded")  # fmt: skip
     try:
         service.model.checked_ids(ids)
@@ -78,7 +78,9 @@ class _Figures(dict[str, np.ndarray]):
             self._room -= array.nbytes
             if self._room < 0:
                 raise ApiError(
-                    400, f"arrays: over {MAX_BYTES} bytes; ask for fewer or for fewer tokens", param="arrays"
+                    400,
+                    f"arrays: expected at most {MAX_BYTES} bytes, got more; ask for fewer arrays or tokens",
+                    param="arrays",
                 )
             super().__setitem__(name, array.copy())
 

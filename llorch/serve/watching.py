@@ -17,6 +17,6 @@ def _watch(engine: Engine, running: Running) -> None:
     never = threading.Event()
     while not never.wait(LOOK):
         if engine.is_stuck:
-            engine.give_up(TimeoutError("a step does not return"))
+            engine.give_up(TimeoutError("a step of the engine does not return"))
         if engine.failure is not None and not engine.draining:
             return running.stop(RuntimeError(f"serve: the engine has died: {engine.failure!r}"))

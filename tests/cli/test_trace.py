@@ -70,7 +70,7 @@ def test_what_is_no_dump_is_not_replaced(tmp_path: Path, name: str):
         (tmp_path / folder / "mine.txt").touch()
     before = sorted(tmp_path.rglob("*"))
     result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name))
-    assert_cli_refuses(result, 2, tmp_path / name, "replaced")
+    assert_cli_refuses(result, 2, tmp_path / name, "replace")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -348,7 +348,7 @@ def test_an_address_for_everybody_needs_a_key(host: str):
     from llorch.serve.listening import bind
 
     with bind(host, 0) as bound:
-        with refuses(ValueError, f"serve: {bound.getsockname()[0]}", expected=("key", "--api-key"), got="none"):
+        with refuses(ValueError, "serve", bound.getsockname()[0], expected=("key", "--api-key"), got="none"):
             require_key(bound, None)
         require_key(bound, KEY)
 
