@@ -68,9 +68,9 @@ def _install(command: list[str], folder: Path) -> None:
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=INSTALL, check=False
         )
     except subprocess.TimeoutExpired:
-        raise NotInstalled(f"its packages were not installed within {INSTALL:.0f} s") from None
+        raise NotInstalled(f"installing its packages took over {INSTALL:.0f} s") from None
     if done.returncode:
         shutil.rmtree(folder, ignore_errors=True)
         said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        errors = [line for line in said if "ERROR" in line.upper()] or said or ["nothing was said"]
-        raise NotInstalled(f"its packages cannot be installed: {errors[0].strip()[:300]}")
+        errors = [line for line in said if "ERROR" in line.upper()] or said or ["no message"]
+        raise NotInstalled(f"pip cannot install its packages: {errors[0].strip()[:300]}")

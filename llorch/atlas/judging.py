@@ -96,7 +96,7 @@ def judge(model: Path, dump_folder: Path, truth: Trace) -> Judged:
     differences = list(_differences(weights, dump, truth, ties))
     stages = list(_by_stage(differences))
     if not stages or stages[-1].stage != "logits":
-        raise ValueError(f"{dump_folder}: expected logits of at least one token, got {len(stages)} other stages")
+        raise ValueError(f"{dump_folder}: expected logits of at least 1 token, got {len(stages)} stages without logits")
     over, arithmetic = max(row.over for row in stages), Engine(dump).judged(0, "logits").name or "float32"
     if over <= 1:
         return Judged(stages, over, arithmetic, tie=ties[0] if ties else "")

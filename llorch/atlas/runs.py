@@ -141,7 +141,9 @@ def _watched(process: subprocess.Popen, request: Request, words: Path, granted: 
         if seconds > granted:
             return Ended("hung", f"no answer within {granted:.0f} s", "", seconds)
         if (held := _memory_of(process.pid)) > memory:
-            return Ended("too large", f"it held {held / 1e9:.1f} GB, it may hold {memory / 1e9:.1f} GB", "", seconds)
+            return Ended(
+                "too large", f"it used {held / 1e9:.1f} GB, expected at most {memory / 1e9:.1f} GB", "", seconds
+            )
         time.sleep(_LOOK)
 
 

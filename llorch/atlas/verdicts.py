@@ -64,7 +64,7 @@ def word_of(judged: Judged) -> tuple[str, str]:
         off = max(judged.stages, key=lambda row: row.over)
         return (
             UNREADABLE,
-            f"what is shown as {off.stage} is off by {off.over:.0f} times its limit, the logits are right",
+            f"the array named {off.stage} differs by {off.over:.0f} times the tolerance, but the logits are right",
         )
     said = judged.findings[0] if judged.findings else ""
     return (WRONG if judged.wrong else HONEST), said

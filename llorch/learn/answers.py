@@ -85,7 +85,7 @@ def write_calls(lesson: Lesson, path: Path) -> int:
         OSError: It cannot be written.
     """
     if any(part.in_python_only for part in lesson.parts):
-        raise ValueError(f"inputs: lesson {lesson.number} has a part that is a loop or on torch; write it in Python")
+        raise ValueError(f"inputs: lesson {lesson.number} has an exercise with a loop or torch; write it in Python")
     calls = Calls(lesson)
     with new_file(path) as file:
         file.write_bytes(calls.npz())
@@ -120,7 +120,7 @@ def answered(lesson: Lesson, path: Path) -> Implementation:
     }
     if unknown := sorted(arrays.keys() - wanted):
         example = min(wanted)
-        raise FormatError("Unexpected", f"{unknown[0]} answers no call; names are such as {example}", path=path)
+        raise FormatError("Unexpected", f"expected names like {example}, got {unknown[0]}", path=path)
     parts = [part for part in lesson.parts if any(name.startswith(f"{part.name}/") for name in arrays)]
     return Implementation(str(path), {part.name: _looking_up(part, calls.of_part[part.name], arrays) for part in parts})
 
@@ -139,7 +139,7 @@ def _looking_up(part: Part, digests: list[bytes], arrays: Mapping[str, np.ndarra
         next_one = n + 1
         names = [f"{part.name}/{n:04d}/{each}" for each in part.returns]
         if missing := [name for name in names if name not in arrays]:
-            raise LearnerFault(part.name, f"expected the answer {missing[0]}, it is not in the file")
+            raise LearnerFault(part.name, f"expected the answer {missing[0]} in the file, got none")
         values = [arrays[name] for name in names]
         return values if len(values) > 1 else values[0]
 

@@ -174,7 +174,9 @@ class _Worker:
     def ended(self, number: str, when: str = "") -> Outcome:
         """What is said of a lesson that the process did not survive."""
         if self._is_late():
-            fault = f"your code took over {self._seconds:g} s{when} and could not be interrupted; does a loop end?"
+            fault = (
+                f"your code took over {self._seconds:g} s{when} and cannot be interrupted; check that each loop ends"
+            )
         else:
             self._process.join(_GRACE)
             fault = f"your code ended the process that checks it{when} ({_status(self._process.exitcode)})"
@@ -220,7 +222,7 @@ class _Printed:
 
 def _status(code: int | None) -> str:
     if code is None:
-        return f"there was no answer for {_EVER:g} s"
+        return f"it gave no answer for {_EVER:g} s"
     if code >= 0:
         return f"exit status {code}"
     return signal.Signals(-code).name
@@ -270,7 +272,7 @@ def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth
     except (MissingExtra, LeftOut) as error:
         return outcome_of(number, Verdict(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
-        fault = f"no memory is left of {MEMORY >> 30} GiB: {named(error)}"
+        fault = f"your code needs more than {MEMORY >> 30} GiB of memory: {named(error)}"
         return outcome_of(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
     except BaseException as error:  # a bug of ours, or of code that reaches into llorch
         fault = f"the check itself raised {named(error)}; --full shows where"
@@ -291,14 +293,14 @@ class _Allowed:
         self.left, self._n_returned = self._seconds, 0
 
     def _ring(self, *_signal: object) -> None:
-        raise TookTooLong(f"over {self._seconds:g} s of its own; {self._advice()}")
+        raise TookTooLong(f"took over {self._seconds:g} s of processor time; {self._advice()}")
 
     def _advice(self) -> str:
         """Tell slow calls, of which several returned, from one call that took most of the time."""
         if 2 * (time.monotonic() - self._began) > self._seconds:
-            return "does a loop end?"
+            return "check that each loop ends"
         more = f"--seconds {6 * self._seconds:g}"
-        return f"{self._n_returned} calls returned, so it is slow: compute with whole arrays, or check with {more}"
+        return f"{self._n_returned} calls returned, so the code is slow; compute on arrays, or check with {more}"
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ def differences(said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         if not isinstance(theirs, Mapping):
             return [f"{key}: expected an object, got {theirs!r}"]
         lines += [
-            f"{key}: {name}: the certificate has {theirs.get(name, 'nothing')}, found {ours.get(name, 'nothing')}"
+            f"{key}: {name}: expected {theirs.get(name, 'nothing')}, got {ours.get(name, 'nothing')}"
             for name in sorted({*theirs, *ours})
             if theirs.get(name) != ours.get(name)
         ]

@@ -66,7 +66,7 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
     for at, earlier in enumerate(before):  # what is wrong there is handed on
         if (first := _checked(earlier, implementation, mode)).word == FAIL:
             behind = ", ".join(each.number for each in (*before[at + 1 :], lesson))
-            return replace(first, notes=[*first.notes, f"not looked at: {behind}"])
+            return replace(first, notes=[*first.notes, f"not checked: {behind}"])
     return found
 
 

@@ -48,7 +48,7 @@ def _of_project(here: Path) -> str | None:
     if impl is None or not impl:
         return None
     if not isinstance(impl, str):
-        raise FormatError("Malformed", f"expected impl of [tool.llorch] to be a text, got {impl!r:.80}", path=file)
+        raise FormatError("Malformed", f"expected impl of [tool.llorch] to be a string, got {impl!r:.80}", path=file)
     if not impl.startswith(PREFIX):
         return str(file.parent / impl)
     program = impl.removeprefix(PREFIX)
@@ -76,7 +76,9 @@ def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Imp
     if not folder.exists():
         raise FileNotFoundError(f"implementation: expected a folder or {PREFIX}PROGRAM, there is no {spec!r}; {make}")
     if not folder.is_dir():
-        raise ValueError(f"implementation: expected a folder, {spec!r} is a file; a program is {PREFIX}{spec}")
+        raise ValueError(
+            f"implementation: expected a folder, got the file {spec!r}; write {PREFIX}{spec} for a program"
+        )
     if not any((folder / f"{lesson.module}.py").is_file() for lesson in LESSONS):
         raise ValueError(
             f"implementation: expected a lesson's file such as {BY_NUMBER['01'].module}.py in {spec!r}; {make}"

@@ -19,7 +19,7 @@ TWO = 0.7310586, 0.2689414  # 1 / (1 + e^-1), and what is left of 1
 # By the name of the part: what is special, its arguments, and what comes of them.
 EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "merge": (
-        "of equal ranks the leftmost pair goes first",
+        "the leftmost pair goes first if ranks are equal",
         {"ids": np.zeros(3, _WHOLE), "merges": np.array([[0, 0, 1]], _WHOLE), "ranks": np.zeros(1, _WHOLE)},
         {"merged": [1, 0]},
     ),
@@ -34,7 +34,7 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"y": [[0, 1000]]},
     ),
     "attention_output": (
-        "a model may have the bias, though none of ours has",
+        "a model may have the bias, although no built-in model has it",
         {"context": np.array([[1, 2]], np.float32), "o_proj": np.ones((1, 2), np.float32),
          "o_bias": np.full(1, 0.5, np.float32)},
         {"y": [[1 + 2 + 0.5]]},
@@ -44,7 +44,7 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"probabilities": [TWO[0], TWO[1], 0]},
     ),
     "keep_top_k": (
-        "what equals the smallest of the k stays", {"logits": np.array([1.0, 3, 3, 2]), "k": 1},
+        "logits equal to the smallest of the k stay", {"logits": np.array([1.0, 3, 3, 2]), "k": 1},
         {"logits": [-np.inf, 3, 3, -np.inf]},
     ),
     "positions": (
@@ -52,7 +52,7 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"positions": [5, 6, 7]},
     ),
     "shifted": (
-        "nothing comes behind the last row", {"labels": np.array([5, 6, 7], _WHOLE)},
+        "no token follows the last row", {"labels": np.array([5, 6, 7], _WHOLE)},
         {"wanted": [6, 7, -100]},
     ),
     "cross_entropy": (

@@ -49,7 +49,7 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
             _require_like(part, name, array, like, value)
             _require_numbers(part, name, array, like, note=note, live=live)
             if any(np.shares_memory(array, each) for each in _arrays(handed)):
-                note(f"{part.name}: {name} is a view of an argument; a copy is used")
+                note(f"{part.name}: {name} is a view of an argument; the check uses a copy")
             results.append(array.copy())
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -79,7 +79,7 @@ def not_within_itself(part: Part, function: Call) -> Call:
         nonlocal is_running
         if is_running:
             raise LearnerFault(
-                part.name, f"calls {part.replaces}, which it replaces while it is checked; compute the result yourself"
+                part.name, f"calls {part.replaces}, the function that it replaces; compute the result yourself"
             )
         is_running = True
         try:
@@ -146,7 +146,7 @@ def called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
         raise
     except NotImplementedError as error:
         said = f" ({error})" if str(error) else ""
-        raise LearnerFault(part.name, f"calls something that is not written yet{said}") from error
+        raise LearnerFault(part.name, f"calls a function that is not written yet{said}") from error
     except (Exception, SystemExit) as error:
         if isinstance(error, ValueError) and "read-only" in str(error):
             raise LearnerFault(part.name, f"writes into an argument ({error}); compute into a new array") from error
@@ -169,7 +169,7 @@ def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str
 def _as_arrays(part: Part, returned: Any) -> list[np.ndarray]:
     n = len(part.returns)
     if returned is None:
-        raise LearnerFault(part.name, "returned None; does it end with return?")
+        raise LearnerFault(part.name, "expected a result, got None; end the function with return")
     if isinstance(returned, Coroutine | Generator):
         returned.close()
         word = "async def" if isinstance(returned, Coroutine) else "yield"
@@ -184,7 +184,7 @@ def _as_array(part: Part, name: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise LearnerFault(part.name, f"returned what NumPy cannot read as {name}: {error}") from error
+        raise LearnerFault(part.name, f"returned a value that NumPy cannot read as {name}: {error}") from error
     if array.dtype == object:
         raise LearnerFault(
             part.name, f"expected {name} to be an array of numbers, got {type(value).__name__} of objects"

@@ -44,11 +44,11 @@ def from_npz(data: bytes, *, most: int) -> dict[str, np.ndarray]:
         with ZipFile(io.BytesIO(data)) as archive:
             members = [info for info in archive.infolist() if info.filename != MANIFEST]
             if (size := sum(info.file_size for info in members)) > most:
-                raise ValueError(f"{size} bytes, at most {most} are read")
+                raise ValueError(f"expected at most {most} bytes, got {size}")
             for info in members:
                 name = info.filename.removesuffix(".npy")
                 if name in found:
-                    raise ValueError(f"{name} is there twice")
+                    raise ValueError(f"expected each name once, got {name} twice")
                 found[name] = np.lib.format.read_array(io.BytesIO(archive.read(info)), allow_pickle=False)
     except Exception as error:  # zipfile and numpy raise a dozen classes for broken bytes
         raise ValueError(f"not an npz of arrays: {error}") from None

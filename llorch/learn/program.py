@@ -39,7 +39,7 @@ class Program(Mapping[str, Call]):
         found = shutil.which(words[0]) if words else None
         if found is None:
             what = repr(words[0]) if words else "nothing"
-            raise FileNotFoundError(f"implementation: expected {PREFIX} and a program that can be run, got {what}")
+            raise FileNotFoundError(f"implementation: expected {PREFIX} and an executable program, got {what}")
         self._words, self._seconds = [os.path.abspath(found), *words[1:]], seconds
         self._is_written: dict[str, bool] = {}
 
@@ -114,9 +114,9 @@ class Program(Mapping[str, Call]):
         reader.start()
         reader.join(self._seconds)
         if not got:
-            raise LearnerFault(name, f"the program took over {self._seconds:g} s; does a loop end?")
+            raise LearnerFault(name, f"the program took over {self._seconds:g} s; check that each loop ends")
         if len(got[0]) > _MOST:
-            raise LearnerFault(name, f"the program wrote over {_MOST >> 20} MiB to stdout")
+            raise LearnerFault(name, f"expected at most {_MOST >> 20} MiB on stdout, got more")
         try:
             return process.wait(self._seconds), got[0]
         except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ def flat(given: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
 
 def _ended(status: int) -> str:
     if status == UNWRITTEN:
-        return f"ended with {UNWRITTEN}, not written, only when it was given arguments; say so before reading them"
+        return f"ended with {UNWRITTEN} (not written) only when it got arguments; end before reading arguments"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"

@@ -69,7 +69,7 @@ class Progress:
             return known | _standings(read_json(self.path, limit=_LARGEST), self.path)
         except FormatError as error:
             kept = set_aside(self.path)
-            self._say(f"{error}; kept as {kept.name}, progress begins anew")
+            self._say(f"{error}; the old file is now {kept.name}, and progress starts from zero")
             return known
 
     @contextmanager

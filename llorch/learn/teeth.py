@@ -57,10 +57,10 @@ class Teeth:
     def __str__(self) -> str:
         """How many of how many, and those that were not seen."""
         bad = [each for each in self.teeth if not each.bites]
-        said = [f"checkpoint_{self.lesson}: {len(self.teeth) - len(bad)} of {len(self.teeth)} known mistakes seen"]
+        said = [f"checkpoint_{self.lesson}: {len(self.teeth) - len(bad)} of {len(self.teeth)} known mistakes detected"]
         for each in bad:
             taken = f"taken for {each.named[0]}" if each.named else "not named"
-            said.append(f"  {each.mistake} in {each.stage}: {each.over:.3g} times what is allowed, {taken}")
+            said.append(f"  {each.mistake} in {each.stage}: {each.over:.3g} times the tolerance, {taken}")
         return "\n".join(said)
 
 

@@ -87,7 +87,7 @@ class Verdict:
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
         head += [self.reason] if self.reason else []
         if self.borrowed:
-            head.append(f"not written yet, ours runs instead: {', '.join(self.borrowed)}")
+            head.append(f"not written yet, llorch's code runs instead: {', '.join(self.borrowed)}")
         if self.judged:
             head += [*_passed([each.row for each in self.judged]), *_next(self.lesson)]
         notes = [*(f"not your bug: {each.sentence}" for each in self.suspects if self.is_honest), *self.notes]
@@ -144,14 +144,14 @@ class Verdict:
             if alike:
                 yield from _line("as well", ", ".join(each.name for each in alike))
         else:
-            yield from _line("diagnosis", "none of the known mistakes makes exactly this")
+            yield from _line("diagnosis", "this matches no known mistake")
         if near:
             said = ", ".join(f"{each.name} ({_percent(each.share)})" for each in near)
             yield from _line("not the cause" if named else "nearest", said)
 
 
 def _explains(suspect: Suspect) -> str:
-    return f"explains {_percent(suspect.share)} of the error" if suspect.left else "makes exactly this"
+    return f"explains {_percent(suspect.share)} of the error" if suspect.left else "explains the whole error"
 
 
 def _place_in_run(each: Judged) -> tuple[float, ...]:

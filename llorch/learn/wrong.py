@@ -115,7 +115,7 @@ class Wrong:
     def _grows(self, tokens: np.ndarray) -> str:
         first = self.claim.place.n_cached == 0 and len(tokens) > 2
         return (
-            "something that counts positions or earlier tokens" if first and not tokens[0] and tokens[1:].all() else ""
+            "the mistake depends on positions or earlier tokens" if first and not tokens[0] and tokens[1:].all() else ""
         )
 
     def _looks_like(self) -> str:
@@ -127,10 +127,10 @@ class Wrong:
             return f"{int((~np.isfinite(self.off)).sum())} numbers are not finite"
         want, got = (np.where(np.isfinite(x), x, 0.0) for x in (self.want, self.got))
         if (factor := _factor(want, got)) is not None:
-            return f"all of it is {factor:.5g} times the golden"
+            return f"every number is {factor:.5g} times the golden"
         rows = [_factor(a, b) for a, b in zip(want, got, strict=True)] if want.ndim > 1 else [None]
         if all(each is not None for each in rows):
-            return "every token has a factor of its own"
+            return "each token has a different factor"
         if self._close(np.sort(want, axis=None), np.sort(got, axis=None)):
             return "the same numbers in another order"
         return ""

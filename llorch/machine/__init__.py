@@ -7,7 +7,7 @@ beside this one. In the order to read:
     child        a process beside us, with a limit of time
     packages     which packages are needed and which bring more; do they import
     hardware     processor, BLAS, memory
-    engines      torch and its devices, our C leaves, the witnesses
+    engines      torch and its devices, C kernels, reference engines
     caches       folders that grow, and the room beside them
     self_test    one forward pass against its golden
 """
@@ -29,7 +29,7 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Findi
     found = list(of_packages(probed))
     yield from found
     if any(one.part == "packages" and one.state == "broken" for one in found):
-        yield Finding("machine", "all else", "note", "was not looked at: that needs these packages")
+        yield Finding("machine", "all else", "note", "not checked, because the check needs these packages")
         return
     from llorch.machine.caches import of_caches
     from llorch.machine.engines import of_torch, of_witnesses
@@ -37,7 +37,7 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Findi
     from llorch.machine.self_test import self_test
 
     yield from of_hardware()
-    report("torch and compiled leaves")
+    report("torch and compiled kernels")
     yield from of_torch()
     yield from of_witnesses(probed)
     report("caches")

@@ -21,10 +21,10 @@ def of_caches() -> Iterator[Finding]:
 def _cache(name: str, folder: Path) -> Finding:
     place = next(one for one in (folder, *folder.parents) if one.exists())
     free = shutil.disk_usage(place).free
-    taken = f"{_size(folder) / 1e6:.1f} MB" if folder.exists() else "not there yet"
+    taken = f"{_size(folder) / 1e6:.1f} MB" if folder.exists() else "not created yet"
     text = f"{folder}: {taken}; {free / 1e9:.1f} GB free"
     if not os.access(place, os.W_OK):
-        return Finding("caches", name, "note", f"{text}; cannot be written to")
+        return Finding("caches", name, "note", f"{text}; not writable")
     return Finding("caches", name, "ok" if free >= _LITTLE else "note", text)
 
 

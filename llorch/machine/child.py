@@ -29,7 +29,7 @@ def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]
         except subprocess.TimeoutExpired:
             process.kill()
             out, _ = process.communicate()
-            why = f"does not answer within {timeout:.0f} s"
+            why = f"did not answer within {timeout:.0f} s"
     return list(_values(out)), why
 
 
@@ -44,9 +44,9 @@ def _ending(code: int, errors: str) -> str:
     if code == 0:
         return ""
     if code < 0:
-        return f"ends its process by {signal.Signals(-code).name}"
+        return f"signal ended the process: {signal.Signals(-code).name}"
     last = [line.strip() for line in errors.splitlines() if line.strip()][-1:]
-    return f"ends its process with code {code}" + "".join(f": {line}" for line in last)
+    return f"the process ended with code {code}" + "".join(f": {line}" for line in last)
 
 
 _IMPORTING = """
@@ -70,5 +70,5 @@ def imported_by(modules: Sequence[str], *, timeout: float) -> dict[str, str]:
         found |= {name: " ".join(error.split()) for name, error in said if error is not None}
         if len(found) < len(modules):  # the process ended in one of them; a new one goes on after it
             name = said[-1][0] if said else rest[0]
-            found[name] = found.get(name) or why or "ends its process"
+            found[name] = found.get(name) or why or "the process ended"
     return found

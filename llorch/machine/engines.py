@@ -53,21 +53,21 @@ def _devices(facts: Mapping[str, Any], why: str) -> Finding:
     if not _DRIVER.exists():
         return Finding("engines", "devices", "ok", "cpu")
     if not facts["built_for"]:
-        text = "cpu; there is a GPU, which this torch is not built for"
+        text = "cpu; this machine has a GPU, but this torch is built without GPU support"
         return Finding("engines", "devices", "note", text, "pip install --force-reinstall torch")
-    why = facts.get("why") or "it gives no reason"
-    text = f"cpu; there is a GPU, which torch for CUDA {facts['built_for']} does not see: {why}"
-    return Finding("engines", "devices", "broken", text, "nvidia-smi  # its driver has to be as new as torch")
+    why = facts.get("why") or "torch gives no reason"
+    text = f"cpu; this machine has a GPU, but torch for CUDA {facts['built_for']} does not find it: {why}"
+    return Finding("engines", "devices", "broken", text, "nvidia-smi  # the driver must support torch's CUDA version")
 
 
 def _leaves(facts: Mapping[str, Any], why: str) -> Finding:
     if facts.get("leaves"):
-        return Finding("engines", "C leaves", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
+        return Finding("engines", "C kernels", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
     if "compiler" in facts and facts["compiler"] is None:
-        text = "no C compiler: tokens of the torch path take at least twice as long"
-        return Finding("engines", "C leaves", "absent", text, "apt-get install gcc  # or another C compiler")
+        text = "no C compiler, so a token takes at least twice as long on the torch path"
+        return Finding("engines", "C kernels", "absent", text, "apt-get install gcc  # or another C compiler")
     repair = "CC=gcc llorch doctor  # or another compiler"
-    return Finding("engines", "C leaves", "broken", str(facts.get("why_not") or f"building them {why}"), repair)
+    return Finding("engines", "C kernels", "broken", str(facts.get("why_not") or f"cannot build them: {why}"), repair)
 
 
 def of_witnesses(probed: Mapping[str, str]) -> Iterator[Finding]:
@@ -83,13 +83,15 @@ def _witness(
     found = {package: installed_version(package) for package in packages.values()}
     text = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found.items())
     if None in found.values():
-        return Finding("witnesses", engine, "absent", text, "pip install 'llorch[golden]'")
+        return Finding("reference engines", engine, "absent", text, "pip install 'llorch[golden]'")
     if any(probed.get(package) for package in found):
-        return Finding("witnesses", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'")
+        return Finding(
+            "reference engines", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'"
+        )
     others = [f"{p} {made_by[key]}" for key, p in packages.items() if _plain(made_by[key]) != _plain(found[p])]
     if others:
-        return Finding("witnesses", engine, "note", f"{text}; the goldens were made with {', '.join(others)}")
-    return Finding("witnesses", engine, "ok", f"{text}, as the goldens were made")
+        return Finding("reference engines", engine, "note", f"{text}; the goldens were made with {', '.join(others)}")
+    return Finding("reference engines", engine, "ok", f"{text}, the versions that made the goldens")
 
 
 def _plain(version: str | None) -> str:

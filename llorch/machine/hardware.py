@@ -44,7 +44,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def _cores() -> Finding:
     here, allowed = os.cpu_count() or 1, n_cores()
     said = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
-    text = f"{allowed} of {here} may be used" + (f"; {', '.join(said)}" if said else "")
+    text = f"{allowed} of {here} usable by llorch" + (f"; {', '.join(said)}" if said else "")
     return Finding("machine", "cores", "ok", text)
 
 
@@ -53,7 +53,7 @@ def _blas() -> Finding:
 
     found = [one for one in threadpool_info() if one["user_api"] == "blas"]
     if not found:
-        text = f"NumPy {np.__version__} loads none that is known: products are slow"
+        text = f"NumPy {np.__version__} loads no known BLAS, so matrix products are slow"
         return Finding("machine", "BLAS", "note", text, "pip install --force-reinstall numpy")
     one = found[0]
     built = f", for {one['architecture']}" if one.get("architecture") else ""
@@ -64,7 +64,7 @@ def _blas() -> Finding:
 def memory() -> Finding:
     """What is left, and what a limit of the process leaves."""
     left, limit = available_memory(), address_space_left()
-    text = f"{left / 1e9:.1f} GB left" if math.isfinite(left) else "as much as there is: this system does not say"
+    text = f"{left / 1e9:.1f} GB left" if math.isfinite(left) else "unknown: this system does not report it"
     if math.isfinite(limit):
         text += f"; {limit / 1e9:.1f} GB of address space (ulimit -v)"
     return Finding("machine", "memory", "ok" if left >= _LEAST else "note", text)

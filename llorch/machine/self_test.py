@@ -20,7 +20,7 @@ def self_test(goldens: Path | None = None) -> Finding:
         load(_MODEL).forward(golden.cases["near"].ids, trace=trace)
         reports = {engine: compare(trace, shown.traces["near"]) for engine, shown in golden.evidence.items()}
     except (OSError, ValueError, ImportError, ArithmeticError, MemoryError) as error:
-        return Finding("self-test", _MODEL, "broken", f"does not run: {' '.join(str(error).split())}", _REPAIR)
+        return Finding("self-test", _MODEL, "broken", f"failed to run: {' '.join(str(error).split())}", _REPAIR)
     wrong = {engine: report for engine, report in reports.items() if not report.agrees}
     text = "; ".join(f"{engine}: {report}" for engine, report in (wrong or reports).items())
     return Finding("self-test", _MODEL, "broken" if wrong else "ok", text, _REPAIR if wrong else "")

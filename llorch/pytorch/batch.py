@@ -101,5 +101,5 @@ def one_each(value: object, n: int, *, name: str) -> list:
     """A setting for every prompt, from one for all or a list of one per prompt."""
     values = list(value) if isinstance(value, Sequence) else [value] * n
     if len(values) != n:
-        raise ValueError(f"generate_batch: expected one {name} or {n}, one per prompt, got {len(values)}")
+        raise ValueError(f"generate_batch: expected 1 {name} for all prompts or {n}, one per prompt, got {len(values)}")
     return values

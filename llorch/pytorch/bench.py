@@ -172,7 +172,7 @@ def random(shape: str, at: Target, weights_type: str | None, load: Load, *, comp
     need, free = random_bytes(config, at, kind), free_memory(at.device)
     if need > free:
         raise MemoryError(
-            f"bench: weights of {shape} need {need / 1e9:.1f} GB on {at.device}, {free / 1e9:.1f} GB are free; "
+            f"bench: weights of {shape} need {need / 1e9:.1f} GB on {at.device}, but {free / 1e9:.1f} GB are free; "
             "use a smaller --shape, --dtype bfloat16 or a --weights-type"
         )
     compute_as_named(at)

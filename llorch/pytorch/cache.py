@@ -73,7 +73,7 @@ class Cache:
         last = first_position + n_slots
         if n_slots < 1 or first_position < 0 or last > config.max_position_embeddings:
             raise ValueError(
-                f"cache: positions {first_position} to {last - 1} must lie within the context of "
+                f"cache: expected positions within the context, got {first_position} to {last - 1}; the context has "
                 f"{config.max_position_embeddings} tokens"
             )
         nets = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
@@ -128,9 +128,7 @@ class Cache:
         here = self.cos.device
         for name, tensor in others.items():
             if tensor.device != here:
-                raise ValueError(
-                    f"forward: the cache lies on {here}, {name} on {tensor.device}; put both on one device"
-                )
+                raise ValueError(f"forward: expected one device, got the cache on {here} and {name} on {tensor.device}")
 
     def place(self, positions: Int[Tensor, "batch seq"], *, ctx: int, causal: bool = False) -> Place:
         """Find the places of new tokens, padding at -1; nothing is read back from the device.

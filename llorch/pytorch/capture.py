@@ -171,10 +171,12 @@ class _Watch:
         if ids is None:
             raise ValueError(f"capture: expected token ids among the arguments, got none in {', '.join(given)}")
         if ids.dim() == 2 and len(ids) != 1:
-            raise ValueError(f"capture: expected one sequence, got a batch of {len(ids)}; capture each by itself")
+            raise ValueError(
+                f"capture: expected one sequence, got a batch of {len(ids)}; capture one sequence at a time"
+            )
         mask = given.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all()):
-            raise ValueError("capture: expected no padding, got an attention_mask with zeros; leave the padding out")
+            raise ValueError("capture: expected no padding, got an attention_mask with zeros; remove the padding")
         self.recorder.begin(ids.flatten().tolist(), _first_position(given))
 
     def keep(self, stage: str, layer: int | None, tensor: torch.Tensor) -> bool:
@@ -288,8 +290,8 @@ def _first_position(given: Mapping[str, Any]) -> int | None:
 def _require_eager(model: nn.Module) -> None:
     if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
         raise ValueError(
-            f"capture: expected a model in eager mode, got {type(model).__name__}, of which torch.compile made a graph "
-            "that calls no hooks; capture it before it is compiled, or `model._orig_mod`"
+            f"capture: expected a model in eager mode, got {type(model).__name__} from torch.compile, "
+            "which calls no hooks; capture the model before torch.compile, or `model._orig_mod`"
         )
 
 

@@ -39,7 +39,7 @@ class Ending:
         except (dist.DistError, RuntimeError):  # the store is gone
             if self._rank == ranks_here(self._n_ranks)[0]:
                 speak()
-            who = "the others, and the machine that started them"
+            who = "the other ranks and the machine that started them"
             return RankFailed(f"{self._tried(error)} {who}: {_said(error)}", None)
         if self._rank == min(set(ranks_here(self._n_ranks)) & (here.keys() or {*range(self._n_ranks)})):
             speak()
@@ -81,13 +81,13 @@ class Ending:
         missing = [rank for rank in range(self._n_ranks) if rank not in here]
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._n_ranks}"
         if not missing:
-            return RankFailed(f"{self._tried(error)} another rank, but all are there: {_said(error)}", None)
+            return RankFailed(f"{self._tried(error)} another rank, but all ranks still run: {_said(error)}", None)
         if any(here.values()):
-            return RankFailed(f"waited {self._seconds} for {who}, in vain; its process may hang, or its machine", None)
+            return RankFailed(f"{who} did not answer for {self._seconds}; its process or its machine may hang", None)
         return RankLost(f"lost {who}, whose process ended: {_said(error)}", None)
 
     def _tried(self, error: BaseException) -> str:
-        return f"waited {self._seconds} in vain for" if _is_late(error) else "lost"
+        return f"no answer for {self._seconds} from" if _is_late(error) else "lost"
 
 
 def is_of_messages(error: BaseException) -> bool:

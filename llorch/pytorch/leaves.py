@@ -28,7 +28,7 @@ def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> L
     if device.type == "cpu":
         compiled = library()
         if required and compiled is None:
-            raise MissingDevice("kernels own: those of the CPU are not built; install a C compiler or use auto")
+            raise MissingDevice("kernels own: the CPU kernels are not built; install a C compiler or use auto")
         return cpu_leaves(compiled, dtype)
     if dtype is torch.float64:  # the kernels compute in float32
         return {}

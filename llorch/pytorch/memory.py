@@ -116,7 +116,7 @@ def require_memory(
     if target.device.type != "cpu" and need.copies > available_memory():
         raise MemoryError(
             f"{weights.path}: loading needs {_gb(need.copies)} of host memory for its largest weight, "
-            f"{_gb(available_memory())} are free; close other programs"
+            f"but {_gb(available_memory())} are free; close other programs"
         )
     return wanted.residency
 
@@ -133,8 +133,8 @@ def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int)
         fits = max((n for n in range(1, batch) if room(n) <= free), default=0)
         remedy = f"{fits} sequences at once would fit" if fits else "use fewer tokens"
         raise MemoryError(
-            f"generate: {batch} sequences of {n_tokens} tokens need {_gb(room(batch))} on {target.device} beside the "
-            f"weights, {_gb(free)} are free; {remedy}"
+            f"generate: {batch} sequences of {n_tokens} tokens need {_gb(room(batch))} on {target.device} in addition "
+            f"to the weights, but {_gb(free)} are free; {remedy}"
         )
 
 
@@ -157,8 +157,8 @@ def room_of_pages(weights: Weights, target: Target, *, n_jobs: int, page: int, n
         fits = max(0, bisect_right(range(n_pages), free, key=need) - 1) * page
         remedy = f"{fits} tokens would fit" if fits else "use fewer jobs"
         raise MemoryError(
-            f"batch: {n_tokens} tokens of {n_jobs} jobs need {_gb(need(n_pages))} on {target.device} beside the "
-            f"weights, {_gb(free)} are free; {remedy}"
+            f"batch: {n_tokens} tokens of {n_jobs} jobs need {_gb(need(n_pages))} on {target.device} in addition "
+            f"to the weights, but {_gb(free)} are free; {remedy}"
         )
     return n_pages
 
@@ -295,7 +295,7 @@ def _suggestion(weights: Weights, target: Target, wanted: Wanted, free: float) -
         peak = _need(weights, other_target, other).peak
         if peak <= free:
             return f"{words} would need {_gb(peak)}"
-    return "use a smaller model or a smaller type"
+    return "use a smaller model or a smaller --dtype"
 
 
 def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[tuple[str, Target, Wanted]]:

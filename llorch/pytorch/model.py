@@ -293,7 +293,9 @@ def load_torch(
         if value not in get_args(known):
             raise ValueError(f"load_torch: {name} must be one of {', '.join(get_args(known))}, got {value!r}")
     if compiled and mode == "reproducible":
-        raise ValueError("load_torch: compiled=True fuses sums, which mode 'reproducible' must not; choose one of them")
+        raise ValueError(
+            "load_torch: compiled=True fuses sums, which mode 'reproducible' forbids; choose one of the two"
+        )
     compute_as_named(at)
     weights = open_weights(find(path_or_name))
     from_blocks = any(kind.startswith("packed") for kind in own_leaves(at))

@@ -100,7 +100,7 @@ def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
         return torch.zeros_like(whole) if is_added and rank else whole
     if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
         raise ValueError(
-            f"tensor parallel: {path}: expected a size that {n_ranks} ranks divide, got {whole.shape[axis]}"
+            f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {whole.shape[axis]}"
         )
     return whole.chunk(n_ranks, axis)[rank].clone()
 
@@ -159,9 +159,9 @@ def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
 def _require_plain_experts(layer: Any) -> None:
     leaves = [leaf for path, leaf in _leaves(layer) if path in EXPERTS]
     if any(isinstance(leaf, LoraLeaf) for leaf in leaves):
-        raise ValueError("tensor parallel: adapters on experts are not split; train others, or use tp=1")
+        raise ValueError("tensor parallel: cannot split adapters on experts; adapt other matrices, or use tp=1")
     if any(isinstance(leaf, QuantisedExperts) for leaf in leaves):
-        raise ValueError("tensor parallel: packed experts are not split; use --weights decoded")
+        raise ValueError("tensor parallel: cannot split packed experts; use --weights decoded")
 
 
 def _entries(layer: Any) -> Iterator[str]:

@@ -52,7 +52,7 @@ class ParallelModel(TorchModel):
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
         """Refuse it (ValueError): the factors would have to be cut, too."""
-        raise ValueError("tensor parallel: an adapter beside a model is not split in generation; see llorch lora merge")
+        raise ValueError("tensor parallel: generation cannot split an adapter; merge it first with llorch lora merge")
 
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
         """An empty cache for the heads of this rank."""

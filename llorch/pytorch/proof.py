@@ -52,7 +52,9 @@ def own_leaves(at: Target) -> Leaves:
     if faults and asked:
         raise CheckpointMismatch(f"kernels own, {at} on {device_name(at.device)}: {told}; use --kernels auto")
     if faults:
-        logger.warning("kernels: torch's own are used on %s in %s where ours: %s", device_name(at.device), at, told)
+        logger.warning(
+            "kernels: on %s in %s torch's kernels replace llorch's, because of: %s", device_name(at.device), at, told
+        )
     return {kind: make for kind, make in leaves.items() if kind not in faults}
 
 
@@ -107,9 +109,9 @@ def _run(command: Sequence[str]) -> str:
             command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE
         )
     except subprocess.TimeoutExpired:
-        return f"did not end within {PATIENCE:.0f} s"
+        return f"the check did not end within {PATIENCE:.0f} s"
     words = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()]
-    return f"ended its process with status {done.returncode}: {(words or ['it said nothing'])[-1][:200]}"
+    return f"the process of the check ended with status {done.returncode}: {(words or ['no message'])[-1][:200]}"
 
 
 def main(results: str, device: str, dtype: str, *kinds: str) -> None:

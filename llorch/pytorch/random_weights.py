@@ -62,7 +62,7 @@ def random_fields(shape: tuple[int, ...], packed: GGMLType, device: torch.device
     """Random codes, with scales that give numbers of about the size of real weights."""
     elements, n_bytes = BLOCK_SIZES[packed]
     if shape[1] % elements:
-        raise ValueError(f"weights {packed.name}: expected rows of a multiple of {elements} elements, got {shape[1]}")
+        raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
     raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
     fields = pack(raw, packed)
     largest = {GGMLType.Q8_0: 128, GGMLType.Q4_0: 8, GGMLType.Q4_K: 63 * 15, GGMLType.Q6_K: 128 * 32}[packed]

@@ -172,7 +172,7 @@ class Ranks:
             if different := differences(found[0], other):
                 what = different[0].replace(": saved", ": rank 0 has").replace(", now", f", rank {rank}")
                 raise ValueError(
-                    f"mesh: expected the same on all ranks, got {what}; give all of them the same files and versions"
+                    f"mesh: expected equal inputs on all ranks, got {what}; give all ranks equal files and versions"
                 )
 
 

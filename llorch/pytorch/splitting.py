@@ -28,16 +28,16 @@ def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
     if n_ranks == 1:
         return None
     if any(layer not in (Layer(), Layer(experts=True)) for layer in config.layers):
-        return f"expected layers of the dense page or with experts, got those of {config.family}"
+        return f"expected dense layers or layers with experts, got layers of {config.family}"
     sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads}
     if not all(config.layer(i).experts for i in range(config.n_layers)):
         sizes["inner width"] = config.intermediate_size
     if config.experts is not None:
         sizes["width of the shared expert"] = config.experts.shared_size
         if config.experts.n_experts < n_ranks:
-            return f"expected an expert for each of {n_ranks} ranks, got {config.experts.n_experts}"
+            return f"expected at least {n_ranks} experts, one for each rank, got {config.experts.n_experts}"
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]
-    return f"expected sizes that {n_ranks} ranks divide, got {', '.join(uneven)}" if uneven else None
+    return f"expected sizes divisible by {n_ranks} ranks, got {', '.join(uneven)}" if uneven else None
 
 
 def require_split(config: ModelConfig, n_ranks: int) -> None:
@@ -51,12 +51,12 @@ def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
     for row in inventory(weights.config).values():
         kind, path = weights.stored_type(row.name), path_of(row.name).removesuffix(".weight")
         if kind in PACKERS and path.endswith(EXPERTS) and n_ranks > 1:
-            return f"{row.name}: packed experts are not split"
+            return f"{row.name}: packed experts cannot be split"
         if kind in PACKERS and cut_axis(path_of(row.name)) == 1:
             size = BLOCK_SIZES[kind][0]
             if row.shape[-1] // size % n_ranks:
                 n_blocks = f"{row.shape[-1] // size} blocks of {size} columns ({kind.name})"
-                return f"{row.name}: expected blocks that {n_ranks} ranks divide, got {n_blocks}"
+                return f"{row.name}: expected a number of blocks divisible by {n_ranks} ranks, got {n_blocks}"
     return None
 
 

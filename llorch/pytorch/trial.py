@@ -58,8 +58,8 @@ class Verdict:
         if self.died:
             return self.died
         if not self.off <= 1:
-            return f"differs by {self.off:.3g} times what is allowed"
-        return f"takes {self.slow:.3g} times as long" if timed and not self.slow <= 1 else ""
+            return f"differs by {self.off:.3g} times the tolerance"
+        return f"takes {self.slow:.3g} times as long as torch" if timed and not self.slow <= 1 else ""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Choice:
             if not tie:
                 return said[-1]
         more = f" and {len(said) - 1} tokens more" if len(said) > 1 else ""
-        return f"{said[0]}{more}; later stages on the witness's choice" if said else ""
+        return f"{said[0]}{more}; later stages use the reference engine's experts" if said else ""
 
     def fault(self, ours: "np.ndarray | None") -> str | None:
         """Why ids cannot be compared at all."""
@@ -72,7 +72,7 @@ class Choice:
         if ours.min() < 0 or ours.max() >= n_experts:
             return f"ids: expected 0 to {n_experts - 1}, got {ours.min()} to {ours.max()}"
         in_order = np.sort(ours, axis=-1)
-        return "ids: an expert was chosen twice" if (in_order[:, 1:] == in_order[:, :-1]).any() else None
+        return "ids: expected different experts, got one twice" if (in_order[:, 1:] == in_order[:, :-1]).any() else None
 
     def _both_ways(self, ours: np.ndarray, token: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         return (ours[token], self.ids[token]), (self.ids[token], ours[token])

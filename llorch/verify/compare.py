@@ -136,7 +136,7 @@ def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tole
     """
     faults = [d.describe() for d in distances if d.fault is not None or not math.isfinite(d.error + d.worst)]
     if faults or not distances:
-        raise ValueError(f"tolerance: expected clean distances of the producers, got {faults or 'none'}")
+        raise ValueError(f"tolerance: expected faultless distances of the engines, got {faults or 'none'}")
     return Tolerance(
         max(floor, FACTOR * max(d.error for d in distances)),
         max(floor, FACTOR * max(d.worst for d in distances)),
@@ -283,7 +283,7 @@ def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4
         if key in got
     }
     if not differences:
-        raise ValueError(f"compare: expected traces with a stage in common, got {len(got)} and {len(want)} stages")
+        raise ValueError(f"compare: expected a stage in both traces, got {len(got)} and {len(want)} stages")
     sides = (("got", got, want), ("want", want, got))
     only = {side: [key for key in forward_order(one) if key not in other] for side, one, other in sides}
     return Report(differences, tolerance, only)
@@ -319,7 +319,7 @@ def _mask_fault(got: np.ndarray, want: np.ndarray) -> str | None:
         return (
             f"mask: {int((np.isneginf(got) != np.isneginf(want)).sum())} of {want.size} entries masked on one side only"
         )
-    return None if np.isfinite(want).any() else "mask: everything is masked"
+    return None if np.isfinite(want).any() else "mask: expected at least one entry that is not masked, got none"
 
 
 def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:

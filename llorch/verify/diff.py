@@ -86,8 +86,8 @@ def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
     if len(faults) < 2 or not all(fault.startswith("shape: ") for fault in faults.values()):
         return
     name, fault = next(iter(faults.items()))
-    what = f"expected the pass that {b.source} has, got other shapes in all {len(faults)} arrays of pass {number}"
-    raise GuardFailed("ids", f"{what} ({name}: {fault}); dump the same pass of the same tokens", source=a.source)
+    what = f"expected shapes like in {b.source}, got other shapes in all {len(faults)} arrays of pass {number}"
+    raise GuardFailed("ids", f"{what} ({name}: {fault}); dump the same pass with equal tokens", source=a.source)
 
 
 def _said(tokens: Tokens) -> str:

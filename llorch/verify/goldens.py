@@ -276,7 +276,7 @@ def read(folder: Path) -> Golden:
         )
     if record.get("isolated", {}).keys() != {*producers}:
         raise ValueError(
-            f"golden {folder / 'golden.json'}: expected isolated distances of {' and '.join(producers)}, "
+            f"golden {folder / 'golden.json'}: expected isolated distances for {' and '.join(producers)}, "
             f"got {sorted(record.get('isolated', {})) or 'none'}; run reference_outputs/regenerate.py"
         )
     shown = {name: read_arrays(folder / f"{name}{SUFFIX}") for name in (*producers, TRUTH)}

@@ -116,7 +116,7 @@ def _refuse_far(path: Path, engine: str, distances: Mapping[str, Mapping[str, Di
     for case, found in distances.items():
         for name, each in found.items():
             if not each.error <= _FARTHEST:
-                message = f"{engine}, {case} {name}: expected at most {_FARTHEST} from float64, {each.describe()}"
+                message = f"{engine}, {case} {name}: expected at most {_FARTHEST} from float64, got {each.describe()}"
                 raise ValueError(f"{path}: {message}")
 
 
@@ -126,7 +126,7 @@ def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, P
         truth = {case: _trace(engine, this) for case, this in cases.items()}
         if all(_smallest_margin(weights.config, trace) >= _MARGIN for trace in truth.values()):
             return cases, truth
-    raise ValueError(f"{weights.path}: none of {_TRIES} random texts has clear choices of experts")
+    raise ValueError(f"{weights.path}: expected a text without ties of experts, got none in {_TRIES} random texts")
 
 
 def _smallest_margin(config: ModelConfig, trace: Trace) -> float:
@@ -201,5 +201,7 @@ def read_long(folder: Path) -> LongGolden:
     cases = {name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()}
     for case in cases:
         if not any(case in found for found in distances.values()):
-            raise ValueError(f"golden {folder}: no engine's distance for {case}; run reference_outputs/regenerate.py")
+            raise ValueError(
+                f"golden {folder}: expected a distance for {case}, got none; run reference_outputs/regenerate.py"
+            )
     return LongGolden(cases, truth, distances, record["weights_sha256"])

@@ -90,7 +90,9 @@ def stored_long(name: str, weights: Weights, route: Route | None = None) -> Long
     """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
     golden = read_long(goldens_folder() / name)
     if golden.weights_sha256 != sha256(builtin_path(name)):
-        raise ValueError(f"golden {name}: long contexts of other weights; run reference_outputs/regenerate.py")
+        raise ValueError(
+            f"golden {name}: expected long contexts of these weights, got others; run reference_outputs/regenerate.py"
+        )
     if golden.cases.keys() != long_cases(weights.config).keys():
         raise ValueError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
                          f"got {', '.join(golden.cases)}; run reference_outputs/regenerate.py")  # fmt: skip
@@ -102,7 +104,7 @@ def stored(name: str) -> tuple[Weights, Golden]:
     path = builtin_path(name)
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
-        raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
+        raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     weights = open_weights(path)
     unable = unable_for(PRODUCERS, weights.config, golden.cases["near"].ids, N_GREEDY)
     if golden.cannot_judge != unable:
@@ -290,7 +292,7 @@ def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None
     free = available_memory()
     if needed > free:
         raise MemoryError(
-            f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
             "give a shorter prompt"
         )
 
@@ -304,8 +306,8 @@ def require_engines(weights: Weights, producers: Sequence[ProducerName], *, ours
     free = available_memory()
     if needed > free:
         raise MemoryError(
-            f"{weights.path}: exact numerics need float32 weights in every engine, of one layer at least, about "
-            f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
+            f"{weights.path}: exact numerics need at least one layer in float32 in every engine, about "
+            f"{needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
         )
 
 
@@ -314,5 +316,5 @@ def require_truth(weights: Weights) -> None:
     needed, free = largest_part(weights, "float64"), available_memory()
     if needed > free:
         raise MemoryError(
-            f"the truth needs one layer at a time in float64, {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            f"the float64 reference needs {needed / 1e9:.1f} GB for one layer, but {free / 1e9:.1f} GB are free"
         )

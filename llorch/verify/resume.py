@@ -93,7 +93,9 @@ def verify_resume(
     """Make runs of `settings.steps`, at least 2, below an empty folder and compare them; with `axes` on a mesh."""
     steps = settings.steps or 0
     if steps < 2:
-        raise ValueError(f"verify-resume: steps must be at least 2, got {settings.steps}; the run is cut in two")
+        raise ValueError(
+            f"verify-resume: expected at least 2 steps, one for each half of the run, got {settings.steps}"
+        )
     middle = steps // 2
     settings = replace(settings, save_every=0, eval_every=middle, keep=1, tensorboard=False)
     straight, halves = folder / "straight", folder / "halves"
@@ -105,7 +107,7 @@ def verify_resume(
     controls = {what: _without(what, halves) for what in LOST if control}
 
     def finished(run: Path) -> Comparison:
-        tell(f"{steps - middle} more steps in a process of their own ({run.name})")
+        tell(f"{steps - middle} more steps in a new process ({run.name})")
         _go_on_elsewhere(run, axes)
         return compare_runs(straight, run)
 
@@ -201,7 +203,7 @@ def _go_on_elsewhere(folder: Path, axes: Mapping[str, int] | None) -> None:
     command = [sys.executable, "-m", "llorch.verify.resume", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise CheckpointMismatch(f"verify-resume: the second half ended with code {done.returncode}: {last}")
 
 

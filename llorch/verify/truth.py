@@ -67,7 +67,7 @@ def require_numbers(engine: str, family: str, shown: Evidence, truth: Truth | No
         if lost.any():
             case, key = name.split("/")
             why = not_a_number(engine, family, key.rpartition(".")[2])
-            raise ValueError(f"{engine}: {lost.sum()} of {lost.size} values of its {key} ({case}) are NaN{why}")
+            raise ValueError(f"{engine}: expected numbers, got {lost.sum()} NaN of {lost.size} in {key} ({case}){why}")
 
 
 def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:

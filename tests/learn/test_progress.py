@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_used_is_said_and_kept(tmp_path: Path, text: str):
         progress.path.write_text(text)
         assert progress.read()["01"] == Standing()
         assert str(progress.path) in said[-1]
-        assert said[-1].endswith(f"; kept as {name}, progress begins anew")
+        assert name in said[-1]
         assert (progress.path.parent / name).read_text() == text
     assert note(progress, "PASS").status == "PASS"
 

@@ -148,7 +148,7 @@ class ArgmaxCheck(AfterLogitsCheck):
             want = np.asarray([int(np.argmax(golden.selected_logits))])
             yield Judged(here.suite.tokens(here.runner).row("10", "argmax", witness, best, want), None, best)
             wrong = float(lowest[0] != want[0])
-            note = f"got {lowest[0]}, the lowest of the largest is {want[0]}" if wrong else ""
+            note = f"expected {want[0]}, the lowest id among equal logits, got {lowest[0]}" if wrong else ""
             tie = Place("10", "argmax", case="tie")
             yield Judged(exact_row(tie, witness, wrong, note, model=here.suite.model, backend=BACKEND), None, lowest)
 

@@ -106,7 +106,7 @@ def learned(implementation: Implementation, parts: Sequence[Part]) -> Iterator[N
             yield
         except (ValueError, IndexError) as error:
             where = parts[0].name if len(parts) == 1 else "a part"
-            raise LearnerFault(where, f"the step cannot go on with what it returned: {error}") from error
+            raise LearnerFault(where, f"the training step failed with the returned value: {error}") from error
 
 
 @cache

@@ -97,10 +97,12 @@ def _generate_adapted(call: Call, right: Call) -> Call:
         made = iter(call(step=shown, prompt=np.asarray(prompt, np.int64), max_tokens=max_tokens))
         for at, token in enumerate(islice(made, max_tokens)):
             if not (rows and 0 <= token < rows[-1].size):
-                raise LearnerFault("generate", f"gave {token}" + (", which is no token" if rows else " without a step"))
+                raise LearnerFault(
+                    "generate", f"gave {token}" + (", which is no token id" if rows else " without a call of the step")
+                )
             yield token, log_probability(rows[min(at, len(rows) - 1)], token)
         if next(made, None) is not None:
-            raise LearnerFault("generate", f"gave more than max_tokens = {max_tokens} ids; end after so many")
+            raise LearnerFault("generate", f"expected at most max_tokens = {max_tokens} ids, got more")
 
     return adapted
 

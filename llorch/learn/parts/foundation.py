@@ -90,13 +90,13 @@ def _info(size: int, name: str, dims: list[int], kind: int, offset: int) -> Tens
     """A row of the table; what cannot be gone on with is the learner's fault."""
     shape = tuple(dim for dim in dims if dim)
     if kind not in list(GGMLType):
-        raise LearnerFault("tensor_table", f"{name} has type {kind}, which ggml does not have")
+        raise LearnerFault("tensor_table", f"{name}: expected a type of ggml, got {kind}")
     ggml_type = GGMLType(kind)
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     n_bytes = prod(shape) // block_size * block_bytes
     if min(*shape, offset) < 0 or offset + n_bytes > size:
         raise LearnerFault(
-            "tensor_table", f"{name} would lie at bytes {offset} to {offset + n_bytes}, the file has {size}"
+            "tensor_table", f"{name}: expected bytes within the file's {size}, got {offset} to {offset + n_bytes}"
         )
     return TensorInfo(name, shape, offset, n_bytes, ggml_type)
 
@@ -152,7 +152,7 @@ def _merged(call: Call, ids: list[int], rows: list[tuple[int, int, int, int]], n
     table = np.array(sorted(rows, key=lambda row: row[3]), np.int64).reshape(-1, 4)
     merged = call(ids=np.array(ids, np.int64), merges=table[:, :3].copy(), ranks=table[:, 3].copy()).tolist()
     if strange := [number for number in merged if not 0 <= number < n_pieces]:
-        raise LearnerFault("merge", f"returned {strange[0]}, which is no piece")
+        raise LearnerFault("merge", f"expected the id of a piece, got {strange[0]}")
     return merged
 
 

@@ -94,7 +94,7 @@ class CpuBlock(Block):
         y = torch.empty_like(x)
         failed = self.library.llorch_block(ctypes.byref(struct), ctypes.byref(where), x.data_ptr(), y.data_ptr())
         if failed == 1:
-            raise MemoryError(f"block: no memory for {sizes[0] * sizes[1]} tokens")
+            raise MemoryError(f"block: cannot allocate memory for {sizes[0] * sizes[1]} tokens")
         if failed:
             raise IndexError(f"cache: expected slots from 0 to {keys.shape[2] - 1}, got {place.slots.tolist()}")
         return y

@@ -36,9 +36,9 @@ class _Chosen(nn.Module):
         sizes = rows, ids.shape[-1] // x.shape[2], n_experts, out, width
         failed = self.library.llorch_expert_product(*self.matrix_of(x.dtype), *pointers, *sizes)
         if failed == 1:
-            raise MemoryError(f"experts: no memory for {rows} rows")
+            raise MemoryError(f"experts: cannot allocate memory for {rows} rows")
         if failed:
-            raise IndexError(f"experts: expected numbers from 0 to {n_experts - 1}, got {ids.tolist()}")
+            raise IndexError(f"experts: expected expert ids from 0 to {n_experts - 1}, got {ids.tolist()}")
         return y
 
     def expert(self, number: int) -> nn.Module:

@@ -92,7 +92,7 @@ class CpuAttention:
         pointers = q.data_ptr(), keys.data_ptr(), values.data_ptr(), None, None if mask is None else mask.data_ptr()
         sizes = batch, seq, heads, kv_heads, ctx, head_dim, *keys.stride()[:2]
         if self.library.llorch_attend(HALF[q.dtype], *pointers, y.data_ptr(), *sizes):
-            raise MemoryError(f"attention: no memory for the scores of {ctx} tokens")
+            raise MemoryError(f"attention: cannot allocate memory for the scores of {ctx} tokens")
         return y
 
 

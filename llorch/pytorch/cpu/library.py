@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL | None:
             return declared(kept(command) or built(command))
         except (NotBuilt, OSError, subprocess.TimeoutExpired) as error:  # no folder to write to, or to load from
             why = str(error)
-    slower = "tokens take at least twice as long, with packed weights many times"
+    slower = "a token takes at least twice as long, and much longer with packed weights"
     logger.warning("CPU kernels are not built, so %s: %s", slower, why)
     return None
 

@@ -53,7 +53,7 @@ class CpuLinear(nn.Module):
         y = x.new_empty(*x.shape[:-1], out)
         pointers = x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
         if library.llorch_fixed_product(kind, weight.data_ptr(), None, None, None, kind, *pointers, rows, out, width):
-            raise MemoryError(f"linear: no memory for {rows} rows")
+            raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
         return y
 
     def described(self) -> tuple[int | None, ...]:

@@ -47,7 +47,7 @@ class CpuQuantisedLinear(PackedMatrix):
         sizes = rows, self.out_features, self.in_features
         multiply = self.library.llorch_fixed_product if self.fixed else self.library.llorch_product
         if multiply(*self.matrix_of(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes):
-            raise MemoryError(f"linear: no memory for {rows} rows")
+            raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
         return y
 
     def _many(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:

@@ -50,8 +50,8 @@ def attach(
     if trainable:
         if any(is_part(parameter) for parameter in module.parameters()):
             raise ValueError(
-                f"adapter {name!r}: the model is shared out to ranks, and nobody would sum the gradients of an adapter "
-                "that comes now; attach it before parallelize"
+                f"adapter {name!r}: after parallelize, ranks would not sum the gradients of a new adapter; "
+                "attach it before parallelize"
             )
         _freeze(module)
         _require_gradients(module, adapter, dtype)
@@ -152,7 +152,7 @@ def _put(module: nn.Module, path: str, leaf: nn.Module) -> None:
 def _require_free(module: CausalLM, name: str) -> None:
     require_free(name, adapter_names(module))
     if hasattr(nn.ParameterDict(), name):
-        raise ValueError(f"adapter: torch uses the name {name!r} itself; choose another one")
+        raise ValueError(f"adapter: torch reserves the name {name!r}; choose another name")
 
 
 def _freeze(module: CausalLM) -> None:
@@ -180,7 +180,7 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
             with torch.enable_grad():
                 if not leaf(probe, *chosen).requires_grad:
                     raise ValueError(
-                        f"adapter: {path} is a {type(leaf).__name__}, which records no gradient; train on plain leaves"
+                        f"adapter: {path} is a {type(leaf).__name__}, which records no gradient; load without kernels"
                     )
 
 

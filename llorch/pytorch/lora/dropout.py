@@ -69,8 +69,8 @@ class Dropping(nn.Module):
         if keys is None or keys.shape != x.shape[:-1]:
             known = "none" if keys is None else f"those of {tuple(keys.shape)}"
             raise ValueError(
-                f"dropout: expected the keys of {tuple(x.shape[:-1])} tokens, got {known}; train within keyed(...) of "
-                "llorch.pytorch.lora.dropout, or call eval()"
+                f"dropout: expected the keys of {tuple(x.shape[:-1])} tokens, got {known}; train inside "
+                "llorch.pytorch.lora.dropout.keyed(...), or call eval()"
             )
         width = x.shape[-1]
         return drop_mask(keys, share, salt=salt, width=width, first=self.part * width)

@@ -89,7 +89,9 @@ class AdaptedModules(Opened):
         (first, *others) = dict.fromkeys(adapters)
         if others:
             if self.compiles:
-                raise ValueError("generate_batch: a compiled model takes one adapter per call; make a call for each")
+                raise ValueError(
+                    "generate_batch: a compiled model takes one adapter per call; call it once for each adapter"
+                )
             return view(self._adapted, adapters)
         if first is None:
             return self.module

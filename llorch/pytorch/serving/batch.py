@@ -46,9 +46,11 @@ class ContinuousBatch:
             ValueError: A number is below 1, or the model is compiled: each number of jobs would be compiled anew.
         """
         if model.compiles:
-            raise ValueError("batch: expected a model that is not compiled; load it with compiled=False")
+            raise ValueError(
+                "batch: expected a model that is not compiled, got a compiled one; load it with compiled=False"
+            )
         if min(n_jobs, chunk, 1 if n_tokens is None else n_tokens) < 1:
-            raise ValueError(f"batch: numbers must be at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
+            raise ValueError(f"batch: expected numbers of at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
         self._model, self._chunk, self._device = model, chunk, model.target.device
         self._pages = Pages(room_of_pages(model.weights, model.target, n_jobs=n_jobs, page=PAGE, n_tokens=n_tokens))
         self._cache = PagedCache(
@@ -109,8 +111,8 @@ class ContinuousBatch:
         room = self._cache.n_slots
         if job.max_tokens < 1 or not job.ids or job.n_slots > room:
             raise ValueError(
-                f"batch: prompt and answer must be at least a token each and fit {room} together, got {len(job.ids)} "
-                f"and {job.max_tokens}; ask for less, or reserve a larger cache"
+                f"batch: expected prompt and answer of at least 1 token each and {room} in sum, got {len(job.ids)} "
+                f"and {job.max_tokens}; ask for fewer tokens, or reserve a larger cache"
             )
 
     def _root(self, module: CausalLM) -> bytes:

@@ -32,7 +32,7 @@ class Choosing:
             return None
         allowed, n = np.asarray(self.job.guide.allowed(), bool), self.seen.shape[1]
         if allowed.shape != (n,) or not allowed.any():
-            raise ValueError(f"guide: expected {n} marks, one at least of a token that may come next, got {allowed}")
+            raise ValueError(f"guide: expected {n} marks with at least one allowed token, got {allowed}")
         return allowed
 
     def take(self, token_id: int, logprob: float, logits: Float[Tensor, " vocab"]) -> Sampled:

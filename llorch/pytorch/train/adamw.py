@@ -97,7 +97,7 @@ class AdamW:
         if wrong:
             raise ValueError(
                 f"optimizer state: {len(wrong)} of {len(mine)} tensors differ: {'; '.join(wrong[:5])}; "
-                "it was saved with another adapter or other settings"
+                "use the adapter and the settings of the saved run"
             )
         self.step_count = int(state["step"])
         for name, tensor in self._tensors().items():
@@ -143,8 +143,8 @@ class AdamW:
         missing = [name for name in self.params if name not in grads]
         if missing:
             raise ValueError(
-                f"optimizer: {len(missing)} of {len(self.params)} parameters have no gradient, so they took no part in "
-                f"the loss: {', '.join(missing[:5])}"
+                f"optimizer: {len(missing)} of {len(self.params)} parameters have no gradient, so the loss does not "
+                f"depend on them: {', '.join(missing[:5])}"
             )
         return grads
 

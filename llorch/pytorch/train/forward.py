@@ -33,12 +33,12 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> Place:
     longest = int(batch.positions.max()) + 1
     if longest > config.max_position_embeddings:
         raise ValueError(
-            f"train: a document of {longest} tokens does not fit the context of {config.max_position_embeddings}; "
-            "shorten it with --max-length"
+            f"train: expected documents within the context of {config.max_position_embeddings}, got {longest} tokens; "
+            "cut documents with --max-length"
         )
     packed = bool((batch.documents > 0).any())
     if packed and config.delta_net is not None:
-        raise ValueError("train: a delta net would remember one document of a row in the next; train without packing")
+        raise ValueError("train: packing mixes documents in models with delta nets; train without --packing")
     kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     positions = batch.positions.clip(min=0)

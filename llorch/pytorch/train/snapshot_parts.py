@@ -69,7 +69,7 @@ def _require_whole(name: str, tensor: TensorStorageMetadata, folder: Path) -> No
     for part in tensor.chunks:
         n_parts[tuple(slice(at, at + n) for at, n in zip(part.offsets, part.sizes, strict=True))] += 1
     if wrong := int((n_parts != 1).sum()):
-        message = f"{name}: {wrong} of {n_parts.size} values are not in one part; a rank left out its own"
+        message = f"{name}: expected each value in one part, got {wrong} of {n_parts.size} in none or several"
         raise FormatError("Inconsistent", message, path=folder)
 
 
@@ -90,5 +90,5 @@ class _Unpickler(pickle.Unpickler):
         if module.partition(".")[0] == "pathlib":
             return PurePosixPath  # where it was written
         if (module, name) not in _DESCRIBES:
-            raise FormatError("Unsafe", f".metadata is a pickle that asks for {module}.{name}; no tensor of ours does")
+            raise FormatError("Unsafe", f".metadata is a pickle that loads {module}.{name}, which llorch never writes")
         return _DESCRIBES[module, name]

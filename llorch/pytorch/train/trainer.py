@@ -162,7 +162,9 @@ class Training:
         """Go back to a saved state."""
         saved = _below("adapter/", tensors)
         if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in self.parameters.items()}:
-            raise ValueError("snapshot: its adapter has other matrices or another rank; use the settings of the run")
+            raise ValueError(
+                "snapshot: expected this adapter's matrices and rank, got others; use the settings of the run"
+            )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 own(parameter).copy_(part_of(saved[name], parameter))
@@ -218,8 +220,8 @@ class Training:
         sources = [example.source for row in self.plan.rows(self.step) for example in row]
         shown = ", ".join(sources[:8]) + (f" and {len(sources) - 8} more" if len(sources) > 8 else "")
         return NonFiniteLoss(
-            f"step {self.step + 1}: expected a finite loss and gradient, got {what}, from {shown}; the step was not "
-            "made: lower --lr, or look at these rows with llorch data show"
+            f"step {self.step + 1}: expected a finite loss and gradient, got {what}, from {shown}; this step was not "
+            "applied; lower --lr, or look at these rows with llorch data show"
         )
 
 
@@ -228,11 +230,13 @@ def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
     if mesh is None:
         return
     if settings.eight_bit:
-        raise ValueError("mesh: moments of 8 bits share scales that ranks would tear apart; train without --eight-bit")
+        raise ValueError(
+            "mesh: --eight-bit cannot be split over ranks, because its blocks share scales; train without it"
+        )
     if (n_ranks := mesh["dp"].size()) > settings.batch_size:
         raise ValueError(
-            f"mesh: expected at least a row of each forward pass for each of the {n_ranks} ranks of dp, got a "
-            f"--batch-size of {settings.batch_size}; give a larger one, or fewer ranks"
+            f"mesh: expected a --batch-size of at least {n_ranks}, one row for each rank of dp, got "
+            f"{settings.batch_size}; use a larger --batch-size, or fewer ranks"
         )
 
 
@@ -246,7 +250,7 @@ def _left_out(weights: Weights) -> list[str]:
     if not values.get("output_router_logits"):
         return []
     return [
-        "config.json asks for an auxiliary loss that spreads the work over the experts (output_router_logits, "
+        "config.json asks for an auxiliary loss that balances the experts (output_router_logits, "
         f"router_aux_loss_coef {values.get('router_aux_loss_coef', 0.001)}): it is not trained, the loss is cross "
         "entropy alone"
     ]
@@ -259,7 +263,7 @@ def _of_tied(adapter: Adapter, weights: Weights) -> list[str]:
         return []
     return [
         f"{' and '.join(outer)} of a tied base: llorch lora export refuses such an adapter as GGUF, and PEFT's merge "
-        "changes both sides; llorch lora merge writes two matrices"
+        "changes both matrices; use llorch lora merge, which writes two matrices"
     ]
 
 

@@ -56,7 +56,7 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     dump, trials = judge.replay.dump, Trials(judge.replay, judge.pasts)
     found, left_open = _without_open(list(_findings(results, trials, say)), results, judge.replay)
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
-    say("looking for what this dump cannot show")
+    say("looking for mistakes that this dump cannot show")
     hidden = _could_not_show(results, trials)
     findings = [*found, *_arithmetic(results)]
     not_run = [*judge.not_run, *left_open]
@@ -238,18 +238,18 @@ def _sentence(
     """The whole of a finding for a person."""
     where = made_in[0] if len(made_in) == 1 else f"{made_in[0]} to {made_in[-1]}"
     if kind == "not finite":
-        return f"{first.key}: {first.local.describe()}, from inputs that are finite."
+        return f"{first.key}: {first.local.describe()}, although its inputs are finite."
     if kind == "unknown":
-        local = f"it is local to {where}" if len(made_in) == 1 else f"it was made in {where}"
+        local = f"the error starts in {where}"
         concentrated = _concentrated(first)
         if here:
             name = here[0].hypotheses[0].name
-            known = f"{name} explains pass {first.n_pass}, but not what is wrong with the same stage in others"
+            known = f"{name} explains pass {first.n_pass}, but not the error of this stage in other passes"
         else:
-            known = "none of the known mistakes makes this error"
+            known = "this error matches no known mistake"
         return f"{first.key}: {known}; {local}{concentrated}."
     said = " And: ".join(suspect.sentence for suspect in suspects)
-    return f"{where}: {said} Explains {_percent(suspects[0].share)} of the error."
+    return f"{where}: {said} This explains {_percent(suspects[0].share)} of the error."
 
 
 def _percent(share: float) -> str:
@@ -268,7 +268,7 @@ def _concentrated(result: StageResult) -> str:
         squares = np.square(np.where(np.isfinite(errors), errors, 0.0))
         if squares.max() > 0.98 * squares.sum() > 0:
             said.append(f"{name} {int(squares.argmax())}")
-    return f", nearly all of it in {' and '.join(said)}" if said else ""
+    return f", and nearly all of the error is in {' and '.join(said)}" if said else ""
 
 
 def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
@@ -288,8 +288,8 @@ def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
             suspects=(),
             near_misses=(),
             places=tuple((result.n_pass, result.key) for result in here),
-            sentence=f"{kind}: {len(here)} stages are off by at most {most.over:.2f} of what that may cost "
-            f"({most.key}: error {most.local.error:.1e}, allowed {most.limit.error:.1e}); no mistake is needed for it.",
+            sentence=f"{kind}: {len(here)} stages differ by at most {most.over:.2f} of what this arithmetic may cost "
+            f"({most.key}: error {most.local.error:.1e}, allowed {most.limit.error:.1e}); there is no mistake in them.",
         )
 
 
@@ -303,13 +303,13 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
 
     def reason(mistake: Hypothesis) -> str:
         if mistake.after_cached and not has_past:
-            return "one pass only: nothing is read from a cache that an earlier pass filled"
+            return "the dump has one pass, so no stage reads a cache that an earlier pass filled"
         able = [r for r in one_of_each if mistake.at(r.since) and (r.n_pass or not mistake.after_cached)]
         if not able:
-            return "no stage of the dump lies at it or behind it"
+            return "the dump has neither its stage nor a later one"
         if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
             return ""
-        return f"too small beside rounding with {len(first.ids)} tokens from position {first.first_position}"
+        return f"no larger than rounding, with {len(first.ids)} tokens from position {first.first_position}"
 
     for mistake in trials.mistakes:
         if said := reason(mistake):

@@ -68,11 +68,11 @@ class Engine:
         if stage in KEPT and (dtype in HALF or stored in HALF):
             dtype = own
         elif stage not in KEPT and dtype == "float32":
-            dtype, how = own, "as its values are"
+            dtype, how = own, "the type of its values"
         if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
-            return Judged(FLASH, "attention in float16, as flash attention of ggml on a CPU")
+            return Judged(FLASH, "attention in float16, like ggml's flash attention on a CPU")
         if stage in CACHES and features.kv_cache in HALF:
-            dtype, how = features.kv_cache, "the cache, as declared"
+            dtype, how = features.kv_cache, "the declared type of the cache"
         made, said = ARITHMETICS[dtype], f"{dtype}, {how}" if dtype != "float32" else ""
         if features.activations:
             made = replace(made, activations=features.activations)
@@ -100,7 +100,7 @@ class Engine:
         ]
         for dtype in HALF:
             if shown and 2 * shown.count(dtype) > len(shown):
-                return dtype, "as most values are"
+                return dtype, "the type of most values"
         return "float32", ""
 
     def _dtype_of(self, n_pass: int, name: str) -> str:

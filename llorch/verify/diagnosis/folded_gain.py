@@ -22,7 +22,7 @@ def with_gain(dump: StageDump, config: ModelConfig) -> StageDump | None:
     turned = {place for place in dump.seen if place[1].rpartition(".")[2] in TURNED}
     if gain == 1.0 or not turned:
         return None
-    note = f"YaRN's gain, {gain:.6g}, is in the scale of the scores, not in rotated queries and keys: the same numbers"
+    note = f"YaRN's gain, {gain:.6g}, is in the scale of the scores, not in queries and keys: this gives equal scores"
     seen = {place: _times(seen, gain) if place in turned else seen for place, seen in dump.seen.items()}
     return replace(dump, seen=seen, notes=(*dump.notes, note))
 

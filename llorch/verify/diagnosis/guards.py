@@ -57,7 +57,7 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
     """The tokens that are said, and those whose embeddings the dump has."""
     said = [token for tokens in dump.passes for token in tokens.ids]
     if ids is not None and [*ids] != said:
-        message = f"expected {shown(ids)}, as you say, got a dump of {shown(said)}{parting([*ids], said)}"
+        message = f"expected the given tokens {shown(ids)}, got a dump of {shown(said)}{parting([*ids], said)}"
         raise GuardFailed("ids", f"{message}; run the engine on the same tokens", source=dump.source)
     for number, tokens in enumerate(dump.passes):
         if (number, "embed") not in dump.seen:
@@ -70,7 +70,7 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
             continue
         raise GuardFailed(
             "ids",
-            f"expected {shown(wanted)} in pass {number}, as the dump says, got embeddings of {shown(found)}"
+            f"expected {shown(wanted)} in pass {number} (the ids in the dump), got embeddings of {shown(found)}"
             f"{parting(wanted, [*found])}; give the tokens that the engine ran",
             source=dump.source,
         )
@@ -90,12 +90,12 @@ def _rows(seen: Seen, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
 def _require_positions(dump: StageDump, config: ModelConfig, first_position: int | None) -> None:
     first, last = dump.passes[0], dump.passes[-1]
     if first_position not in (None, first.first_position):
-        message = f"expected the first token at {first_position}, as you say, got a dump from {first.first_position} on"
+        message = f"expected the first token at the given position {first_position}, got {first.first_position}"
         raise GuardFailed("positions", f"{message}; run the engine at the same positions", source=dump.source)
     require_one_after_the_other(dump.passes, dump.source)
     end = last.first_position + len(last.ids)
     if end > config.max_position_embeddings:
-        message = f"expected at most {config.max_position_embeddings}, as the model has, got {end}; shorten the run"
+        message = f"expected at most the model's {config.max_position_embeddings}, got {end}; shorten the run"
         raise GuardFailed("positions", message, source=dump.source)
 
 
@@ -120,9 +120,9 @@ def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, got: tupl
     expected = ", ".join(f"{axis}={size}" for axis, size in zip(axes, wanted, strict=True))
     differ = [axis for axis, a, b in zip(axes, wanted, got, strict=False) if a != b]
     if len(got) == len(wanted) and differ == ["ctx"]:
-        hidden = "dump the passes that filled the cache, too, and nothing behind the last token"
+        hidden = "dump also the passes that filled the cache, and no later slot"
         return GuardFailed("positions", f"{where}: expected {expected}, got {got}; {hidden}", source=source)
-    advice = "read it with llorch.dumps.names, which finds the order of axes, or give axes in a mapping"
+    advice = "name the order of axes in a mapping, or let llorch diff --suggest find it"
     return GuardFailed("layout", f"{where}: expected {expected}, got {got}; {advice}", source=source)
 
 
@@ -138,7 +138,7 @@ def _check_run(dump: StageDump) -> list[str]:
             if apart > _half_the_digits(dump, unwatched):
                 raise GuardFailed("run", _another_run(number, token, apart, captured, rows[token]), source=dump.source)
             if apart:
-                notes.append(f"run: logits of token {token} of pass {number} are {apart:.1e} from those in production")
+                notes.append(f"run: logits of token {token} of pass {number} are {apart:.1e} from production's logits")
     return notes[:1]
 
 
@@ -157,12 +157,12 @@ def _half_the_digits(dump: StageDump, seen: Seen) -> float:
 def _another_run(number: int, token: int, apart: float, captured: Mapping[int, np.ndarray], row: np.ndarray) -> str:
     errors = {other: measure(mine, row.astype(mine.dtype)).error for other, mine in captured.items()}
     nearest = min(errors, key=errors.__getitem__)
-    what = "another kernel or path"
+    what = "the dump came from another kernel or another path of the engine"
     if nearest != token and errors[nearest] < _CLOSE:
-        what = f"that is captured token {nearest}, so one of them counts from the first generated token"
+        what = f"they fit captured token {nearest}, so one side counts from the first generated token"
     return (
-        f"expected logits of token {token} of pass {number} to be those in production, got an error of {apart:.1e}: "
-        f"{what}; capture the path that serves"
+        f"expected equal logits in dump and production (token {token}, pass {number}), got an error of {apart:.1e}: "
+        f"{what}; dump the path that production runs"
     )
 
 

@@ -188,7 +188,7 @@ def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
     scaling = replace(_as_llama3(config) or _LLAMA3, factor=value)
     return Hypothesis(
         "rope-llama3-factor", "setting", ROTATED,
-        f"llama3 scaling has the factor {_number(value)} here; this model's is another.",
+        f"llama3 scaling has the factor {_number(value)} here; this model's config has another.",
         _configured(rope_scaling=scaling), _number(value), by_place=False,
     )  # fmt: skip
 
@@ -200,7 +200,7 @@ def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = Fals
         skipped = later_passes_only and not setting.n_cached
         return setting if skipped else replace(setting, positions=setting.positions + n)
 
-    where = " behind a cache" if later_passes_only else ""
+    where = " after cached tokens" if later_passes_only else ""
     return Hypothesis(
         "rope-position-offset", "setting", ROTATED,
         f"Positions{where} are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at 0.",
@@ -225,7 +225,7 @@ def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
     right = config.head_dim**-0.5
     return Hypothesis(
         "scores-scale", "setting", ("attn_scores",),
-        f"Products are multiplied by {_number(value)} here; it is 1 / sqrt(head_dim) = {_number(right)}.",
+        f"Products are multiplied by {_number(value)} here; the right factor is 1 / sqrt(head_dim) = {_number(right)}.",
         _planted(lambda scores: scores * (value / right)), _number(value),
     )  # fmt: skip
 
@@ -259,7 +259,7 @@ def _soft_cap(value: float, config: ModelConfig) -> Hypothesis:
 def _scaled(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "scaled", "setting", SCALED,
-        f"The stage is {_number(value)} times what it should be.", _planted(lambda x: x * value), _number(value),
+        f"The stage is {_number(value)} times the right result.", _planted(lambda x: x * value), _number(value),
     )  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
         return Change(setting=exchanged)
 
     return Hypothesis(
-        "weights-of-other-layer", "setting", WEIGHTED, f"The weights of layer {layer} were used.", change,
+        "weights-of-other-layer", "setting", WEIGHTED, f"The weights of layer {layer} were used here.", change,
         f"layer {layer}",
     )  # fmt: skip
 

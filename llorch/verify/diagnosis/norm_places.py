@@ -47,13 +47,13 @@ def check_norms(dump: StageDump, weights: Weights) -> list[str]:
             if is_wrong is None and suspect.key != suspect.norm:
                 is_wrong = True  # a residual stream of unit rows, of which nothing else was made
             if is_wrong is None:
-                notes.append(f"norm: {suspect.key} {suspect.looks}: left out by the engine, or dumped at another place")
+                notes.append(f"norm: {suspect.key} {suspect.looks}: no norm in the engine, or dumped at another point")
             if is_wrong:
-                before = "before the final norm" if suspect.key != suspect.norm else "behind the norm and its gain"
+                before = "before the final norm" if suspect.key != suspect.norm else "after the norm and its gain"
                 raise GuardFailed(
                     "norm",
                     f"expected {suspect.key} {before}, got an array of pass {number} that {suspect.looks}; "
-                    "dump the other one, or leave it out",
+                    "dump the expected array, or leave this one out",
                     source=dump.source,
                 )
     return notes
@@ -70,9 +70,9 @@ def _suspects(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspe
         behind = rms_norm(array, gain.astype(array.dtype), eps=eps)
         if name == last:
             if _is_unit(array / np.where(gain, gain, 1)):
-                yield _Suspect(name, "is behind it", "final_norm", None, behind, array, tokens)
+                yield _Suspect(name, "was taken after this norm", "final_norm", None, behind, array, tokens)
         elif _equals(dump, number, input_keys(stage, layer, weights.config)[0], array, tokens):
-            yield _Suspect(name, "is what goes into the norm", name, layer, array, behind, tokens)
+            yield _Suspect(name, "is the input of the norm", name, layer, array, behind, tokens)
         elif _is_unit(array) and not np.allclose(gain, 1, atol=0.05):
             yield _Suspect(name, "is normalised without the gain", name, layer, array, array * gain, tokens)
 

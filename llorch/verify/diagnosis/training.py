@@ -200,10 +200,10 @@ def _finding(
         kind = "honest" if all(one.honest for one in best.cause) else "mistake"
         made_in = tuple(dict.fromkeys(one.planted.mistake.stages[0] for one in best.cause))
         said = " ".join(one.sentence for one in best.cause)
-        sentence = f"{where}: {said} It explains {_percent(best.share)} of the error."
+        sentence = f"{where}: {said} This explains {_percent(best.share)} of the error."
         if near:
             alike = ", ".join(one.cause[0].name for one in near)
-            sentence += f" This dump cannot tell it from {alike}."
+            sentence += f" This dump cannot tell this mistake from {alike}."
     suspects = () if best is None else tuple(_suspect(one, places, best) for one in best.cause)
     misses = tuple(_suspect(one.cause[0], places, one) for one in near)
     layers = tuple(sorted({layer for row in places if (layer := _layer(row.key)) is not None}))
@@ -219,12 +219,12 @@ def _unexplained(wrong: Judged, rows: Sequence[Judged], where: str) -> tuple[tup
         return (_key(wrong.key),), f"{where}: {wrong.difference.fault}."
     before = [row for row in rows if row.key[:2] == wrong.key[:2]]
     first = before.index(wrong)
-    right = f"; {first} of {len(before)} that come before it are right" if first else ""
+    right = f"; {first} of the {len(before)} quantities before it are right" if first else ""
     target = wrong.key[2].split(".")[-2] if wrong.key[1] == "gradient" else ""
     behind = BEHIND.get(target, "")
     made_in = tuple(f"l{_layer(wrong.key)}.{name}" for name in behind.split(", ")) if behind else (_key(wrong.key),)
-    off = f"{wrong.over:.3g} times what its arithmetic explains"
-    return made_in, f"{where}: none of the known mistakes makes this ({off}{right})."
+    off = f"error {wrong.over:.3g} times the tolerance of its arithmetic"
+    return made_in, f"{where}: this error matches no known mistake ({off}{right})."
 
 
 def _suspect(one: Hypothesis, places: Sequence[Judged], scored: Scored) -> Suspect:
@@ -251,6 +251,6 @@ def _of_arithmetic(results: Sequence[StageResult], dtype: DtypeName) -> list[Fin
     if not honest:
         return []
     most = max(honest, key=lambda result: result.over)
-    said = f"{len(honest)} quantities are off as {dtype} makes them, at most {most.over:.2g} of what it explains"
+    said = f"{len(honest)} quantities differ as {dtype} explains, by at most {most.over:.2g} of its tolerance"
     places = tuple((result.n_pass, result.key) for result in honest)
     return [Finding("honest", honest[0].key, honest[0].n_pass, (), (), (), (), places, said)]

@@ -25,13 +25,13 @@ def could_not_show(
         if mistake.stages[0] in OUTSIDE:
             hidden.setdefault(OUTSIDE[mistake.stages[0]], []).append(mistake.name)
         elif mistake.name in RANDOM:
-            hidden.setdefault("what was dropped cannot be made again", []).append(mistake.name)
+            hidden.setdefault("llorch cannot repeat the random numbers of dropout", []).append(mistake.name)
         elif not mistake.applies_to(config):
-            hidden.setdefault("this model cannot have it", []).append(mistake.name)
+            hidden.setdefault("this model does not have the part that it changes", []).append(mistake.name)
     n_tokens = sum(int((batch.positions >= 0).sum()) for step in dump.steps for batch in step.batches)
     n_weights = config.n_layers * config.hidden_size * (4 * config.hidden_size + 3 * config.intermediate_size)
     if n_tokens * n_weights > MOST_WORK:
-        return hidden, ["the model is large: what else this dump could not have shown was not tried"]
+        return hidden, ["the model is large: llorch did not test which other mistakes this dump cannot show"]
     base, reasons = replay.run(), _reasons(dump, adapter)
     rows, first = judge.rows(base), min(step.number for step in dump.steps if step.batches)
 
@@ -50,7 +50,7 @@ def _reason(mistake: TrainingMistake, dump: TrainingDump, reasons: Mapping[str, 
     group = group_of(mistake)
     shown = {of for step in dump.steps for of, _ in step.shown}
     if not shown & {*FLOW[FLOW.index(group) :]}:
-        return f"nothing from {group} on is in it"
+        return f"the dump has no quantity from {group} on"
     told = (reason for reason, parts in reasons.items() if any(part in mistake.name for part in parts))
     return next(told, "its effect here is no larger than rounding")
 
@@ -61,10 +61,10 @@ def _reasons(dump: TrainingDump, adapter: Adapter) -> dict[str, Sequence[str]]:
     batches = [batch for step in dump.steps for batch in step.batches]
     slots = [step.batches for step in dump.steps if step.batches]
     held: dict[str, tuple[bool, Sequence[str]]] = {
-        "B is zero, so that the adapter adds nothing and A has no gradient": (
+        "B is zero, so the adapter adds zero and A has no gradient": (
             not any(array.any() for name, array in adapter.flat().items() if name.endswith(LORA_B)), ("lora",)),
-        "no matrix has a rank of its own": (not config.rank_pattern, ("rank-pattern",)),
-        "no matrix has an alpha of its own": (not config.alpha_pattern, ("alpha-pattern",)),
+        "rank_pattern is empty": (not config.rank_pattern, ("rank-pattern",)),
+        "alpha_pattern is empty": (not config.alpha_pattern, ("alpha-pattern",)),
         "the adapter is not rank-stabilised": (not config.use_rslora, ("rslora",)),
         "a step has one micro-batch": (max(map(len, slots)) < 2, ("accumulation",)),
         "a step has one row": (max(sum(len(batch.ids) for batch in own) for own in slots) < 2, ("mean-of-rows",)),
@@ -72,8 +72,8 @@ def _reasons(dump: TrainingDump, adapter: Adapter) -> dict[str, Sequence[str]]:
         "every token is learned": (
             all((batch.labels[batch.positions > 0] != IGNORED).all() for batch in batches),
             ("prompt", "ignored", "all-tokens")),
-        "nothing is clipped": (settings.max_grad_norm == math.inf, ("clip",)),
-        "no weight decays": (settings.weight_decay == 0, ("decay",)),
-        "it has the first step alone": (dump.steps[-1].number == 1, ("step-counted",)),
+        "gradients are not clipped": (settings.max_grad_norm == math.inf, ("clip",)),
+        "weight decay is 0": (settings.weight_decay == 0, ("decay",)),
+        "the dump has only the first step": (dump.steps[-1].number == 1, ("step-counted",)),
     }  # fmt: skip
     return {reason: parts for reason, (holds, parts) in held.items() if holds}

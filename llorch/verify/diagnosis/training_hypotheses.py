@@ -20,8 +20,8 @@ from llorch.verify.mistakes.training_optimizer import STEP as UPDATE
 
 IN_FLOW = {"lora_delta": "adapted_logits", "loss_curve": "loss"}  # group of the table -> the one that a dump shows
 OUTSIDE = {  # mistakes that no step makes, by the first of their stages
-    "merged_weight": "merging is no part of a step", "adapter_file": "files are no part of a step",
-    "learning_rate": "a dump gives the rate of every step, not the schedule",
+    "merged_weight": "a training step does not merge", "adapter_file": "a training step writes no files",
+    "learning_rate": "a dump has the learning rate of every step, not the schedule",
 }  # fmt: skip
 RANDOM = ("lora-dropout-at-evaluation",)  # makes numbers that nobody can make again
 IN_FORWARD = FLOW[:3]
@@ -101,12 +101,12 @@ def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) 
     settings = dump.settings
     found = [
         Family("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
-            f"The adapter's product is multiplied by {scale * x:.4g} here; its configuration makes it {scale:.4g}.",
+            f"The adapter's product is multiplied by {scale * x:.4g} here; its configuration gives {scale:.4g}.",
             f"{scale * x:.4g}")),
         Family("label-smoothing", "token_losses", (0.1,), smoothed, told("label smoothing", settings.label_smoothing),
                "label_smoothing", 1.0),
         Family("loss-normalisation", "loss", (1.0,), normalised, lambda x: (
-            f"It is {x:.6g} times as large in every step.", f"{x:.6g}")),
+            f"The loss is {x:.6g} times the right one in every step.", f"{x:.6g}")),
         Family("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
                told("max_grad_norm", settings.max_grad_norm), "max_grad_norm"),
         Family("adamw-beta1", "first_moment", (1 - settings.betas[0],), lambda x: in_update(

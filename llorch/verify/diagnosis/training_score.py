@@ -86,9 +86,9 @@ class Scorer:
     def _of_gradients(self, planted: Planted, factor: float, norm: float) -> Hypothesis:
         largest = self.replay.dump.settings.max_grad_norm
         if norm > largest and math.isclose(factor, largest / norm, rel_tol=1e-3):
-            said = "These are the gradients after clipping; call them `clipped.`, or write them before."
+            said = "These are the gradients after clipping; name them `clipped.`, or dump them before clipping."
             return Hypothesis(planted, AFTER_CLIPPING, said, f"{factor:.6g}", honest=True)
-        said = f"All gradients are {factor:.6g} times as large as those of the loss that the dump shows."
+        said = f"All gradients are {factor:.6g} times the gradients of the dumped loss."
         return Hypothesis(planted, "gradient-scale", said, f"{factor:.6g}")
 
     def _run(self, planted: Cure) -> Run:

@@ -73,10 +73,10 @@ class _Ours:
         if told in self._by_digest:
             return f"is our {self._by_digest[told]}", True
         if name is None:
-            return "is not compared: neither name nor hash are those of a weight", True
+            return "is not compared: no weight of the model has this name or this hash", True
         way = self._way(name, told)
         if way is None:
-            return "has other numbers in every layout that is known", False
+            return "has other numbers in every known layout", False
         layout, rounding = way
         rounded = f"rounded to {rounding}" if rounding else ""
         return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)

@@ -152,18 +152,18 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="scores-scaled-by-hidden", stages=SCORES, reads=QUERY_AND_KEY,
         wrong=lambda s, stage: _with_scale(s, stage, s.config.hidden_size**-0.5),
-        diagnosis="The products were divided by sqrt(hidden_size); it is the width of one head that counts.",
+        diagnosis="The products were divided by sqrt(hidden_size); divide by sqrt(head_dim).",
     ),
     Mistake(
         name="scores-scaled-by-hidden-over-heads", stages=SCORES, reads=QUERY_AND_KEY,
         applies_to=lambda config: config.q_width != config.hidden_size,
         wrong=lambda s, stage: _with_scale(s, stage, (s.config.hidden_size // s.config.n_heads) ** -0.5),
-        diagnosis="The products were divided by sqrt(hidden_size / n_heads); this model has a head_dim of its own.",
+        diagnosis="The products were divided by sqrt(hidden_size / n_heads); this model's config sets head_dim.",
     ),
     Mistake(
         name="mask-missing", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, np.zeros_like(_hidden(s))),
         reads=QUERY_AND_KEY,
-        diagnosis="Every token saw all others; keys after the query are hidden.",
+        diagnosis="Every token saw all other tokens; hide the keys after the query.",
     ),
     Mistake(
         name="mask-shows-next", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=1)),
@@ -182,11 +182,11 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="mask-reversed", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, ~_hidden(s, shift=-1)),
         reads=QUERY_AND_KEY,
-        diagnosis="The past was hidden and the future seen; the lower triangle is what a query may see.",
+        diagnosis="The mask hid the past and showed the future; a query may see the lower triangle.",
     ),
     Mistake(
         name="mask-ignores-cache", stages=SCORES, wrong=mask_ignores_cache, reads=QUERY_AND_KEY, after_cached=True,
-        diagnosis="The mask was laid at the first key; after n cached tokens query t sees keys 0 to n + t.",
+        diagnosis="The mask started at the first key; after n cached tokens query t sees keys 0 to n + t.",
     ),
     Mistake(
         name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
@@ -241,7 +241,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="heads-joined-without-transpose", stages=("attn_context",), wrong=heads_joined_without_transpose,
-        diagnosis="(heads, seq, head_dim) was reshaped as it lies; bring seq to the front, then join the heads.",
+        diagnosis="(heads, seq, head_dim) was reshaped untransposed; bring seq to the front, then join the heads.",
     ),
     Mistake(
         name="heads-joined-interleaved", stages=("attn_context",), wrong=heads_interleaved,
@@ -250,6 +250,6 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="context-mixes-keys", stages=("attn_context",), reads=("k_cache",),
         wrong=lambda s, _: _joined(_mixed(s, _repeated(s["k_cache"], s.config.group_size))),
-        diagnosis="The keys were mixed by the probabilities; the values are.",
+        diagnosis="The probabilities mixed the keys; they must mix the values.",
     ),
 )  # fmt: skip

@@ -29,11 +29,11 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="attention-residual-skipped", stages=("attn_residual",), wrong=lambda s, _: s[MIXED],
-        diagnosis="Attention's output came out alone; the block's input is added to it.",
+        diagnosis="The result is attention's output alone; add the block's input.",
     ),
     Mistake(
         name="attention-dropped", stages=("attn_residual",), wrong=lambda s, _: s["block_in"],
-        diagnosis="The block's input came out alone; attention's output is added to it.",
+        diagnosis="The result is the block's input alone; add attention's output.",
     ),
     Mistake(
         name="block-residual-from-normed", stages=("block_out",), wrong=lambda s, _: s["ffn_norm"] + s[FED],
@@ -42,7 +42,7 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="block-residual-skipped", stages=("block_out",), wrong=lambda s, _: s[FED],
-        diagnosis="The feed-forward part came out alone; attn_residual is added to it.",
+        diagnosis="The result is the feed-forward part alone; add attn_residual.",
     ),
     Mistake(
         name="block-residual-from-block-input", stages=("block_out",), wrong=lambda s, _: s["block_in"] + s[FED],
@@ -57,7 +57,7 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="block-feed-forward-dropped", stages=("block_out",), wrong=lambda s, _: s["attn_residual"],
-        diagnosis="attn_residual came out alone; the feed-forward part is added to it.",
+        diagnosis="The result is attn_residual alone; add the feed-forward part.",
     ),
     Mistake(
         name="block-skipped", stages=("block_out",), reads=("block_in",), wrong=lambda s, _: s["block_in"],
@@ -71,7 +71,7 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="logits-final-norm-twice", stages=("logits",),
         wrong=lambda s, _: _logits(s, s.rms_norm(s["final_norm"], "final_norm")),
-        diagnosis="The final norm was applied twice; a hidden state that comes after the norm needs no other.",
+        diagnosis="The final norm was applied twice; apply it once.",
     ),
     Mistake(
         name="logits-tied-wrongly", stages=("logits",), applies_to=lambda config: not config.tie_word_embeddings,

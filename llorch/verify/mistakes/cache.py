@@ -40,7 +40,7 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="cache-past-forgotten", stages=CACHES, wrong=lambda s, stage: _past_and_new(s, stage)[1],
         after_cached=True,
-        diagnosis="Only the new tokens are there; keys and values are appended to those of the tokens before.",
+        diagnosis="The cache has only the new tokens; append their keys and values to the cached ones.",
     ),
     Mistake(
         name="cache-past-overwritten", stages=CACHES, wrong=past_overwritten, after_cached=True,
@@ -61,7 +61,7 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="cache-warm-up-left", stages=CACHES, wrong=_laid(lambda past, new: (new[:, :2], past, new)),
-        diagnosis="Tokens of an earlier run lie in front; empty the cache for every new sequence.",
+        diagnosis="The cache starts with tokens of an earlier run; empty it for every new sequence.",
     ),
     Mistake(
         name="cache-keys-before-rope", stages=("k_cache",), reads=("k_proj", "k_norm"),
@@ -76,7 +76,7 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="cache-keys-and-values-exchanged", stages=CACHES, reads=(KEY, "v_proj"),
         wrong=lambda s, stage: np.concatenate(_past_and_new(s, "v_cache" if stage == "k_cache" else "k_cache"), axis=1),
-        diagnosis="Keys lie in the cache of the values, or the other way round.",
+        diagnosis="The caches of keys and values were exchanged.",
     ),
     Mistake(
         name="cache-heads-and-tokens-mixed", stages=CACHES,

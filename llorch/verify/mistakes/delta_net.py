@@ -219,7 +219,7 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="conv-state-newest-first", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, s["qkv_in"])[::-1],
-        diagnosis="The state of the convolution has the newest token first; the oldest is first.",
+        diagnosis="The state of the convolution has the newest token first; the oldest token must be first.",
     ),
     Mistake(
         name="conv-state-one-token-early", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, s["qkv_in"][:-1]),
@@ -227,25 +227,25 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="conv-state-behind-convolution", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, _convolved(s)),
-        diagnosis="What came out of the convolution was kept; its state holds what went in.",
+        diagnosis="The outputs of the convolution were stored; its state holds its inputs.",
     ),
     Mistake(
         name="conv-taps-reversed", stages=("conv_out",),
         wrong=lambda s, _: _convolved(s, kernel=s.weights["conv"][:, ::-1]),
-        diagnosis="The kernel was turned round; its last number belongs to the newest token.",
+        diagnosis="The kernel was reversed; its last number belongs to the newest token.",
     ),
     Mistake(
         name="conv-not-causal", stages=("conv_out",), wrong=conv_not_causal,
-        diagnosis="The convolution saw the next token: pad in front only, one less than the kernel is long.",
+        diagnosis="The convolution saw the next token: pad only in front, by the length of the kernel minus 1.",
     ),
     Mistake(
         name="conv-silu-missing", stages=("conv_out",), wrong=conv_without_silu,
-        diagnosis="The sums of the convolution came out as they are; SiLU follows.",
+        diagnosis="SiLU is missing after the sums of the convolution.",
     ),
     Mistake(
         name="conv-past-forgotten", stages=("conv_out",), after_cached=True,
         wrong=lambda s, _: _convolved(s, past=np.zeros_like(s["past_conv"])),
-        diagnosis="The convolution began with zeros in this pass; it goes on with the last inputs of the one before.",
+        diagnosis="The convolution began with zeros in this pass; it continues with the previous pass's last inputs.",
     ),
     Mistake(
         name="l2-norm-missing", stages=LENGTHS, wrong=_of_key_heads,
@@ -253,7 +253,7 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="l2-norm-by-mean", stages=LENGTHS, wrong=_by(lambda x: np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)),
-        diagnosis="Heads were divided by the root of the mean of squares (RMSNorm); it is the root of their sum.",
+        diagnosis="Heads were divided by the root of the mean of squares (RMSNorm); divide by the root of their sum.",
     ),
     Mistake(
         name="l2-norm-eps-outside", stages=LENGTHS, wrong=_by(lambda x: _length(x) + 1e-6),
@@ -262,11 +262,11 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="l2-norm-of-heads-together", stages=LENGTHS,
         wrong=_by(lambda x: np.sqrt((x * x).sum((-2, -1), keepdims=True) + 1e-6)),
-        diagnosis="All heads of a token were brought to length 1 together; each is by itself.",
+        diagnosis="All heads of a token were scaled to length 1 together; scale each head separately.",
     ),
     Mistake(
         name="beta-sigmoid-missing", stages=("beta",), wrong=lambda s, _: s["b_in"],
-        diagnosis="The projection was used as beta; it goes through a sigmoid first.",
+        diagnosis="The projection was used as beta; apply a sigmoid first.",
     ),
     Mistake(
         name="beta-doubled", stages=("beta",), wrong=lambda s, _: 2 * sigmoid(s["b_in"]),
@@ -274,7 +274,7 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="beta-from-a", stages=("beta",), reads=("a_in",), wrong=lambda s, _: sigmoid(s["a_in"]),
-        diagnosis="beta was made of a; the projections b and a were exchanged (b comes first in the fused matrix).",
+        diagnosis="beta was made from a; the projections b and a were exchanged (b comes first in the fused matrix).",
     ),
     Mistake(
         name="decay-sign-flipped", stages=("log_decay",),
@@ -302,7 +302,7 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="decay-bias-behind-softplus", stages=("log_decay",),
         wrong=_decayed(lambda a, bias, rate: rate * (_softplus(a) + bias)),
-        diagnosis="dt_bias was added behind the softplus; it is added to a before.",
+        diagnosis="dt_bias was added after the softplus; add it to a before.",
     ),
     Mistake(
         name="decay-given-as-factor", stages=("log_decay",),
@@ -321,26 +321,26 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="delta-decay-after-write", stages=RULE,
         wrong=_both(lambda state, t: t.decay * t.written(state, t.corrected(state))),
-        diagnosis="The state decayed after the token was written; it decays before, so that the newest is whole.",
+        diagnosis="The state decayed after the token was written; it decays before, so that the newest stays whole.",
     ),
     Mistake(
         name="delta-correction-before-decay", stages=RULE,
         wrong=_both(lambda state, t: t.written(t.decay * state, t.corrected(state))),
-        diagnosis="What the state knows of a value was read before it decayed; it decays first.",
+        diagnosis="The state was read at the key before it decayed; it decays first.",
     ),
     Mistake(
         name="delta-correction-missing", stages=RULE,
         wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v)),
-        diagnosis="Values were added whole (plain linear attention); what the state knows at the key is subtracted.",
+        diagnosis="Values were added whole (plain linear attention); subtract the state's value at the key.",
     ),
     Mistake(
         name="delta-beta-on-value-only", stages=RULE,
         wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v - t.k @ (t.decay * state))),
-        diagnosis="beta multiplied the value alone; it multiplies the value less what the state knows of it.",
+        diagnosis="beta multiplied the value alone; it multiplies the value minus the state's value at the key.",
     ),
     Mistake(
         name="delta-read-before-write", stages=("delta_out",), wrong=_stepped(read_before_write),
-        diagnosis="Queries read the state before their own token was written; they see it.",
+        diagnosis="Queries read the state before their token was written; write the token first.",
     ),
     Mistake(
         name="delta-value-heads-tiled", stages=RULE, wrong=_given(_tiled), applies_to=_several,
@@ -352,12 +352,12 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="delta-state-reset-between-chunks", stages=RULE, wrong=forgotten_between_chunks, cases=("near",),
-        diagnosis="Every 64 tokens the state began empty; a chunk goes on with the state of the one before.",
+        diagnosis="The state was emptied every 64 tokens; a chunk continues with the state of the previous chunk.",
     ),
     Mistake(
         name="delta-past-forgotten", stages=RULE, after_cached=True,
         wrong=_given(lambda s: {"state": np.zeros_like(s["past_delta"])}),
-        diagnosis="The state began empty in this pass; it goes on with what the pass before left.",
+        diagnosis="The state was empty at the start of this pass; it continues with the state of the previous pass.",
     ),
     Mistake(
         name="delta-state-transposed", stages=("delta_state",),
@@ -372,7 +372,7 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="gated-norm-gain-plus-one", stages=("gated_norm",),
         wrong=_gated(lambda s, x, z, gain: _normed(s, x, 1 + gain) * _silu(z)),
-        diagnosis="The gain was applied as 1 + weight; this norm, alone of its model, stores the gain itself.",
+        diagnosis="The gain was applied as 1 + weight; only this norm of the model stores the gain itself.",
     ),
     Mistake(
         name="gated-norm-sigmoid", stages=("gated_norm",),
@@ -390,6 +390,6 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
             lambda s, x, z, gain: x / np.sqrt(np.mean(x * x, (-2, -1), keepdims=True) + s.config.rms_norm_eps)
             * gain * _silu(z)
         ),
-        diagnosis="All heads of a token were normalised together; each is by itself.",
+        diagnosis="All heads of a token were normalised together; normalise each head separately.",
     ),
 )  # fmt: skip

@@ -137,7 +137,7 @@ ROUTING: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="topk-one-too-far", stages=("topk_ids",), applies_to=_chooses,
         wrong=lambda s, _: _ranked(s)[:, 1 : _k(s) + 1],
-        diagnosis="The experts of rank 2 to k + 1 were chosen; the most probable one belongs to them.",
+        diagnosis="The experts of rank 2 to k + 1 were chosen; include the most probable expert.",
     ),
     Mistake(
         name="topk-smallest", stages=("topk_ids",), applies_to=_chooses, wrong=lambda s, _: _ranked(s)[:, -_k(s) :],
@@ -162,12 +162,12 @@ ROUTING: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="topk-weights-softmax-twice", stages=("topk_weights",), applies_to=_chooses,
         wrong=lambda s, _: router_probs(_chosen(s)),
-        diagnosis="A softmax was taken of probabilities again; of the chosen ones only the sum is divided by.",
+        diagnosis="A softmax was applied to probabilities; divide the chosen ones by their sum instead.",
     ),
     Mistake(
         name="topk-weights-sorted-by-id", stages=("topk_weights",), applies_to=_chooses,
         wrong=lambda s, _: np.take_along_axis(_right_weights(s), np.argsort(s["topk_ids"], axis=-1), axis=-1),
-        diagnosis="The weights were put in the order of the ids, the ids were not: each expert got another's weight.",
+        diagnosis="The weights were sorted by id, but the ids were not, so each expert got a wrong weight.",
     ),
     Mistake(
         name="topk-weights-of-the-first-experts", stages=("topk_weights",), applies_to=_chooses,
@@ -203,7 +203,7 @@ CHOSEN: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="experts-by-rank", stages=BY_EXPERT, applies_to=_chooses,
         wrong=lambda s, stage: _by_expert(s, stage, ids=np.argsort(np.argsort(s["topk_ids"], axis=-1), axis=-1)),
-        diagnosis="The place of an expert among the chosen was taken for its id: only the first k of the file ran.",
+        diagnosis="The rank of a chosen expert was used as its id, so only the first k experts ran.",
     ),
     Mistake(
         name="experts-numbered-from-one", stages=BY_EXPERT, applies_to=_chooses,
@@ -223,7 +223,7 @@ CHOSEN: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="experts-up-missing", stages=tuple(ACTS),
         wrong=lambda s, stage: s[ACTS[stage][0]] * sigmoid(s[ACTS[stage][0]]),
-        diagnosis="silu(gate) of an expert came out alone; it is multiplied by up.",
+        diagnosis="The result of an expert is silu(gate) alone; multiply it by up.",
     ),
     Mistake(
         name="experts-sigmoid-only", stages=tuple(ACTS),
@@ -245,7 +245,7 @@ SHARED: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="shared-input-gated", stages=("shared_out",), reads=("ffn_norm",), applies_to=_gates,
         wrong=lambda s, _: linear(s["shared_ffn_act"] * _gate_of_shared(s), s.weights["shared_down_proj"]),
-        diagnosis="The gate was multiplied in before the last product of the shared expert, and again behind it.",
+        diagnosis="The gate was multiplied in before the last product of the shared expert, and again after it.",
     ),
     Mistake(
         name="shared-down-reads-gate", stages=("shared_out",), reads=("shared_ffn_gate",),
@@ -276,7 +276,7 @@ SUM: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="moe-shared-alone", stages=("moe_out",), applies_to=_shares,
         wrong=lambda s, _: _sum(s, np.zeros_like(s["topk_weights"])),
-        diagnosis="Only the shared expert came out; the chosen ones are missing in the sum.",
+        diagnosis="The result is the shared expert alone; add the chosen experts.",
     ),
     Mistake(
         name="moe-shared-ungated", stages=("moe_out",), applies_to=_gates,
@@ -296,7 +296,7 @@ SUM: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="moe-gate-on-all", stages=("moe_out",), applies_to=_gates,
         wrong=lambda s, _: (_routed(s) + s["shared_out"]) * s["shared_gate"],
-        diagnosis="The gate multiplied the chosen experts, too; it belongs to the shared one.",
+        diagnosis="The gate also multiplied the chosen experts; it belongs to the shared expert only.",
     ),
     Mistake(
         name="moe-unweighted", stages=("moe_out",), applies_to=_chooses,

@@ -104,6 +104,6 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="swiglu-up-missing", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]),
-        diagnosis="silu(gate) came out alone; it is multiplied by up.",
+        diagnosis="The result is silu(gate) alone; multiply it by up.",
     ),
 )  # fmt: skip

@@ -51,7 +51,7 @@ def gates_first(s: StageInputs, stage: str) -> np.ndarray:
 GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="gates-before-queries", stages=("q_gate_proj",), wrong=gates_first,
-        diagnosis="Of every head's rows in q_proj the gate came first; the query does.",
+        diagnosis="The first rows of each head in q_proj were used as the gate; the query comes first.",
     ),
     Mistake(
         name="gates-not-normalised-input", stages=("q_gate_proj",), reads=("block_in",),
@@ -61,20 +61,20 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="gate-taken-for-query", stages=("q_norm",), applies_to=lambda config: config.attention_gate,
         wrong=lambda s, _: s.rms_norm(_both(s)[:, :, 1], "q_norm"),
-        diagnosis="The gates were taken for the queries; of every head's rows the query comes first.",
+        diagnosis="The gates were used as queries; in the rows of each head the query comes first.",
     ),
     Mistake(
         name="query-and-gate-in-halves", stages=("q_norm",), applies_to=lambda config: config.attention_gate,
         wrong=lambda s, _: s.rms_norm(_in_halves(s, 0).reshape(_both(s)[:, :, 0].shape), "q_norm"),
-        diagnosis="The first half of q_proj's rows was taken for the queries; query and gate take turns, head by head.",
+        diagnosis="The first half of q_proj's rows was used as the queries; query and gate alternate, head by head.",
     ),
     Mistake(
         name="query-taken-for-gate", stages=("attn_gate",), wrong=lambda s, _: _opened(_both(s)[:, :, 0]),
-        diagnosis="The queries were taken for the gates; of every head's rows the gate comes last.",
+        diagnosis="The queries were used as gates; in the rows of each head the gate comes last.",
     ),
     Mistake(
         name="gate-in-halves", stages=("attn_gate",), wrong=lambda s, _: sigmoid(_in_halves(s, 1)),
-        diagnosis="The second half of q_proj's rows was taken for the gates; query and gate take turns, head by head.",
+        diagnosis="The second half of q_proj's rows was used as the gates; query and gate alternate, head by head.",
     ),
     Mistake(
         name="gate-sigmoid-missing", stages=("attn_gate",),
@@ -88,7 +88,7 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="gate-not-applied", stages=("attn_gated",), wrong=lambda s, _: s["attn_context"],
-        diagnosis="The context came out as it was; it is multiplied by the gate.",
+        diagnosis="The gate was not applied; multiply the context by it.",
     ),
     Mistake(
         name="gate-added", stages=("attn_gated",), wrong=lambda s, _: s["attn_context"] + s["attn_gate"],
@@ -101,7 +101,7 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="rope-over-full-head", stages=ROTATED, applies_to=_partial,
         wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)),
-        diagnosis="The whole head was rotated; this model's partial_rotary_factor leaves the rest of it as it is.",
+        diagnosis="The whole head was rotated; this model's partial_rotary_factor rotates only a part.",
     ),
     Mistake(
         name="rope-partial-by-head-dim", stages=ROTATED, applies_to=_partial,
@@ -112,7 +112,7 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-last-part", stages=ROTATED, applies_to=_partial, wrong=last_part_rotated,
-        diagnosis="The last part of each head was rotated; it is the first.",
+        diagnosis="The last part of each head was rotated; rotate the first part.",
     ),
 )  # fmt: skip
 

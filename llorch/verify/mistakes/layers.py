@@ -137,15 +137,15 @@ def _taken(
 LAYERS: tuple[Mistake[StageInputs], ...] = (
     _taken(
         "window-ignored", _without_windows,
-        "Every token saw all before it; layers with a sliding window show a token itself and the window - 1 before it.",
+        "Every token saw all earlier tokens; layers with a sliding window show it itself and window - 1 earlier ones.",
     ),
     _taken(
         "window-one-too-wide", _windowed(1),
-        "A token saw itself and as many before it as the window has; it counts as one of them.",
+        "A token saw itself and a whole window of earlier tokens; the window includes the token itself.",
     ),
     _taken(
         "window-one-too-narrow", _windowed(-1),
-        "The last token of the window was hidden: a token sees itself and the window - 1 before it.",
+        "The last token of the window was hidden: a token sees itself and window - 1 earlier ones.",
     ),
     _taken(
         "window-in-other-layers", _windows_exchanged,
@@ -154,24 +154,24 @@ LAYERS: tuple[Mistake[StageInputs], ...] = (
     ),
     _taken(
         "window-in-every-layer", _windows_everywhere,
-        "Every layer had the sliding window; layer_types, or max_window_layers, says which do.",
+        "Every layer had the sliding window; layer_types or max_window_layers names the layers.",
     ),
     _taken(
         "chunk-ignored", _without_chunks, cases=("far",), diagnosis=
-        "Every token saw all before it; layers with RoPE of Llama 4 show a token its own chunk alone.",
+        "Every token saw all earlier tokens; in Llama 4's layers with RoPE it sees only its chunk.",
     ),
     _taken(
         "chunk-taken-for-window", _chunk_as_window,
-        "A token saw as many before it as a chunk has, a sliding window; it sees from the start of its own chunk on.",
+        "A token saw a sliding window of the chunk's size; it sees the tokens from the start of its chunk.",
     ),
     _taken(
         "chunk-in-every-layer", _chunks_everywhere, cases=("far",), diagnosis=
-        "Every layer saw its own chunk alone; layers without RoPE see the whole text.",
+        "Every layer saw only chunks; layers without RoPE see the whole text.",
     ),
     _taken(
         "rope-in-every-layer", _rope_everywhere, stages=("q_tempered", "k_cache", "attn_scores"),
         cases=("near", "far"), diagnosis=
-        "A layer without RoPE was computed as one with it; every fourth has none: (i + 1) % 4 == 0.",
+        "RoPE was applied in a layer without it; every fourth layer has none: (i + 1) % 4 == 0.",
     ),
     _taken(
         "rope-missing-one-layer-early", _one_layer_early,
@@ -180,6 +180,6 @@ LAYERS: tuple[Mistake[StageInputs], ...] = (
     ),
     _taken(
         "temperature-in-every-layer", _tempered_everywhere, stages=("attn_scores",), cases=("far",), diagnosis=
-        "Queries of a layer with RoPE were multiplied by the temperature, which in Llama 4 layers without RoPE have.",
+        "Queries of a layer with RoPE were multiplied by the temperature; Llama 4 has it only in layers without RoPE.",
     ),
 )  # fmt: skip

@@ -121,7 +121,7 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="norm-over-all-tokens", stages=EVERYWHERE, wrong=_by(lambda x, eps: np.sqrt(np.mean(x * x) + eps)),
-        diagnosis="One mean square was taken over all tokens; every row has its own.",
+        diagnosis="One mean square was taken over all tokens; take one for each row.",
     ),
     Mistake(
         name="norm-squares-in-half", stages=EVERYWHERE, wrong=squares_in_half, rounds=True,
@@ -131,7 +131,7 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="norm-gain-plus-one", stages=EVERYWHERE,
         wrong=lambda s, stage: _unit(s, stage) * (1 + s.weights[stage].astype(np.float64)),
-        diagnosis="1 was added to a gain that is whole: files of Gemma, Qwen3-Next and Qwen3.5 store it less 1, GGUF "
+        diagnosis="1 was added to a complete gain: files of Gemma, Qwen3-Next and Qwen3.5 store it less 1, GGUF "
         "files and other families store the gain itself.",
     ),
     Mistake(
@@ -140,12 +140,11 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="norm-gain-of-other-norm", stages=("attn_norm", "ffn_norm", *HEAD_NORMS), wrong=gain_of_other_norm,
-        diagnosis="The gain of the layer's other norm was used; attn_norm and ffn_norm (and q_norm and k_norm) "
-        "have one each.",
+        diagnosis="The gain of the layer's other norm was used; attn_norm and ffn_norm (and q_norm and k_norm) differ.",
     ),
     Mistake(
         name="norm-twice", stages=EVERYWHERE, wrong=twice,
-        diagnosis="What came out was normalised once more, gain included; once is right.",
+        diagnosis="The result was normalised again, gain included; normalise once.",
     ),
     Mistake(
         name="norm-skipped", stages=EVERYWHERE, wrong=skipped,
@@ -154,6 +153,6 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="norm-of-heads-together", stages=HEAD_NORMS,
         wrong=_by(lambda x, eps: np.sqrt(np.mean(x * x, axis=(-2, -1), keepdims=True) + eps)),
-        diagnosis="All heads of a token were normalised together; Qwen3 normalises each head over head_dim by itself.",
+        diagnosis="All heads of a token were normalised together; Qwen3 normalises each head separately over head_dim.",
     ),
 )  # fmt: skip

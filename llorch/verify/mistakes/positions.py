@@ -174,7 +174,7 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="temperature-one-position-early", stages=("q_tempered",), cases=("near",), applies_to=_tempers_ministral,
         wrong=_by(offset=1),
-        diagnosis="The temperature of Ministral 3 counts positions from 0; the + 1 is that of Llama 4.",
+        diagnosis="The temperature of Ministral 3 counts positions from 0; only Llama 4 has the + 1.",
     ),
     Mistake(
         name="temperature-not-floored", stages=("q_tempered",), applies_to=_tempers, wrong=not_floored, cases=("near",),
@@ -188,7 +188,7 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="temperature-on-keys", stages=("k_cache",), cases=("far",), applies_to=_tempers, wrong=keys_tempered,
         in_layers=lambda config, layer: config.layer(layer).tempered,
-        diagnosis="Keys were multiplied by the temperature of their position; queries alone are.",
+        diagnosis="Keys were multiplied by the temperature of their position; only queries are.",
     ),
     Mistake(
         name="yarn-ramp-exchanged", stages=ROTATED, applies_to=_changes_frequencies(_ramp_exchanged),
@@ -217,7 +217,7 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="rope-frequencies-zero", stages=ROTATED, cases=("far",), applies_to=_has_gain,
         wrong=_with_frequencies(lambda config: np.zeros(config.rotated // 2)),
-        diagnosis="Every inverse frequency was zero, as in a buffer that nobody filled; YaRN's gain alone was there.",
+        diagnosis="Every inverse frequency was zero, as in a buffer that is never filled; YaRN's gain alone was there.",
     ),
     Mistake(
         name="rope-halves-for-neighbours", stages=ROTATED, applies_to=_pairs_neighbours, wrong=turned_as_halves,
@@ -241,16 +241,16 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="experts-given-all", stages=("expert_in",), applies_to=_scales_inputs,
         wrong=lambda s, _: np.repeat(s["ffn_norm"][:, None], s["topk_weights"].shape[1], axis=1),
-        diagnosis="Experts were given the whole token; its weight multiplies what goes in, not what comes out.",
+        diagnosis="The inputs of the experts were not weighted; the weight multiplies the input, not the output.",
     ),
     Mistake(
         name="experts-weighted-again", stages=("moe_out",), applies_to=_scales_inputs,
         wrong=lambda s, _: (s["topk_weights"][..., None] * s["expert_out"]).sum(axis=1) + s["shared_out"],
-        diagnosis="The sum was weighted; the weights of Llama 4 are in what its experts were given.",
+        diagnosis="The sum was weighted; Llama 4 applies the weights to the inputs of the experts.",
     ),
     Mistake(
         name="shared-expert-of-llama4-forgotten", stages=("moe_out",), applies_to=_scales_inputs,
         wrong=lambda s, _: s["expert_out"].sum(axis=1),
-        diagnosis="The shared expert, which counts whole, is missing in the sum.",
+        diagnosis="The shared expert, which has the weight 1, is missing in the sum.",
     ),
 )  # fmt: skip

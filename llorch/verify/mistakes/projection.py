@@ -141,7 +141,7 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="qkv-rows-with-heads-last", stages=QKV, wrong=heads_written_last,
-        diagnosis="Rows were brought into the order (head_dim, heads); those of one head lie together.",
+        diagnosis="Rows were brought into the order (head_dim, heads); the rows of one head lie together.",
     ),
     Mistake(
         name="heads-cut-last", stages=("q_rope", "k_rope", "v_cache"), wrong=heads_cut_last,
@@ -176,7 +176,7 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="o-proj-columns-with-heads-last", stages=("attn_out",), wrong=output_heads_written_last,
-        diagnosis="Columns of o_proj were brought into the order (head_dim, heads); those of one head lie together.",
+        diagnosis="Columns of o_proj were brought into the order (head_dim, heads); one head's columns lie together.",
     ),
     Mistake(
         name="o-proj-skipped", stages=("attn_out",), wrong=lambda s, _: s["attn_context"],

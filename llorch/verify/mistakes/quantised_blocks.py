@@ -172,7 +172,7 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     Mistake(
         name="block-nibbles-alternate", stages=DECODED, cases=("Q4_0", "Q4_1", "IQ4_NL", "MXFP4"),
         wrong=in_blocks(nibbles_alternate),
-        diagnosis="The two codes of a byte were taken for neighbours; the low halves of all bytes are the first half "
+        diagnosis="The two codes of a byte were used as neighbours; the low halves of all bytes are the first half "
         "of the block, the high halves the second.",
     ),
     Mistake(
@@ -227,7 +227,7 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     Mistake(
         name="block-upper-bits-ignored", stages=DECODED, cases=tuple(UPPER_BITS),
         wrong=in_blocks(lambda s: _spoilt(s, UPPER_BITS[s.kind.name], np.uint8(0))),
-        diagnosis="The upper bits of the codes, which lie apart from the others, were left out.",
+        diagnosis="The upper bits of the codes, which are stored separately, were left out.",
     ),
     Mistake(
         name="q5-fifth-bits-of-first-half", stages=DECODED, cases=("Q5_0", "Q5_1"),
@@ -240,7 +240,7 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     ),
     Mistake(
         name="block-minimum-dropped", stages=DECODED, cases=WITH_MINIMA, wrong=in_blocks(minimum_dropped),
-        diagnosis="The minimum of the block was left out; these types are code * scale with a minimum beside it.",
+        diagnosis="The minimum of the block was left out; these types store code * scale and a minimum.",
     ),
     Mistake(
         name="block-minimum-of-other-sign", stages=DECODED, cases=WITH_MINIMA, wrong=in_blocks(minimum_of_other_sign),

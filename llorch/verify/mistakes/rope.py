@@ -111,7 +111,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,
         wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 10_000.0)),
-        diagnosis="The base was 10000, the default of old, and no scaling was applied; this model's config has another "
+        diagnosis="The base was 10000, the old default, and no scaling was applied; this model's config has another "
         "rope_theta.",
     ),
     Mistake(
@@ -160,8 +160,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         name="rope-exponent-by-hidden-over-heads", stages=ROTATED, wrong=exponent_by_hidden_share,
         applies_to=lambda config: config.rope_scaling is None
         and config.rotated != config.hidden_size // config.n_heads,
-        diagnosis="hidden_size / n_heads stood in the exponent of the frequencies; this model has a head_dim of its "
-        "own.",
+        diagnosis="hidden_size / n_heads stood in the exponent of the frequencies; this model's config sets head_dim.",
     ),
     Mistake(
         name="rope-frequencies-in-bfloat16", stages=ROTATED,

@@ -147,7 +147,7 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     Mistake(
         name="argmax-last-of-ties", stages=ARGMAX, cases=("tie",),
         wrong=lambda s, _: np.asarray([s.row.size - 1 - np.argmax(s.row[::-1])]),
-        diagnosis="Of two equal logits the later was taken; ties go to the lowest id.",
+        diagnosis="The later of two equal logits was taken; ties go to the lowest id.",
     ),
     Mistake(
         name="argmax-smallest", stages=ARGMAX, cases=("near",), wrong=lambda s, _: np.asarray([np.argmin(s.row)]),
@@ -160,7 +160,7 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     ),
     Mistake(
         name="penalty-divides-negative-logits", stages=PROBABILITIES, cases=("penalty",), wrong=penalty_divides_all,
-        diagnosis="Negative logits of seen tokens were divided, which makes them likelier; multiply those.",
+        diagnosis="Negative logits of seen tokens were divided, which makes them likelier; multiply negative logits.",
     ),
     Mistake(
         name="penalty-per-occurrence", stages=PROBABILITIES, cases=PENALISED, wrong=penalty_per_occurrence,
@@ -229,6 +229,6 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     Mistake(
         name="probabilities-not-renormalised", stages=PROBABILITIES, cases=("top_k", "top_p", "min_p", "all"),
         wrong=not_renormalised,
-        diagnosis="Removed tokens were set to zero after the softmax; what is kept has to sum to one again.",
+        diagnosis="Removed tokens were set to zero after the softmax; the kept probabilities must sum to one again.",
     ),
 )  # fmt: skip

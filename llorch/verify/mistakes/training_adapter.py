@@ -150,7 +150,7 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     TrainingMistake(
         name="lora-not-scaled", stages=("lora_delta",), part=DELTA, wrong=not_scaled,
         along=(BACK, not_scaled),
-        diagnosis="B A x was added as it is; it is multiplied by alpha / r.",
+        diagnosis="B A x was added without its scale; multiply it by alpha / r.",
     ),
     TrainingMistake(
         name="lora-alpha-not-divided", stages=("lora_delta",), part=SCALING, wrong=alpha_not_divided,
@@ -158,11 +158,11 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="lora-rank-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=rank_of_default,
-        diagnosis="Alpha was divided by the rank of the configuration; a matrix with a rank of its own has that.",
+        diagnosis="Alpha was divided by the rank of the configuration; rank_pattern gives this matrix another rank.",
     ),
     TrainingMistake(
         name="lora-alpha-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=alpha_of_default,
-        diagnosis="All matrices got the same alpha; alpha_pattern gives some of them another, as vLLM overlooks too.",
+        diagnosis="All matrices got the same alpha; alpha_pattern gives some another, which vLLM ignores, too.",
     ),
     TrainingMistake(
         name="lora-rslora-ignored", stages=("lora_delta",), part=SCALING, wrong=rslora_ignored, cases=("rslora",),
@@ -185,7 +185,7 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     TrainingMistake(
         name="lora-delta-missing", stages=("lora_delta",), part=DELTA, wrong=delta_missing,
         along=(BACK, delta_missing),
-        diagnosis="The adapter adds nothing: its names did not match, or it is not active, and the base answers.",
+        diagnosis="The adapter has no effect: its names did not match, or it is not active.",
     ),
     TrainingMistake(
         name="merge-twice", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_twice,
@@ -193,11 +193,11 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="merge-without-scale", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_unscaled,
-        diagnosis="B A was added to the weight; what is added is scaling * B A.",
+        diagnosis="B A was added to the weight; add scaling * B A.",
     ),
     TrainingMistake(
         name="merge-subtracted", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_subtracted,
-        diagnosis="The product was taken away from the weight, which is how one unmerges; merging adds it.",
+        diagnosis="The product was subtracted from the weight, as in unmerging; merging adds it.",
     ),
     TrainingMistake(
         name="export-b-rows-not-permuted", stages=("adapter_file", "exported_logits"), applies_to=interleaves,

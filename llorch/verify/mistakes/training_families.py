@@ -105,12 +105,12 @@ def _gradient(
 OF_FAMILIES: tuple[TrainingMistake, ...] = (
     _gradient(
         "router-left-out", OPS + "routing.router_probs_backward", nothing, has_experts,
-        "The router was taken for a choice alone; its weights multiply what experts make and have a gradient.",
+        "The router got no gradient; its weights multiply the outputs of the experts.",
     ),
     _gradient(
         "routing-sum-as-constant", OPS + "routing.topk_weights_backward", sum_as_constant,
         lambda config: config.experts is not None and config.experts.norm_topk_prob,
-        "The sum that weights are divided by was taken for a constant; it is made of the same probabilities.",
+        "The sum that divides the weights was treated as a constant; it depends on the probabilities.",
     ),
     _gradient(
         "router-softmax-of-chosen", OPS + "routing.router_probs_backward", of_chosen_alone,
@@ -124,15 +124,15 @@ OF_FAMILIES: tuple[TrainingMistake, ...] = (
     _gradient(
         "gate-as-constant", OPS + "sigmoid.sigmoid_backward", nothing,
         lambda config: config.attention_gate or (config.experts is not None and config.experts.shared_gate),
-        "A gate was taken for a constant; how far it is open depends on the token, too.",
+        "A gate was treated as a constant; it depends on the token.",
     ),
     _gradient(
         "decay-left-out", OPS + "delta_rule.log_decay_backward", nothing, has_delta_net,
-        "The decay was taken for a constant; it is made of the token by in_proj_a.",
+        "The decay was treated as a constant; in_proj_a computes it from the token.",
     ),
     _gradient(
         "state-cut-between-chunks", OPS + "delta_rule_backward.token_backward", state_cut, has_delta_net,
-        "The state sent no gradient back over the border of a chunk; what was written long ago is read later.",
+        "The state passed no gradient to the previous chunk; later tokens read what that chunk wrote.",
     ),
     _gradient(
         "delta-keys-of-one-head", OPS + "delta_rule_backward.delta_rule_backward", of_one_value_head, has_delta_net,
@@ -144,6 +144,6 @@ OF_FAMILIES: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "conv-taps-turned", OPS + "short_conv.short_conv_backward", taps_turned, has_delta_net,
-        "The kernel was not turned over on the way back: a value is in the sums of later tokens, not of earlier ones.",
+        "The kernel was not reversed on the way back: a value is in the sums of later tokens, not of earlier ones.",
     ),
 )  # fmt: skip

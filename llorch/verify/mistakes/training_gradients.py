@@ -169,23 +169,23 @@ GRADIENTS: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "gradient-norm-second-term-missing", OPS + "rms_norm.rms_norm_backward", norm_first_term,
-        "The root mean square was taken for a constant; it depends on the row, which gives a second term.",
+        "The root mean square was treated as a constant; it depends on the row, which gives a second term.",
     ),
     _gradient(
         "gradient-norm-gain-missing", OPS + "rms_norm.rms_norm_backward", norm_without_gain,
-        "The gain of the norm is missing on the way back; frozen or not, it scales the gradient.",
+        "The gain of the norm is missing in the gradient; frozen or not, it scales the gradient.",
     ),
     _gradient(
         "gradient-rope-turned-on", OPS + "rope.rope_backward", turned_on,
-        "The gradient was rotated by the angle of the forward pass; it is turned back.",
+        "The gradient was rotated by the angle of the forward pass; rotate it by the negative angle.",
     ),
     _gradient(
         "gradient-rope-missing", OPS + "rope.rope_backward", not_turned,
-        "The gradient of queries and keys was not rotated; it is turned back by the angle of its position.",
+        "The gradient of queries and keys was not rotated; rotate it by the negative angle of its position.",
     ),
     _gradient(
         "gradient-silu-second-term-missing", OPS + "swiglu.swiglu_backward", silu_as_gate,
-        "The sigmoid of the gate was taken for a constant; silu' is s (1 + z (1 - s)).",
+        "The sigmoid of the gate was treated as a constant; silu' is s (1 + z (1 - s)).",
     ),
     _gradient(
         "gradient-lora-not-scaled", OPS + "lora.lora_backward", not_scaled,
@@ -193,11 +193,11 @@ GRADIENTS: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "gradient-lora-input-left-out", OPS + "lora.lora_backward", lora_input_left_out,
-        "What the adapter sends back to its input is missing; x goes into both the matrix and the adapter.",
+        "The gradient of the adapter's input is missing; x goes into both the matrix and the adapter.",
     ),
     _gradient(
         "gradient-frozen-weight-stops-it", OPS + "lora.LoraMatrix.backward", base_left_out,
-        "Nothing came back through the frozen matrix; it has no gradient of its own, but lets others pass.",
+        "The frozen matrix blocked the gradient; it is not trained, but passes the gradient on.",
     ),
     _gradient(
         "gradient-graph-cut-between-blocks", "llorch.backward.block_backward", graph_cut,
@@ -206,7 +206,7 @@ GRADIENTS: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "gradient-residual-left-out", "llorch.backward.block_backward", residual_cut,
-        "The residual stream carries the gradient past every block as it is; here it was lost.",
+        "The gradient of the residual stream was lost; it passes every block unchanged.",
     ),
     _gradient(
         "gradient-divided-by-rows", OPS + "cross_entropy.cross_entropy_backward", rows_for_tokens,

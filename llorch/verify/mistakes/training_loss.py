@@ -135,7 +135,7 @@ LOSSES: tuple[TrainingMistake, ...] = (
     TrainingMistake(
         name="loss-labels-not-shifted", stages=("token_losses", "loss"), wrong=not_shifted,
         part="llorch.ops.cross_entropy.shifted",
-        diagnosis="Each row of logits was judged by its own token; it predicts the next one.",
+        diagnosis="Each row of logits was compared with its own token; it predicts the next token.",
     ),
     TrainingMistake(
         name="loss-labels-shifted-twice", stages=("token_losses", "loss"), wrong=shifted_twice,
@@ -163,11 +163,11 @@ LOSSES: tuple[TrainingMistake, ...] = (
         name="loss-smoothing-added", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_added,
         along=(BACK, smoothing_added_back),
         cases=("smoothed",),
-        diagnosis="The uniform part was added to the whole loss of the label; that one is weighted 1 - e.",
+        diagnosis="The uniform part was added to the whole loss of the label; that loss has the weight 1 - e.",
     ),
     TrainingMistake(
         name="loss-divided-by-all-tokens", stages=("loss",), part=LOSS, wrong=divided_by_all,
-        diagnosis="The sum was divided by all tokens; it is divided by those that are learned.",
+        diagnosis="The sum was divided by all tokens; divide it by the learned tokens.",
     ),
     TrainingMistake(
         name="loss-in-bits", stages=("token_losses", "loss"), part=LOSS, wrong=in_bits,

@@ -183,7 +183,7 @@ OPTIMIZER: tuple[TrainingMistake, ...] = (
     ),
     _mistake(
         "clip-per-tensor", OF_MOMENTS, CLIP, clip_per_tensor,
-        "Each tensor was clipped to the norm by itself; the norm is that of all gradients together.",
+        "Each tensor was clipped to the norm by itself; clip by the norm of all gradients together.",
     ),
     _mistake(
         "clip-by-value", OF_MOMENTS, CLIP, clip_by_value,
@@ -191,11 +191,11 @@ OPTIMIZER: tuple[TrainingMistake, ...] = (
     ),
     _mistake(
         "clip-norm-of-tensors-added", ("grad_norm", *OF_MOMENTS), CLIP, norm_of_norms,
-        "The norms of the tensors were added up; their squares are, and the root is taken of the sum.",
+        "The norms of the tensors were added up; add their squares and take the root.",
     ),
     _mistake(
         "adamw-betas-swapped", ("first_moment", "second_moment"), MOMENTS, betas_swapped,
-        "beta1 and beta2 were exchanged; the first is of the gradient, the second, nearer to 1, of its square.",
+        "beta1 and beta2 were exchanged; beta1 is for the gradient, beta2, nearer to 1, for its square.",
         along=(MOVED, betas_swapped),
     ),
     _mistake(
@@ -204,7 +204,7 @@ OPTIMIZER: tuple[TrainingMistake, ...] = (
     ),
     _mistake(
         "adamw-decay-in-gradient", OF_MOMENTS, STEP, decay_in_gradient,
-        "Weight decay was added to the gradient (Adam with L2); AdamW takes it from the parameter, past the moments.",
+        "Weight decay was added to the gradient (Adam with L2); AdamW takes it from the parameter, without moments.",
     ),
     _mistake(
         "adamw-no-bias-correction", ("parameters",), MOVED, uncorrected,

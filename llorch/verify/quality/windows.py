@@ -116,7 +116,7 @@ def _require_same_size(models: Sequence[Model]) -> None:
     sizes = {model.config.vocab_size for model in models}
     if len(sizes) > 1:
         listed = ", ".join(f"{model.name} has {model.config.vocab_size}" for model in models)
-        raise ValueError(f"vocabularies: expected the same number of tokens, but {listed}; {_REMEDY}")
+        raise ValueError(f"vocabularies: expected vocabularies of equal size, but {listed}; {_REMEDY}")
 
 
 def _require_same_ids(reference: Model, ids: np.ndarray, model: Model, others: np.ndarray) -> None:
@@ -127,9 +127,11 @@ def _require_same_ids(reference: Model, ids: np.ndarray, model: Model, others: n
     at = int(differing[0]) if len(differing) else both
     found = [str(int(row[at])) if at < len(row) else "the end" for row in (ids, others)]
     where = f"token {at} of the text is {found[0]} for {reference.name} and {found[1]} for {model.name}"
-    raise ValueError(f"tokenizers: expected the same ids, but {where}; {_REMEDY}")
+    raise ValueError(f"tokenizers: expected equal ids, but {where}; {_REMEDY}")
 
 
 def _require_finite(model: Model, loss: np.ndarray) -> None:
     if not np.isfinite(loss).all():
-        raise ValueError(f"{model.name}: expected finite logits, got NaN or infinity; its weights are damaged")
+        raise ValueError(
+            f"{model.name}: expected finite logits, got NaN or infinity; get the file again, its weights are damaged"
+        )

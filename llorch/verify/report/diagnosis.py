@@ -115,7 +115,7 @@ def numbers(result: StageResult) -> str:
     local = (
         f"local error {short(result.local.error)} (limit {short(result.limit.error)}), {times(result.over)} its limits"
     )
-    return f"{local}; from our run {short(result.total.error)} (limit {short(result.total_limit.error)})"
+    return f"{local}; from llorch's run {short(result.total.error)} (tolerance {short(result.total_limit.error)})"
 
 
 def short(number: float) -> str:
@@ -132,7 +132,7 @@ def times(factor: float) -> str:
 
 def explained(suspect: Suspect) -> str:
     """How much of the error is explained, and what is left."""
-    rest = "nothing is left" if suspect.left <= 1 else f"what is left is {times(suspect.left)} the limit"
+    rest = "the rest is within tolerance" if suspect.left <= 1 else f"the rest is {times(suspect.left)} the tolerance"
     return f"explains {percent(suspect.share)} of the error; {rest}"
 
 
@@ -178,7 +178,7 @@ def headline(diagnosis: Diagnosis) -> str:
         return found[0].sentence
     left_out = sum(map(len, diagnosis.not_run.values()))
     if not diagnosis.results:
-        return "no stage of the dump can be judged" if left_out else "the dump shows no stage"
-    said = {HONEST: "nothing is wrong: every difference is one of arithmetic", RIGHT: "nothing is wrong"}
+        return "llorch cannot judge any stage of the dump" if left_out else "the dump has no stage"
+    said = {HONEST: "nothing is wrong: arithmetic explains every difference", RIGHT: "nothing is wrong"}
     not_run = f", {left_out} NOT RUN" if left_out else ""
     return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"

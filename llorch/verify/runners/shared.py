@@ -50,7 +50,7 @@ class _Kept:
         if layer == 0:
             self._rounds, self._began = self._rounds + 1, time.monotonic()
         left = (time.monotonic() - self._began) / max(layer, 1) * (self._n_layers - layer)
-        soon = f", {left:.0f} s to the last" if 0 < layer < self._n_layers else ""
+        soon = f", about {left:.0f} s left" if 0 < layer < self._n_layers else ""
         self._say(f"round {self._rounds}, layer {layer} of {self._n_layers}{soon}")
 
 

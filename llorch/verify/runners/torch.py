@@ -194,7 +194,7 @@ class TorchRunner:
         wrong = sorted(expected ^ trace.keys())
         if wrong:
             raise CheckpointMismatch(
-                f"{self.model.name}: {self.name} must show its {len(expected)} stages and no others; "
+                f"{self.model.name}: {self.name}: expected exactly its {len(expected)} stages; "
                 f"missing or unknown: {', '.join(wrong[:5])}"
             )
 

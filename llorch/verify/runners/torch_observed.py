@@ -176,5 +176,5 @@ def _require(name: str, stage: Tensor, target: Target) -> None:
     if (stage.dtype, stage.device) != (dtype, target.device):
         raise CheckpointMismatch(
             f"{name}: expected {dtype} on {target.device}, got {stage.dtype} on {stage.device}; "
-            f"this is no run of {target}"
+            f"the run was not made for {target}"
         )

@@ -334,7 +334,7 @@ class ForwardSuite:
         only_flips = measure(golden.selected_logits, single).within(limits.free_last_row())
         if not (equal and only_flips and (row.checkpoint == "09" or ours.argmax() == single.argmax())):
             return row
-        note = f"{row.note or f'error {row.error:.1e}'}; ours is what llama.cpp gives when it computes all rows at once"
+        note = f"{row.note or f'error {row.error:.1e}'}; equal to llama.cpp's result for all rows in one batch"
         return tied(row, note)
 
     def _margins(self, runner: Runner) -> Margins:
@@ -398,7 +398,7 @@ class ForwardSuite:
         wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
         if wrong:
             raise ValueError(
-                f"{self.model}: the {case} trace of {producer} must have the {len(self._keys)} stages of the model; "
+                f"{self.model}: expected the {len(self._keys)} stages of the model in the {case} trace of {producer}; "
                 f"missing or unknown: {', '.join(wrong[:5])}; run reference_outputs/regenerate.py"
             )
 
@@ -406,6 +406,6 @@ class ForwardSuite:
 def _with_flips(row: Row, flips: int, refused: int) -> Row:
     """With the flips of a stage; one that was refused fails it."""
     if refused:
-        note = f"{refused} values round to other numbers and were too far off for an edge"
+        note = f"{refused} values round to other numbers, although they are not at a rounding edge"
         row = replace(row, verdict=FAIL, note=row.note or note)
     return replace(row, flips=flips) if flips else row

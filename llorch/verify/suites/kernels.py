@@ -15,7 +15,7 @@ def kernel_rows(target: Target) -> Iterator[Row]:
     """Try every kernel anew; an error is a part of what is allowed, and the note has the time beside torch's."""
     kinds = [*leaves_for(target.device, target.dtype, required=True)]
     for kind, verdict in (verdicts(target, kinds, anew=True) if kinds else {}).items():
-        fault, note = verdict.fault(timed=False), f"{verdict.slow:.2f} times the time of torch's own"
+        fault, note = verdict.fault(timed=False), f"{verdict.slow:.2f} times the time of torch's kernel"
         yield Row(
             model="kernels",
             checkpoint=CHECKPOINT,

@@ -76,7 +76,7 @@ def made_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple
         for name in names:
             path = write_model(name, Path(folder))
             made, wanted = fingerprint(path), golden.files[name]
-            other = f"made {made[:12]}, goldens are of {wanted[:12]}: another numpy makes other random bytes"
+            other = f"expected random bytes {wanted[:12]}, got {made[:12]} from another version of NumPy"
             wrong, note = (0.0, "") if made == wanted else (1.0, other)
             yield name, path, _exact_row(name, Place(CHECKPOINT, "file"), wrong, note)
             path.unlink()

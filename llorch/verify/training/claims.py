@@ -43,7 +43,7 @@ def stored(name: str) -> tuple[Weights, TrainingGolden]:
     path = builtin_path(name)
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
-        raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
+        raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     return open_weights(path), golden
 
 
@@ -146,7 +146,9 @@ def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig,
         if not found.within(claim.limit)
     ]
     if far:
-        raise ValueError(f"training goldens of {name}: {len(far)} too far from the truth:\n" + "\n".join(far))
+        raise ValueError(
+            f"training goldens of {name}: {len(far)} too far from the float64 reference:\n" + "\n".join(far)
+        )
 
 
 def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:

@@ -86,7 +86,9 @@ class TrainingGolden:
         if missing := wanted - self.arrays.keys():
             raise lacking(sorted(missing))
         if unknown := sorted(self.arrays.keys() - wanted):
-            raise ValueError(f"golden {FILES[0]}: {len(unknown)} arrays are compared with nothing: {_few(unknown)}")
+            raise ValueError(
+                f"golden {FILES[0]}: expected arrays of known stages, got {len(unknown)} others: {_few(unknown)}"
+            )
 
     def _array(self, name: str) -> np.ndarray:
         if name not in self.arrays:

@@ -77,7 +77,7 @@ def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = N
     On a mesh it is judged as all ranks have it together, as training runs; all of them have to ask.
     """
     if target.dtype_name not in DTYPES:
-        raise ValueError(f"training: judged in {', '.join(DTYPES)}, got {target}; leave it out or choose one of these")
+        raise ValueError(f"training: expected one of {', '.join(DTYPES)}, got {target}")
     if mesh is None:
         yield from torch_rows(name, *stored(name), target)
     else:

@@ -59,7 +59,7 @@ def stored_route(provenance: Mapping[str, Any], engine: str) -> Route:
     """The route that goldens state for an engine; they have to (ValueError)."""
     said = provenance["engines"].get(engine, {}).get("route")
     if said is None:
-        raise ValueError(f"golden: does not say how the file reached {engine}; run reference_outputs/regenerate.py")
+        raise ValueError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
     return Route(**said | {"told": tuple(said["told"])})
 
 
@@ -156,14 +156,14 @@ def open_here(
 
         return LlamaCpp(path, n_threads=n_threads, numerics=numerics, dtype=dtype)
     if name == "transformers" and numerics != EXACT:
-        raise ValueError(f"transformers: computes with exact numerics only, got {numerics}; use llamacpp")
+        raise ValueError(f"transformers: expected exact numerics, got {numerics}; use llamacpp")
     if name == "transformers":
         _require("torch")
         _require("transformers")
         from llorch.verify.witnesses.transformers import Transformers
 
         return Transformers(path, n_threads=n_threads, dtype=dtype, streamed=streamed)
-    raise ValueError(f"producer: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
+    raise ValueError(f"engine: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
 
 
 def _require(package: str) -> None:
@@ -197,7 +197,7 @@ def checked_trace(
         if name in shapes and (array.shape != shapes[name] or array.dtype != dtypes[name]):
             faults.append(f"{name} must be {np.dtype(dtypes[name])} {shapes[name]}, got {array.dtype} {array.shape}")
     if faults:
-        raise RuntimeError(f"{engine}: the capture is not the expected set of stages: {'; '.join(faults)}")
+        raise RuntimeError(f"{engine}: the captured stages are not the expected stages: {'; '.join(faults)}")
     return {name: np.ascontiguousarray(captured[name]) for name in shapes}
 
 
@@ -206,4 +206,4 @@ def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
     wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
     if not ids or wrong is not None:
         got = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
-        raise ValueError(f"ids: expected one or more from 0 to {config.vocab_size - 1}, got {got}")
+        raise ValueError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {got}")

@@ -51,7 +51,7 @@ def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig
 def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, Route]:
     n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
     _check_room(n_bytes, dtype, copy.parent)
-    logger.info("%s: goes to llama.cpp as %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
+    logger.info("%s: llama.cpp reads a copy in %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
     if isinstance(weights.source, GGUFFile):
         write_by_llamacpp(Path(weights.path), copy, FILE_TYPES[FLOAT_TYPES[dtype]])
         return copy, Route("llamacpp", "llamacpp", "llamacpp")
@@ -66,7 +66,7 @@ def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.allow_requantize = ftype, True
     if status := llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.pointer(settings)):
-        raise RuntimeError(f"llama.cpp: its quantiser gave status {status} for {path}")
+        raise RuntimeError(f"llama.cpp: converting {path} failed with status {status}")
 
 
 def _is_f32_gguf(weights: Weights) -> bool:

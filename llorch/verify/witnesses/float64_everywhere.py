@@ -33,7 +33,7 @@ class Float64Everywhere(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and made.dtype in NARROW:
             return made.double()  # numbers of NumPy, on their way in
         if self._refuse and any(isinstance(leaf, torch.Tensor) and leaf.dtype in NARROW for leaf in tree_leaves(made)):
-            raise RuntimeError(f"truth: {func} made a number narrower than float64; this engine's run is no truth")
+            raise RuntimeError(f"float64 reference: {func} computed below float64, so this run is no reference")
         return made
 
 

@@ -165,8 +165,8 @@ def check_layout() -> None:
     wrong = [field for field, agrees in checks.items() if not agrees]
     if wrong:
         raise RuntimeError(
-            f"llama.cpp: struct ggml_tensor of ggml {libggml.ggml_version().decode()} is not laid out as llorch "
-            f"knows it, at {', '.join(wrong)}; get the release that fits with: pip install 'llorch[golden]'"
+            f"llama.cpp: struct ggml_tensor of ggml {libggml.ggml_version().decode()} has another layout than "
+            f"expected, at {', '.join(wrong)}; install the right release: pip install 'llorch[golden]'"
         )
 
 
@@ -234,5 +234,7 @@ def _function(kind: ActivationKind, variant: VariantName) -> Callable[[int, int,
     q4_0 = library.ggml_get_type_traits_cpu(_Q4_0).contents
     address = ctypes.cast(library.quantize_row_q4_0, ctypes.c_void_p).value
     if ctypes.cast(q4_0.from_float, ctypes.c_void_p).value != address or q4_0.vec_dot_type != _Q8_0:
-        raise RuntimeError("llama.cpp: struct ggml_type_traits_cpu has another layout than the one known here")
+        raise RuntimeError(
+            "llama.cpp: struct ggml_type_traits_cpu has an unexpected layout; run pip install 'llorch[golden]'"
+        )
     return library.ggml_get_type_traits_cpu(int(GGMLType[kind])).contents.from_float

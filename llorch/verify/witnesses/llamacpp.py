@@ -100,7 +100,7 @@ class LlamaCpp:
 
     def _model(self, *, for_text: bool = False) -> llama_cpp.llama_model_p:
         if self._models is None:
-            raise ValueError("llamacpp: the producer is closed")
+            raise ValueError("llamacpp: the engine is closed")
         return self._models[1 if for_text else 0]
 
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
@@ -212,7 +212,7 @@ class LlamaCpp:
             params.cb_eval = watcher.callback
         context = llama_cpp.llama_init_from_model(self._model(), params)
         if not context:
-            raise RuntimeError(f"llama.cpp: no context for {n_tokens} tokens: {last_errors()}")
+            raise RuntimeError(f"llama.cpp: cannot create a context for {n_tokens} tokens: {last_errors()}")
         try:
             yield context
         finally:
@@ -231,7 +231,7 @@ def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[
             yield given
         return
     if dtype != "float32":
-        raise ValueError(f"llamacpp: ggml numerics take the file as it is, not as {dtype}")
+        raise ValueError(f"llamacpp: ggml numerics need dtype float32, got {dtype}")
     if path.is_dir():
         raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
     weights = open_weights(path)
@@ -283,7 +283,7 @@ def _decode(
     if watcher is not None and watcher.error is not None:
         raise watcher.error
     if status != 0:
-        raise RuntimeError(f"llama.cpp: decode of {len(ids)} tokens gave status {status}: {last_errors()}")
+        raise RuntimeError(f"llama.cpp: decoding {len(ids)} tokens failed with status {status}: {last_errors()}")
 
 
 @contextmanager
@@ -331,7 +331,7 @@ class LlamaCppWithAdapter(LlamaCpp):
         with super()._context(n_tokens, watcher) as context:  # type: ignore[arg-type] (the base's private watcher)
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._adapter)
             if llama_cpp.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(1.0)) != 0:
-                raise RuntimeError(f"llama.cpp: the adapter was not taken: {last_errors()}")
+                raise RuntimeError(f"llama.cpp: cannot apply the adapter: {last_errors()}")
             yield context
 
 

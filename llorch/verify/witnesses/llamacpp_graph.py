@@ -128,7 +128,7 @@ class GraphCapture:
         if stage is None:
             return
         if stage in self.arrays:
-            raise RuntimeError(f"llama.cpp: two nodes match {stage}, the second is {tensor.name.decode()}")
+            raise RuntimeError(f"llama.cpp: expected one node for {stage}, got a second one, {tensor.name.decode()}")
         layer, _, short = stage.rpartition(".")
         self.arrays[stage] = ggml_tensor.read(tensor)
         if short == "kq":

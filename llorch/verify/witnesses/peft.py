@@ -71,7 +71,7 @@ class Peft:
     def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
         """Load a base model; float64 is refused outside `float64_everywhere`: PEFT and torch name float32 there."""
         if dtype == "float64" and torch.get_default_dtype() != torch.float64:
-            raise RuntimeError("peft: a run in float64 must be made inside float64_everywhere, or it is no truth")
+            raise RuntimeError("peft: expected a float64 run inside float64_everywhere, got one outside")
         self._path, self._n_threads = path, n_threads
         self._dtype: DtypeName = dtype
         with self._base() as base:
@@ -87,7 +87,9 @@ class Peft:
         parameters = trained(model)
         arrays = adapter.flat()
         if parameters.keys() != arrays.keys():
-            raise RuntimeError(f"peft: adapts other tensors: {sorted(parameters.keys() ^ arrays.keys())[:5]}")
+            raise RuntimeError(
+                f"peft: expected the adapter's tensors, got others: {sorted(parameters.keys() ^ arrays.keys())[:5]}"
+            )
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(torch.from_numpy(arrays[name]))

@@ -47,8 +47,8 @@ class EngineProcess:
         self.engine, self._lock, self._death = engine, threading.Lock(), ""
         self.say: Say = _silent  # told how far a call is
         if not hasattr(socket, "AF_UNIX"):  # Windows
-            what = "engines run in processes that this system cannot be connected to"
-            raise EngineDied(f"{engine}: {what}; the goldens of built-in models need none")
+            what = "llorch cannot run engines on a system without Unix sockets"
+            raise EngineDied(f"{engine}: {what}; use --against golden with a built-in model")
         folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
         variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
         self._channel, theirs = socket.socketpair()
@@ -90,7 +90,7 @@ class EngineProcess:
                 self._death = f"{self.engine}: {what}; {self._end()}"
                 raise EngineDied(self._death) from None
             except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
-                self._death = f"{self.engine}: its process was ended when {what} was interrupted"
+                self._death = f"{self.engine}: llorch ended the engine's process because {what} was interrupted"
                 self._end()
                 raise
         kind, *answer = received
@@ -103,18 +103,18 @@ class EngineProcess:
 
     def end(self) -> None:
         """End the process, whatever it does."""
-        self._death = f"{self.engine}: its process was ended"
+        self._death = f"{self.engine}: llorch ended the engine's process"
         self._end()
 
     def _way_to_end(self) -> str:
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return "its process went silent"
+            return "the engine's process does not answer"
         if status >= 0:
-            return f"its process ended with status {status}"
-        memory = ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
-        return f"its process was ended by {signal.Signals(-status).name}{memory}"
+            return f"the engine's process ended with status {status}"
+        memory = ", probably because memory ran out" if status == -signal.SIGKILL else ""
+        return f"the engine's process was ended by {signal.Signals(-status).name}{memory}"
 
 
 def _ended(owner: int, process: subprocess.Popen, channel: socket.socket, folder: Path) -> str:
@@ -126,7 +126,7 @@ def _ended(owner: int, process: subprocess.Popen, channel: socket.socket, folder
     channel.close()
     words = _last_words(folder / "stderr")
     shutil.rmtree(folder, ignore_errors=True)
-    return f"its last words: {words}" if words else "it said nothing"
+    return f"its last output: {words}" if words else "it printed nothing"
 
 
 class EngineInChild:
@@ -173,7 +173,7 @@ class EngineInChild:
 
     def _asked(self) -> EngineProcess:
         if self._process is None:
-            raise ValueError(f"{self._engine}: the producer is closed")
+            raise ValueError(f"{self._engine}: the engine is closed")
         return self._process
 
 

@@ -139,7 +139,7 @@ class Transformers:
     @property
     def _model(self) -> Any:
         if self._loaded is None:
-            raise ValueError("transformers: the producer is closed")
+            raise ValueError("transformers: the engine is closed")
         return self._loaded
 
     def _arithmetic(self, *, refuse: bool = True) -> AbstractContextManager[None]:
@@ -172,7 +172,7 @@ class Transformers:
         with captured(self._model, self.config, golden, note) as found:
             self.logits(ids, first_position=first_position)
         if missing := rows.keys() - found.keys():
-            raise RuntimeError(f"{self.name}: the capture is not the expected set of stages: no {sorted(missing)}")
+            raise RuntimeError(f"{self.name}: the captured stages are not the expected stages: no {sorted(missing)}")
         return found
 
     @torch.no_grad()
@@ -294,7 +294,7 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     )
     faults = {kind: names for kind, names in report.items() if names}
     if faults:
-        raise RuntimeError(f"transformers: {path} does not fill the model exactly: {faults}")
+        raise RuntimeError(f"transformers: the tensors of {path} do not match the model: {faults}")
     return model
 
 
@@ -533,7 +533,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except StrictDataclassError as error:
-        raise RuntimeError(f"transformers: refuses the configuration: {error.__cause__ or error}") from error
+        raise RuntimeError(f"transformers refuses the configuration: {error.__cause__ or error}") from error
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Recorder:
         if _RECORDER.get() is not self:
             return False  # a pass that another thread computes meanwhile
         if stage in self.stages:
-            raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
+            raise RuntimeError(f"transformers: expected stage {stage} once in a run, got it twice")
         self.stages[stage] = self._note(stage, as_array(tensor))
         if stage in self.golden:
             tensor.copy_(torch.from_numpy(self.golden[stage].astype(as_array(tensor).dtype)))
