@@ -1,6 +1,7 @@
 """`llorch chat` as a script and on a terminal."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("models") / "story", "story", LLAMA_3)
 
 
+SILENCE = 300.0  # seconds after which a text that a test waits for is missing
+
+
 class Terminal:
     """A process on a terminal of its own."""
 
@@ -32,8 +36,9 @@ class Terminal:
         os.write(self._end, text.encode())
 
     def until(self, text: str) -> str:
-        """What is shown up to a text."""
+        """Return the output before a text; the test fails if nothing new comes for `SILENCE` seconds."""
         while text not in self.seen:
+            assert select.select([self._end], [], [], SILENCE)[0], f"no {text!r} in {self.seen!r}"
             try:
                 data = os.read(self._end, 4096)
             except OSError:  # Linux, when the process has ended
@@ -68,7 +73,8 @@ def test_on_a_terminal_an_answer_can_be_stopped_and_mistakes_are_survived(folder
     with terminal(tmp_path / "state", str(folder), "-n", "480", "-t", "1") as screen:
         screen.until("> ")
         screen.type("/nonsense\n")
-        screen.until("llorch: chat: there is no /nonsense")
+        screen.until("llorch: ")
+        assert "/nonsense" in screen.until("\r\n")
         screen.until("> ")
         screen.type("Once upon\\\n")
         screen.until("... ")
