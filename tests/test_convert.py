@@ -277,7 +277,7 @@ def test_the_source_is_never_replaced(tmp_path: Path):
         ("a", "b", None, ValueError, ("/b", "folder", ".gguf")),
         ("nothing.gguf", "b", None, FileNotFoundError, ("/nothing.gguf",)),
         ("a", "a/config.json/m.gguf", None, NotADirectoryError, ("/a/config.json", "/a/config.json/m.gguf")),
-        ("story", "b", GGMLType.Q8_0, ValueError, ("folder", "F32, F16, BF16", "got Q8_0")),
+        ("story", "b", GGMLType.Q8_0, ValueError, ("folders", "F32, F16, BF16", "got Q8_0")),
         ("a", "b.gguf", GGMLType.Q4_K, ValueError, ("GGUF", "F32, F16, BF16, Q8_0, Q4_0", "got Q4_K")),
     ],
     ids=["two folders", "no source", "no place", "type of a folder", "type of a file"],

@@ -27,7 +27,7 @@ def judge_dump(
     """Judge our stages of one model by what another engine wrote down of a run, report, and return the exit code."""
     if len(models) != 1 or arithmetic.backend != "numpy":
         raise click.UsageError(
-            "--against DUMP: expected one MODEL and the NumPy path; give one MODEL, without --backend"
+            "--against with a dump: expected one MODEL and the NumPy path; give one MODEL, without --backend"
         )
     refuse_residency(arithmetic)
     weights = open_weights(model_path(models[0]))

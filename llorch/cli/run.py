@@ -188,7 +188,7 @@ def _use_parts(impl: str | None, *, can: bool) -> None:
     parts = [part for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for part in lesson.parts]
     borrowed = implementation.borrowed(parts)
     own = [part.name for part in parts if part.name not in borrowed]
-    say(f"{spec}: your functions: {', '.join(own) or 'none'}; filled in by llorch: {', '.join(borrowed) or 'none'}")
+    say(f"{spec}: your functions: {', '.join(own) or 'none'}; borrowed from llorch: {', '.join(borrowed) or 'none'}")
     click.get_current_context().with_resource(implementation.installed(parts, live=True))
 
 

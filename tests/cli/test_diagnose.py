@@ -178,7 +178,7 @@ def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
 def test_verify_takes_a_dump_as_a_witness(right: Path, wrong: Path):
     result = invoke("verify", "micro-llama", "--against", str(right))
     assert result.exit_code == 0, result.stderr
-    assert "one witness: mine" in result.stdout
+    assert "one reference engine: mine" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("1 model, ")
     said = json.loads(invoke("verify", "micro-llama", "--against", str(wrong), "--json").stdout)
     failing = [row for row in said["rows"] if row["verdict"] == "FAIL"]

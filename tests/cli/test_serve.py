@@ -168,7 +168,7 @@ def test_the_context_of_the_model_is_the_most_that_ctx_takes(ask: Ask):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("--host", "0.0.0.0"), 2, ("serve: 0.0.0.0", "--api-key")),
+        (("--host", "0.0.0.0"), 2, ("serve", "0.0.0.0", "--api-key")),
         (("--host", "no.such.host.invalid"), 2, ("serve", "no.such.host.invalid:0")),
         (("--port", "99999"), 2, ("--port", 99999, "0<=x<=65535")),
         (("--ctx", "100000"), 2, ("--ctx", 100000, 512, "story")),

@@ -92,17 +92,17 @@ def test_every_built_in_model_agrees_with_its_goldens():
     result = spawn("verify")
     assert result.returncode == 0, result.stdout
     for name in EVERY:
-        text = re.split(rf"^{name}(?:   one witness: transformers)?\n", result.stdout, flags=re.MULTILINE)[1]
+        text = re.split(rf"^{name}(?:   one reference engine: transformers)?\n", result.stdout, flags=re.MULTILINE)[1]
         lines = text.split("\n\n")[0].splitlines()
         table = [line for line in lines if line[:2].isdigit()]
         config = open_weights(builtin_path(name)).config
         numbers = (*checkpoints_of(config), *(TRAINING if name in MODELS else ()))
         assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
         assert all(line.rstrip().endswith("PASS") for line in table)
-    assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
+    assert "13  quantised" in result.stdout.split("quantised   one reference engine: llamacpp\n")[1]
     last = result.stdout.splitlines()[-1]
     assert last.startswith(f"{len(EVERY) + 1} models, ")
-    assert re.search(r" 0 failed, 1 witness ", last)
+    assert re.search(r" 0 failed, 1 reference engine ", last)
     assert "float32" in last
     figures = (REPOSITORY / "benchmarks/README.md").read_text()
     (n_rows, n_places) = re.findall(r"(\d+) comparisons.* of (\d+) \(stage, layer, model\) rows", last)[0]
@@ -236,7 +236,7 @@ def test_color_is_for_terminals_and_on_request_only(monkeypatch: pytest.MonkeyPa
 def test_a_built_in_model_agrees_with_an_engine_that_runs_now():
     done = spawn("verify", "micro-llama", "--against", "llamacpp", "--tokens", TOKENS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("micro-llama   one witness: llamacpp\n")
+    assert done.stdout.startswith("micro-llama   one reference engine: llamacpp\n")
     assert re.search(r"near \d+ %, far \d+ %", done.stdout)
     assert "\nthreads: " in done.stdout
     assert done.stderr == ""
@@ -255,7 +255,7 @@ def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypat
     folder = write_folder(tmp_path / "tiny", random_tensors("llama"))
     result = invoke("verify", str(folder), "--tokens", TOKENS)
     assert result.exit_code == 3, result.stdout
-    assert "tiny   one witness: llamacpp" in result.stdout
+    assert "tiny   one reference engine: llamacpp" in result.stdout
     assert "NOT RUN: transformers" in result.stdout
     assert " 0 failed" in result.stdout
 

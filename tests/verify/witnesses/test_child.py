@@ -223,7 +223,7 @@ def deadly_to_llamacpp(path: Path) -> Path:
 @pytest.mark.live
 @pytest.mark.parametrize(
     ("options", "witness"),
-    [((), "one witness: transformers"), (("--numerics", "ggml"), None), (("--against", "llamacpp"), None)],
+    [((), "one reference engine: transformers"), (("--numerics", "ggml"), None), (("--against", "llamacpp"), None)],
 )
 def test_a_file_that_kills_llamacpp_is_not_run_there_and_judged_by_the_other(
     tmp_path: Path, options: tuple[str, ...], witness: str | None
