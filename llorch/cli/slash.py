@@ -95,7 +95,7 @@ def system(talk: Talk, rest: str) -> str:
 def edit(talk: Talk, rest: str) -> Outcome:
     """Write an earlier message anew; what came after it is gone."""
     if not talk.messages:
-        raise ValueError("chat: expected a message in the conversation, got none; write one first")
+        raise ValueError("chat: expected a message in the conversation, got none; write a message first")
     number, _, text = rest.partition(" ")
     if not number.isdecimal() or not 1 <= int(number) <= len(talk.messages) or not text.strip():
         raise ValueError(f"chat: expected /edit N TEXT, N from 1 to {len(talk.messages)} (see /history), got {rest!r}")
@@ -167,7 +167,7 @@ def _up_to_user(talk: Talk) -> list[dict[str, object]]:
     """The messages up to the last one of the user."""
     places = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
     if not places:
-        raise ValueError("chat: expected a message in the conversation, got none; write one first")
+        raise ValueError("chat: expected a message in the conversation, got none; write a message first")
     return talk.messages[: places[-1] + 1]
 
 

@@ -367,7 +367,7 @@ def _rotary_dim(fields: Fields, rope: Fields | None, family: Family, head_dim: i
 def _refuse_sections(rope: Fields, head_dim: int) -> None:
     sections = _numbers(rope, "mrope_section")
     if sections and sum(sections) != head_dim // 2:
-        raise rope.error("Inconsistent", "mrope_section", f"numbers whose sum is {head_dim // 2}", sections)
+        raise rope.error("Inconsistent", "mrope_section", f"numbers with the sum {head_dim // 2}", sections)
 
 
 def _beta(fields: Fields) -> float:

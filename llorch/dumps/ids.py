@@ -39,7 +39,7 @@ def passes_of(
         found = _in_embeddings(embeddings, weights, n_passes, first_position)
         said = {"the embeddings": found} if found else {}
         notes = (
-            [f"llorch found the token ids in {embeddings[0].name}, whose rows are rows of the embedding table"]
+            [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
             if found
             else []
         )

@@ -70,7 +70,7 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
         _require_room(wanted, n_bytes)
         described = f"{wanted}: {len(missing)} of {len(names)} files of commit {commit}, {_size(n_bytes)}"
         if not consent(described):
-            raise FileNotFoundError(f"model '{wanted}': not downloaded, the answer was no")
+            raise FileNotFoundError(f"model '{wanted}': not downloaded, because the answer was no")
     with _in_words(wanted):
         folder = Path(
             snapshot_download(

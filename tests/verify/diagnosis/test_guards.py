@@ -61,7 +61,7 @@ def refused(
 
 OTHER_IDS: dict[str, tuple[tuple[int, ...], str, str]] = {  # what the dump got, and how it comes of the right ones
     "first token twice": ((IDS[0], *IDS), "13 tokens (1 1 335", "twice"),
-    "a token in front": ((9, *IDS), "13 tokens (9 1 335", "9 stands"),
+    "a token in front": ((9, *IDS), "13 tokens (9 1 335", "9 comes"),
     "padded behind": ((*IDS, 0, 0, 0), "15 tokens (1 335", "3 times 0"),
     "padded in front": ((0, 0, *IDS), "14 tokens (0 0 1 335", "2 times 0"),
     "another token": ((*IDS[:5], 7, *IDS[6:]), "12 tokens (1 335 376 378 400 7", "token 5"),
@@ -78,7 +78,7 @@ def test_tokens_that_are_not_those_of_the_user_are_refused(ids: tuple[int, ...],
 OTHER_ORDERS: dict[str, tuple[tuple[int, ...], str, str]] = {
     "first token twice": ((0, *range(11)), "12 tokens (1 1 335", "twice"),
     "two swapped": ((0, 2, 1, *range(3, 12)), "12 tokens (1 376 335", "token 1"),
-    "a token in front": ((3, *range(11)), "12 tokens (378 1 335", "378 stands"),
+    "a token in front": ((3, *range(11)), "12 tokens (378 1 335", "378 comes"),
 }
 
 
