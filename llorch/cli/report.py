@@ -32,7 +32,10 @@ _COLUMNS = (
     "each reference engine reads and decodes the file itself, unless a line above the table says otherwise"
 )
 _DERIVED = "\nnumerics ggml: llama.cpp replaces the float64 reference; limits are derived from llama.cpp's numbers"
-_TRAINING = "\n18 parameters: errors in learning rates; for a gradient near eps, rounding moves a parameter by a part of the rate"
+_TRAINING = (
+    "\n18 parameters: errors in learning rates; for a gradient near eps,\n"
+    "rounding moves a parameter by a part of the rate"
+)
 _DUMP = (
     "error: distance of the engine from llorch's float64, in the row closest to its limit\n"
     "isolated: llorch computes the stage from the engine's inputs; chained: llorch runs the same tokens itself\n"
