@@ -125,13 +125,13 @@ def require_free(name: str, known: list[str]) -> None:
     if not re.fullmatch(r"[\w-]+", name):
         raise ValueError(f"adapter: expected a name of letters, digits, _ and -, got {name!r}")
     if name in known:
-        raise ValueError(f"adapter: the name {name!r} is in use; remove that adapter or choose another name")
+        raise ValueError(f"adapter: the name {name!r} is in use already; remove that adapter or choose another name")
 
 
 def require_known(name: str | None, known: list[str]) -> None:
     """Refuse (ValueError) the name of an adapter that is not there; None wants none."""
     if name is not None and name not in known:
-        raise ValueError(f"adapter: expected one of {', '.join(known) or 'no adapters'}, got {name!r}")
+        raise ValueError(f"adapter: expected one of {', '.join(known) or 'none'}, got {name!r}")
 
 
 def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:

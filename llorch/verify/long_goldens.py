@@ -202,6 +202,7 @@ def read_long(folder: Path) -> LongGolden:
     for case in cases:
         if not any(case in found for found in distances.values()):
             raise ValueError(
-                f"golden {folder}: expected a distance for {case}, got none; run reference_outputs/regenerate.py"
+                f"golden {folder}: expected an engine's distance for {case}, got no engine; "
+                "run reference_outputs/regenerate.py"
             )
     return LongGolden(cases, truth, distances, record["weights_sha256"])

@@ -108,7 +108,8 @@ def test_the_page_has_every_verdict():
         "| [engine 1.0](reports/x.md) | `llama-eps` | logits | eps 1e-6 | 2e-01 | ", " eps: 3e-07 |",
         "| `llama-eps` | **bug** 2e-01 |", "| `llama` | 3e-07 |", "| `qwen3` | **wrong** 2e-01 |",
         "| `mistral` | refused |",
-        "NOT RUN: absent: no wheel for this processor.", "- engine, refused: `mistral`: `ValueError: no windows | here`",
+        "NOT RUN: absent: no wheel for this processor.",
+        "- engine, refused: `mistral`: `ValueError: no windows | here`",
     ):  # fmt: skip
         assert line in page
 

@@ -89,7 +89,7 @@ def test_a_witness_that_is_far_from_the_truth_is_refused(golden: TrainingGolden,
 @pytest.mark.parametrize("name", ["peft/plain/l9.gradient.q_proj.lora_A", "truth/chained/curve/los_curve"])
 def test_an_array_that_nothing_is_compared_with_is_refused(golden: TrainingGolden, name: str):
     more = replace(golden, arrays={**golden.arrays, name: np.ones(2, np.float32)})
-    with refuses(ValueError, "1 arrays", "nothing", name, where=FILES[0]):
+    with refuses(ValueError, "1 arrays", "stage", name, where=FILES[0]):
         next(claims(more, CONFIG, "bfloat16"))
 
 

@@ -182,5 +182,5 @@ def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr("llorch.verify.models.available_memory", lambda: needed)
     verify.require_truth(weights)
     monkeypatch.setattr("llorch.verify.models.available_memory", lambda: needed - 1)
-    with refuses(MemoryError, "truth", "float64", f"{needed / 1e9:.1f} GB"):
+    with refuses(MemoryError, "reference", "float64", f"{needed / 1e9:.1f} GB"):
         verify.require_truth(weights)

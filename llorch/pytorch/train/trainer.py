@@ -231,11 +231,11 @@ def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
         return
     if settings.eight_bit:
         raise ValueError(
-            "mesh: --eight-bit cannot be split over ranks, because its blocks share scales; train without it"
+            "mesh: moments of 8 bits cannot be split over ranks, because blocks share scales; train without --eight-bit"
         )
     if (n_ranks := mesh["dp"].size()) > settings.batch_size:
         raise ValueError(
-            f"mesh: expected a --batch-size of at least {n_ranks}, one row for each rank of dp, got "
+            f"mesh: expected a --batch-size of at least {n_ranks}, one row for each of the {n_ranks} ranks of dp, got "
             f"{settings.batch_size}; use a larger --batch-size, or fewer ranks"
         )
 

@@ -34,7 +34,7 @@ def first_change(data: TrainingData, folder: Path) -> str:
         if new is None:
             return f"{_source(old)} is gone ({counts})"
         if old[:_DIGITS] != new[:_DIGITS]:
-            return f"the first example that differs is {_source(new)} ({counts})"
+            return f"{_source(new)} is the first example that differs ({counts})"
     return f"no example changed ({counts}), so the settings of the data differ"
 
 

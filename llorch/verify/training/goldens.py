@@ -87,7 +87,7 @@ class TrainingGolden:
             raise lacking(sorted(missing))
         if unknown := sorted(self.arrays.keys() - wanted):
             raise ValueError(
-                f"golden {FILES[0]}: expected arrays of known stages, got {len(unknown)} others: {_few(unknown)}"
+                f"golden {FILES[0]}: expected a stage for all, got {len(unknown)} arrays without: {_few(unknown)}"
             )
 
     def _array(self, name: str) -> np.ndarray:

@@ -208,7 +208,7 @@ def test_a_trace_names_the_same_stages_as_without_an_adapter(model: TorchModel):
 
 
 MISTAKES = [
-    row("unknown", lambda model: text(model, STARTS[0], "four"), ValueError, "none", "'four'", "one", "two", "three"),
+    row("unknown", lambda model: text(model, STARTS[0], "four"), ValueError, "'four'", "one", "two", "three"),
     row(
         "one for two prompts",
         lambda model: list(model.generate_batch(STARTS[:2], adapter=["one"])),

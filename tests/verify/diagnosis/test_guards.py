@@ -154,13 +154,13 @@ def head(x: np.ndarray) -> np.ndarray:
 
 
 ELSEWHERE: dict[str, tuple[Arrays, str, str]] = {  # which array, and how it looks
-    "normed alone": ({LAST: NORMED}, LAST, "behind"),
-    "normed beside the norm": ({LAST: NORMED, "final_norm": NORMED}, LAST, "behind"),
-    "normed beside logits": ({LAST: NORMED, "logits": TRACE["logits"]}, LAST, "behind"),
-    "final norm not normed": ({LAST: OUT, "final_norm": OUT, "logits": TRACE["logits"]}, "final_norm", "into"),
+    "normed alone": ({LAST: NORMED}, LAST, "after"),
+    "normed beside the norm": ({LAST: NORMED, "final_norm": NORMED}, LAST, "after"),
+    "normed beside logits": ({LAST: NORMED, "logits": TRACE["logits"]}, LAST, "after"),
+    "final norm not normed": ({LAST: OUT, "final_norm": OUT, "logits": TRACE["logits"]}, "final_norm", "input"),
     "without gain": ({"l1.attn_norm": BARE, "l1.k_proj": TRACE["l1.k_proj"]}, "l1.attn_norm", "gain"),
     "norm not normed": (
-        {"l1.ffn_norm": IN, "l1.attn_residual": IN, "l1.ffn_up": TRACE["l1.ffn_up"]}, "l1.ffn_norm", "into"
+        {"l1.ffn_norm": IN, "l1.attn_residual": IN, "l1.ffn_up": TRACE["l1.ffn_up"]}, "l1.ffn_norm", "input"
     ),
 }  # fmt: skip
 

@@ -129,7 +129,7 @@ def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
 def test_it_says_what_the_dump_could_not_have_shown(style: str):
     hidden = score(TrainingCase(None, "micro-qwen3", style)).found.could_not_show
     by_name = {name: reason for reason, names in hidden.items() for name in names}
-    assert_tells(by_name["merge-twice"], "merging")
+    assert_tells(by_name["merge-twice"], "merge")
     assert_tells(by_name["lora-rslora-ignored"], "rank-stabilised")
     assert (
         not {"adamw-step-counted-late", "clip-ignored", "lora-scaled-twice", "loss-prompt-not-masked"} & by_name.keys()
@@ -144,5 +144,5 @@ def test_it_says_what_a_smaller_dump_could_not_have_shown(tmp_path: Path):
     less = diagnosed(tmp_path, first_alone | {"weight_decay": 0.0, "label_smoothing": 0.0}, gaps=True).could_not_show
     by_name = {name: reason for reason, names in less.items() for name in names}
     assert_tells(by_name["adamw-step-counted-late"], "first step")
-    assert_tells(by_name["adamw-decay-missing"], "decays")
+    assert_tells(by_name["adamw-decay-missing"], "weight decay")
     assert_tells(by_name["loss-smoothing-missing"], "labels", "smoothed")
