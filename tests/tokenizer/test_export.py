@@ -203,7 +203,8 @@ def other_words(tmp_path: Path, name: str) -> None:
 
 
 REFUSALS = [
-    row("more tokens than rows", more_tokens_than_rows, "Inconsistent", "token 264", "264 rows", where="tokenizer.json"),
+    row("more tokens than rows", more_tokens_than_rows, "Inconsistent", "token 264", "264 rows",
+        where="tokenizer.json"),
     row("ignored merges", ignored_merges, "Unsupported", "off for qwen2", where="ignore_merges", got=True),
     row("two tokens before a text", two_tokens_before_a_text, "Unsupported", "before", where="post_processor",
         got=[261, 261]),
