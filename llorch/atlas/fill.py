@@ -47,7 +47,7 @@ def prepared(inputs: Iterable[Input], home: Path, say: Say) -> Iterator[Fed]:
     folder = home / "inputs"
     folder.mkdir(parents=True, exist_ok=True)
     for this in inputs:
-        say(f"{this.name}: its truth")
+        say(f"{this.name}: the float64 reference")
         try:
             model = write_input(this, folder)
         except FormatError:
@@ -89,7 +89,7 @@ def _of_engine(
 ) -> Iterator[Verdict]:
     readable = [each for each in fed if (engine.gguf if each.input.gguf else engine.folders)]
     try:
-        say(f"{engine.name}: its environment")
+        say(f"{engine.name}: the environment")
         python = environment.result()
     except NotInstalled as error:
         yield Verdict(engine.name, "", NO_INPUT, NOT_RUN, str(error))

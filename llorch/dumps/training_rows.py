@@ -60,7 +60,7 @@ def _losses(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         losses[:, :width], known[:, :width] = read.reshape(n_rows, width), True
     else:
         raise ValueError(
-            f"training dump: {array.name}: expected losses of {held.shape} or {learned.sum()} learned tokens, "
-            f"got {array.shape}"
+            f"training dump: {array.name}: expected losses for {held.shape} tokens, or for the {learned.sum()} learned "
+            f"tokens only, got {array.shape}"
         )
     return losses[held], known[held]

@@ -42,7 +42,7 @@ _REFUSED: Mapping[str, str] = {
     "fan_in_fan_out": "weights are stored transposed",
     "trainable_token_indices": "single rows of the embedding were trained",
     "layer_replication": "layers are repeated",
-    "alora_invocation_tokens": "the adapter starts at a token",
+    "alora_invocation_tokens": "the adapter is active only after an invocation token (aLoRA)",
     "use_qalora": "the input is pooled",
     "use_bdlora": "the matrices are block-diagonal",
     "arrow_config": "a router chooses adapters",

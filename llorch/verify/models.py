@@ -316,5 +316,6 @@ def require_truth(weights: Weights) -> None:
     needed, free = largest_part(weights, "float64"), available_memory()
     if needed > free:
         raise MemoryError(
-            f"the float64 reference needs {needed / 1e9:.1f} GB for one layer, but {free / 1e9:.1f} GB are free"
+            f"the float64 reference needs {needed / 1e9:.1f} GB for one layer, but {free / 1e9:.1f} GB are free; "
+            "close other programs, or use a machine with more memory"
         )

@@ -147,7 +147,7 @@ const shown = (text) => JSON.stringify(text).slice(1, -1);
 
 function alternatives(entry) {
   const table = made("table");
-  table.append(made("caption", "What could have come, before temperature and filters"));
+  table.append(made("caption", "Candidates, before temperature and filters"));
   const known = entry.top_logprobs.some((one) => one.logprob === entry.logprob && one.token === entry.token);
   for (const one of known ? entry.top_logprobs : [...entry.top_logprobs, entry]) {
     const probability = Math.exp(one.logprob);
@@ -223,7 +223,7 @@ async function readModels() {
     const { data } = await (await ask("v1/models")).json();
     byId("model").replaceChildren(...data.map((one) => made("option", one.id)));
     const plain = data.some((one) => one.chat === "plain");
-    about = plain ? "This model has no chat template: it goes on with what you write." : "";
+    about = plain ? "This model has no chat template. It continues your text." : "";
     clear();
   } catch (error) {
     byId("error").textContent = error.message;
