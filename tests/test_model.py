@@ -275,11 +275,11 @@ def test_an_adapter_of_another_base_is_refused_unless_any_will_do(tmp_path: Path
 def test_mistakes_are_named():
     model = load("micro-qwen2")
     model.add_adapter("one", small(model, 1))
-    with refuses(ValueError, "none", "'two'", "one", where="adapter"):
+    with refuses(ValueError, where="adapter", expected="one", got="'two'"):
         model.forward(IDS, adapter="two")
-    with refuses(ValueError, "none", "'three'", "one", where="adapter"):
+    with refuses(ValueError, where="adapter", expected="one", got="'three'"):
         model.remove_adapter("three")
-    with refuses(ValueError, "'one' already", where="adapter"):
+    with refuses(ValueError, "'one'", "already", where="adapter"):
         model.add_adapter("one", small(model, 1))
     with refuses(ValueError, "letters", "digits", "_", "-", where="adapter", got="''"):
         model.add_adapter("", small(model, 1))

@@ -203,7 +203,7 @@ def _refuse_unwritten(messages: Sequence[Message], texts: Texts, *, path: str | 
     if any(message.get(key) for message in messages for key in CALLS):
         call = unwritten_call(messages, None, texts, [*texts(messages, None)])
         if call is not None:
-            message = "expected a chat template that writes tool calls, the model's chat template leaves them out"
+            message = "expected a chat template that writes tool calls, the model's chat template omits them"
             raise FormatError("Unsupported", f"messages{call}: {message}; write the calls into the content", path=path)
 
 

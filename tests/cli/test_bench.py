@@ -4,6 +4,7 @@ import json
 
 import pytest
 from command_line import invoke
+from refusals import assert_tells
 
 from llorch import bench
 from llorch.bench import SHAPES
@@ -58,7 +59,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pyt
     result = invoke("bench", "--shape", "llama-2-7b", "--backend", "torch")
     assert result.exit_code == 4
     assert result.stderr.startswith("llorch: bench: weights of llama-2-7b need ")
-    assert "GB on cpu, 1.0 GB are free; use a smaller --shape" in result.stderr
+    assert_tells(result.stderr, "27.5 GB", "1.0 GB", "cpu", "--shape")
 
 
 def test_the_names_of_shapes_are_those_of_the_module():

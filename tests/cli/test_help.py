@@ -1,4 +1,7 @@
-"""Help pages and the pages that they name: short, in groups, and with commands that the command line takes."""
+"""Help pages and their pages in `checkpoints/commands` are short and in groups, and every command on them is parsed.
+
+The examples include `llorch learn check --teeth`.
+"""
 
 import re
 from collections.abc import Callable, Iterator

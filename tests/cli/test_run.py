@@ -118,7 +118,7 @@ def test_the_text_is_that_of_the_adapter_and_stderr_says_what_is_known_of_its_ba
     want = "".join(token.text for token in model.generate(START, max_tokens=12, adapter="mine"))
     result = invoke("run", "story", START, "-n", "12", "--backend", backend, "--adapter", str(folder / "peft"))
     assert (result.stdout, result.exit_code) == (want + "\n", 0)
-    assert result.stderr.startswith(f"{folder / 'peft'}: base: the same, ")
+    assert result.stderr.startswith(f"{folder / 'peft'}: base: the same ")
     assert result.stderr.count("\n") == 1
     assert result.stdout != invoke("run", "story", START, "-n", "12").stdout
 
@@ -139,7 +139,7 @@ def test_an_adapter_of_another_base_is_refused_until_any_will_do(backend: str, f
     refused, taken = invoke(*how), invoke(*how, "--any-base")
     assert_cli_refuses(refused, 2, folder / "foreign", "BaseMismatch")
     assert taken.exit_code == 0
-    assert "base: another one" in taken.stderr
+    assert "base: another base" in taken.stderr
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_other_masks_fail(scores):
     fault = measure(scores[:, ::-1].copy(), scores, masked=True).fault  # of equal size, in other places
     assert_tells(fault or "", "mask", "16 of 32")
     everything = np.full((2, 3), -np.inf)
-    assert measure(everything.copy(), everything, masked=True).fault == "mask: everything is masked"
+    assert measure(everything.copy(), everything, masked=True).fault.startswith("mask: ")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -21,7 +21,7 @@ def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
     if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
         sections, left = (", ".join(map(str, listed)) for listed in (config.rope_sections, pairs))
         return (
-            f"rope.dimension_sections is {sections}, by which it leaves pairs {left} of every head of a text unturned"
+            f"rope.dimension_sections is {sections}, so llama.cpp does not rotate pairs {left} of every head in a text"
         )
     return cannot_express(config, n_tokens)
 

@@ -41,7 +41,7 @@ def test_a_run_on_a_model_without_a_tokenizer_is_examined_all_the_same(tmp_path:
     (tmp_path / "run.json").write_text(json.dumps({"settings": settings}))
     end, data = check_run(tmp_path, open_weights(base))
     assert end.verdict == "NOT RUN"
-    assert "no tokenizer.json" in end.text
+    assert "tokenizer.json" in end.text
     assert data.check == "training data"
 
 
