@@ -19,6 +19,7 @@ from benchmarks.diagnosis.reenacted import Report
 from benchmarks.diagnosis.styles import Written
 from benchmarks.diagnosis.witnesses import Witness, path_of
 from llorch.cli.dumped import read_stages
+from llorch.dumps.ids import FIRST_TOKEN_TWICE
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
 from llorch.verify.diagnosis.diagnose import diagnose
@@ -49,7 +50,7 @@ class Answer:
 
 
 GUARDED = {
-    "embedding-first-token-twice": "the first one is there twice"
+    "embedding-first-token-twice": FIRST_TOKEN_TWICE,
 }  # what a guard names before a number is judged
 
 

@@ -15,6 +15,8 @@ _ROWS_AT_ONCE = 4096
 _SHOWN_IDS = 8
 _SAME_ROW = 1e-2  # of its norm: rows that were rounded to bfloat16 are within 2^-9
 
+FIRST_TOKEN_TWICE = "the first token is there twice"  # a benchmark looks for it
+
 
 def passes_of(
     raw: RawDump,
@@ -137,7 +139,7 @@ def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] |
 def parting(wanted: list[int], got: list[int]) -> str:
     """In which way one sequence of tokens comes of another, as the end of a message."""
     if len(got) > 1 and (got[1:] == wanted or (len(got) == len(wanted) > 1 and got[1:] == wanted[:-1])):
-        twice = "the first token is there twice, as when template and tokenizer both add BOS"
+        twice = f"{FIRST_TOKEN_TWICE}, as when template and tokenizer both add BOS"
         return f": {twice if got[0] == got[1] else f'{got[0]} comes first, like BOS'}"
     for shorter, longer, what in ((wanted, got, "padded with"), (got, wanted, "without the padding of")):
         n_more = len(longer) - len(shorter)

@@ -89,7 +89,7 @@ def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(base: Path
 def test_what_peft_trains_by_bare_names_may_see_and_is_refused(base: Path, tmp_path: Path):
     model = peft_model(base, whole=True, r=3, target_modules=["q_proj", "up_proj"])
     folder = save_quietly(model, tmp_path / "adapter")
-    with refuses("Unsupported", expected="text", got="sees", where=folder):
+    with refuses("Unsupported", expected="text", got="vision", where=folder):
         read_peft(folder, open_weights(base).config)
     merged = save_quietly(model.merge_and_unload(), tmp_path / "merged")  # the remedy
     assert_alike(plain_logits(merged), torch_logits(peft_model(base, folder, whole=True)), plain_logits(base))

@@ -52,7 +52,8 @@ def test_other_masks_fail(scores):
     fault = measure(scores[:, ::-1].copy(), scores, masked=True).fault  # of equal size, in other places
     assert_tells(fault or "", "mask", "16 of 32")
     everything = np.full((2, 3), -np.inf)
-    assert measure(everything.copy(), everything, masked=True).fault.startswith("mask: ")
+    fault = measure(everything.copy(), everything, masked=True).fault
+    assert (fault or "").startswith("mask: ")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
