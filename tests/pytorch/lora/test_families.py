@@ -86,5 +86,5 @@ def test_what_is_attached_is_given_back_and_taken_off(weights, rng):
 def test_packed_documents_are_refused_where_a_state_would_go_on(tmp_path, rng):
     weights = open_weights(random_folder("qwen3_5", tmp_path, 0, **SMALL["qwen3_5"]))
     model = load_dense(weights, dtype=torch.float32, device=CPU)
-    with refuses(ValueError, "delta net", "packing", where="train"):
+    with refuses(ValueError, "delta nets", "packing", where="train"):
         torch_loss(model, batch_of(rng, weights, [[5, 6]]))
