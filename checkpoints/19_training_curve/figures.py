@@ -18,7 +18,7 @@ PLACE = at("loss_curve", case="curve")
 
 
 def losses(accumulated: Any) -> np.ndarray:
-    """Of the run of `micro-llama` with a wrong function in place of llorch's."""
+    """Return the losses of a training run of `micro-llama` with a wrong function in place of llorch's."""
     weights, golden = stored("micro-llama")
     runner = NumpyRunner(weights.astype(np.float32, keep=True), golden)
     with Implementation("this figure", {"accumulated": accumulated}).installed([ACCUMULATED]):

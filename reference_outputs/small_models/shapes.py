@@ -76,14 +76,14 @@ _HYBRID = {
 }  # fmt: skip
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 
-# Temperature from position 8 on. The ramp of YaRN starts at pair 1 and ends at pair 3 of the four of a head.
+# The temperature starts at position 8. YaRN's ramp starts at pair 1 and ends at pair 3; a head has four pairs.
 _MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 0.015,
     "beta_slow": 2e-4, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 
-# Of the four pairs of a head two are kept, one is stretched in part and one as a whole. A GGUF file stores the result
-# of this formula; a folder stores its settings, so that llorch and transformers compute it.
+# A head has four pairs: the scaling keeps two, stretches one in part and one as a whole. A GGUF file stores the result
+# of the formula. A folder stores its settings, so that llorch and transformers compute the formula.
 _MISTRAL_ROPE = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
