@@ -149,7 +149,7 @@ class Opened:
             if len(self.tokenizer.encode(text[:n_characters])) > 2 * room:
                 message = f"{len(text)} characters do not fit the context of {room} tokens"
                 raise ValueError(
-                    f"prompt: {message}(the first {n_characters} give over {2 * room}); shorten the prompt"
+                    f"prompt: {message} (the first {n_characters} give over {2 * room}); shorten the prompt"
                 )
             n_characters *= 2
 
