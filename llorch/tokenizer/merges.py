@@ -87,5 +87,5 @@ def _require_all(merges: Sequence[Merge], texts: frozenset[str], path: Path) -> 
     absent = [merge for merge in cuts if merge[0] in texts and merge[1] in texts and merge not in known]
     if absent:
         shown = " + ".join(map(repr, min(absent)))
-        message = f"merges: expected every merge that makes a token, as in SentencePiece, but {len(absent)} are missing"
+        message = f"merges: expected every merge that makes a token, as in SentencePiece, got {len(absent)} fewer"
         raise FormatError("Unsupported", f"{message} (such as {shown}); a GGUF file cannot hold such merges", path=path)

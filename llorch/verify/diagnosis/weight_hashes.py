@@ -127,7 +127,7 @@ def _layouts(weight: Weight, config: ModelConfig) -> Iterator[tuple[str, Change]
         yield "transposed", lambda array: array.T
     if weight.name.endswith(("q_proj", "q_bias", "k_proj", "k_bias")):
         own = config.n_heads if short[0] == "q" else config.n_kv_heads
-        for n_heads, said in {config.n_heads: " of n_heads heads", own: ""}.items():
+        for n_heads, said in {config.n_heads: " of as many heads as q has", own: ""}.items():
             if weight.shape[0] % (2 * n_heads) == 0:
                 yield f"with neighbouring pairs{said}", lambda array, n=n_heads: interleave(array, n)
                 yield f"with pairs{said} undone twice", lambda array, n=n_heads: undo_interleave(array, n)

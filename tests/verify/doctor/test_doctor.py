@@ -80,7 +80,7 @@ def test_an_engine_that_computes_something_else_is_wrong(tmp_path, monkeypatch):
     adapter, base, _ = made(tmp_path, lora_alpha=5.0)
     verdict, text = verdicts(adapter, base, ("llamacpp",))["logits in llama.cpp"]
     assert verdict == "WRONG"
-    assert "differ from ours" in text
+    assert_tells(text, "differ", 0.037)
 
 
 @pytest.mark.parametrize(
