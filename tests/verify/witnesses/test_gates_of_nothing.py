@@ -57,7 +57,7 @@ def test_it_is_judged_by_the_truth_and_by_the_engine_that_shows_numbers(file: Pa
     assert {row.verdict for row in rows} == {PASS}
     assert {row.producer for row in rows} == {"reader", "transformers", "transformers-float64"}
     assert failed.keys() == {"llamacpp"}
-    assert_tells(failed["llamacpp"], "9 of 9", *REASON, where="llamacpp")
+    assert_tells(failed["llamacpp"], "9 NaN of 9", *REASON, where="llamacpp")
 
 
 def test_a_file_of_which_llamacpp_is_the_only_witness_is_not_judged(folder: Path, tmp_path: Path):
@@ -70,6 +70,6 @@ def test_a_file_of_which_llamacpp_is_the_only_witness_is_not_judged(folder: Path
 def test_the_command_names_the_fault_and_blames_nobody_else(file: Path):
     result = invoke("verify", str(file), "--tokens", ",".join(map(str, IDS)))
     assert result.exit_code == 3  # as where an engine is missing: half of what was asked for is not known
-    assert_tells(" ".join(result.stdout.split()), "NOT RUN: llamacpp", "9 of 9", *REASON)
+    assert_tells(" ".join(result.stdout.split()), "NOT RUN: llamacpp", "9 NaN of 9", *REASON)
     assert " 0 failed" in result.stdout
     assert "FAIL" not in result.stdout
