@@ -56,6 +56,7 @@ AREAS = (
     Area("hub", "hub/*", "hub/*"),
     Area("machine", "machine/*", "machine/* cli/doctor"),
     Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder model_images"),
+    Area("quantised", "files/quantised/*", "files/quantised/*"),
     Area(
         "export",
         "convert write_checks files/e* tokenizer/export*",

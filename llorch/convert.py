@@ -28,6 +28,7 @@ from llorch.files.export_huggingface import (
 from llorch.files.layout import Layout
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
+from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.files.strict_json import read_settings
 from llorch.hub.reference import name_of
@@ -129,7 +130,8 @@ def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> 
     if wanted is None:
         stored = _stored_types(weights)
         kind = next(iter(stored)) if len(stored) == 1 else GGMLType.F32
-        return kind if kind in allowed and (to_gguf or _holds_vectors(weights, kind)) else GGMLType.F32
+        fits = isinstance(kind, GGMLType) and kind in allowed and (to_gguf or _holds_vectors(weights, kind))
+        return kind if isinstance(kind, GGMLType) and fits else GGMLType.F32
     if wanted not in allowed:
         kind = "GGUF files" if to_gguf else "Hugging Face folders"
         known = ", ".join(one.name for one in allowed)
@@ -152,13 +154,13 @@ def _holds_vectors(weights: Weights, kind: GGMLType) -> bool:
     return True
 
 
-def _stored_types(weights: Weights) -> set[GGMLType]:
+def _stored_types(weights: Weights) -> set[StoredType]:
     matrices = (weight for weight in inventory(weights.config).values() if not weight.stays_f32)
     return {weights.stored_type(weight.name) for weight in matrices}
 
 
 def _note_second_loss(job: _Job) -> None:
-    quantised = {kind for kind in _stored_types(job.weights) if BLOCK_SIZES[kind][0] > 1}
+    quantised = {kind for kind in _stored_types(job.weights) if has_codes(kind)}
     if quantised - {job.ggml_type} and job.ggml_type is not GGMLType.F32:
         names = ", ".join(sorted(kind.name for kind in quantised))
         job.notes.append(f"the source is already quantised ({names}); {job.ggml_type.name} adds a second rounding")

@@ -171,7 +171,6 @@ LACKING = [
     lacking({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "one", {"rope_theta": 5.0}, "full_attention"),
     lacking({"use_sliding_window": True}, False, True),
     lacking({"partial_rotary_factor": 0.5}, (1, None), 0.5),
-    lacking({"quantization_config": {"bits": 4}}, None, {"bits": 4}),
     lacking({"original_max_position_embeddings": 64}, None, 64),
     lacking({"rope_scaling": {"type": "dynamic"}}, ("default", "linear", "llama3", "yarn"), "'dynamic'", "rope_type"),
     lacking({"rope_parameters": {"partial_rotary_factor": 0.25}}, (1, None), 0.25, "partial_rotary_factor"),

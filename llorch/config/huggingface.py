@@ -24,7 +24,7 @@ _NEVER_NULL = (
 _NEVER_NULL_IN_ROPE = ("original_max_position_embeddings", "rope_theta", "rope_type", "truncate", "type")
 _LACKED = {  # key to the values that llorch computes; the first is that of an absent key
     "is_causal": (True,), "per_layer_config": (None,), "hidden_act": ("silu", "swish"), "mlp_bias": (False,),
-    "quantization_config": (None,), "original_max_position_embeddings": (None,),  # belongs into rope_scaling
+    "original_max_position_embeddings": (None,),  # belongs into rope_scaling
     "attn_output_gate": (True,), "output_gate_type": (None, "silu", "swish"), "mamba_ssm_dtype": ("float32",),
     "n_group": (None, 1), "topk_group": (None, 1), "scoring_func": (None, "softmax"),
     "routed_scaling_factor": (None, 1.0), "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
@@ -111,9 +111,8 @@ def _text_part(whole: Fields) -> Fields:
         return whole
     text = whole.section("text_config")
     values = dict(whole.values if text is None else text.values)  # the oldest Qwen2.5-VL have no such part
-    for key in ("quantization_config", "rope_scaling"):
-        if values.get(key) is None and whole.has(key):
-            values[key] = whole.values[key]
+    if values.get("rope_scaling") is None and whole.has("rope_scaling"):
+        values["rope_scaling"] = whole.values["rope_scaling"]
     return Fields(values | {"model_type": f"{kind}_text"}, whole.path)
 
 

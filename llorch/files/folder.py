@@ -30,12 +30,13 @@ class SafetensorsFolder:
         self.path = Path(path)
         self._shards: list[SafetensorsFile] = []
         self._shard_of: dict[str, SafetensorsFile] = {}
-        self.tensors: dict[str, SafetensorsInfo] = {}
+        self.stored: dict[str, SafetensorsInfo] = {}  # tensors of the files
         try:
             self._open_all()
         except BaseException:
             self.close()
             raise
+        self.tensors = self.stored  # what is read as a weight
 
     @property
     def fingerprint(self) -> list[tuple[int, ...]]:
@@ -59,10 +60,10 @@ class SafetensorsFolder:
     def _add(self, path: Path) -> None:
         shard = SafetensorsFile(path)
         self._shards.append(shard)
-        twice = sorted(shard.tensors.keys() & self.tensors.keys())
+        twice = sorted(shard.tensors.keys() & self.stored.keys())
         if twice:
             raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two shards", path=path)
-        self.tensors |= shard.tensors
+        self.stored |= shard.tensors
         self._shard_of |= dict.fromkeys(shard.tensors, shard)
 
     def array(self, name: str) -> np.ndarray:

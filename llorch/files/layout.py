@@ -122,8 +122,7 @@ def expert_of(stack: Packed, layout: Layout, number: int) -> Packed:
     if layout.half is None:
         return one
     rows = one.shape[0] // 2
-    own = one.by_row[layout.half * rows : (layout.half + 1) * rows]
-    return replace(one, raw=own.reshape(-1), shape=(rows, one.shape[1]))
+    return one.picked(slice(layout.half * rows, (layout.half + 1) * rows))
 
 
 def _turned(matrix: Packed) -> Packed:
@@ -135,10 +134,7 @@ def _turned(matrix: Packed) -> Packed:
 
 def rows_of(matrix: Packed, layout: Layout) -> Packed:
     """The rows of a weight, in the order of Hugging Face; its columns stay as they are."""
-    if layout.rows is None:
-        return matrix
-    rows = matrix.by_row[layout.rows.index()]
-    return replace(matrix, raw=rows.reshape(-1), shape=(len(rows), *matrix.shape[1:]))
+    return matrix if layout.rows is None else matrix.picked(layout.rows.index())
 
 
 def in_gguf(short: str, net: DeltaNet, hidden_size: int, *, tiled: bool) -> Layout:

@@ -52,8 +52,8 @@ class Matrix:
         self._columns = columns
         self._back = None if columns is None else np.argsort(columns)
         self.shape = packed.shape
-        self.n_bytes = packed.raw.size
-        self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml_type] if round_inputs else "F32"
+        self.n_bytes = packed.n_bytes
+        self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
         packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
@@ -89,7 +89,7 @@ class Matrix:
         """Decode some rows of an embedding in the dtype of the run; FormatError NonFinite."""
         if self._decoded is not None:
             return self._decoded[ids].astype(self._dtype, copy=False)
-        rows = self.packed.decode_bytes(self.packed.by_row[ids])
+        rows = self.packed.decode_rows(ids)
         for row, token in zip(rows, ids, strict=True):
             self.packed.require_finite(int(token), row[None])
         return rows.astype(self._dtype, copy=False)
@@ -98,13 +98,13 @@ class Matrix:
         """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
         if self.activations != _SUMMED:
             return y
-        block = BLOCK_SIZES[self.packed.ggml_type][0]
+        block = BLOCK_SIZES[self.packed.ggml][0]
         sums = rounded.reshape(len(x), -1, block).sum(axis=-1, dtype=np.float64)
         return y + product((block_sums(x) - sums).astype(x.dtype), self._minima)
 
     @cached_property
     def _minima(self) -> np.ndarray:
         packed = self.packed
-        minima = decode_minima(packed.raw, packed.ggml_type, packed.shape)
+        minima = decode_minima(packed.raw, packed.ggml, packed.shape)
         in_order = self._decoded is not None and self._heads
         return undo_interleave(minima, self._heads) if in_order else minima

@@ -12,6 +12,7 @@ from llorch.errors import ErrorCode, FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
 from llorch.files.names import Weight, as_found, inventory, path_alone
+from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.strict_json import read_json
 from llorch.files.weights import Slot, Weights
 
@@ -102,7 +103,7 @@ def _open_huggingface(path: Path) -> Weights:
     if "auto_map" in values:
         logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
-    folder = SafetensorsFolder(path)
+    folder = QuantisedFolder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
     try:
         plain = _by_path(folder)
         slots = {name: _in_folder(as_found(weight, plain), plain) for name, weight in inventory(config).items()}

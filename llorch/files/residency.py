@@ -11,7 +11,7 @@ from typing import Literal
 
 from llorch.config import ModelConfig
 from llorch.files import Weights
-from llorch.files.quant import GGMLType
+from llorch.files.packed import StoredType
 from llorch.memory import available_memory
 
 Residency = Literal["auto", "decoded", "packed"]
@@ -91,7 +91,7 @@ def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
     return 4 * (rows + scores + config.vocab_size)
 
 
-def _matrices(weights: Weights) -> Iterator[tuple[GGMLType, int, int]]:
+def _matrices(weights: Weights) -> Iterator[tuple[StoredType, int, int]]:
     """Type, elements and bytes of every matrix."""
     for name in weights:
         if weights.slots[name].multiplied:

@@ -50,8 +50,8 @@ class SafetensorsInfo(Entry):
 
     @property
     def holds_floats(self) -> bool:
-        """Whether the tensor can be a weight."""
-        return self.dtype in _FLOATS
+        """Whether the tensor can be a weight: floats, or a matrix of a quantised folder."""
+        return self.dtype in _FLOATS or self.dtype not in _BITS
 
 
 class SafetensorsFile(TensorFile[SafetensorsInfo]):

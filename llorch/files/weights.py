@@ -16,7 +16,7 @@ from llorch.files.gguf import GGUFFile
 from llorch.files.layout import AS_IS, Layout, expert_of, rows_of
 from llorch.files.matrix import Matrix
 from llorch.files.names import undo_interleave
-from llorch.files.packed import Packed, require_finite
+from llorch.files.packed import Packed, StoredType, require_finite
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType
 from llorch.numerics import EXACT, Numerics
 
@@ -206,13 +206,16 @@ class Weights(Mapping):
         """Whether a weight has other numbers than the file, as merged ones have."""
         return False
 
-    def stored_type(self, name: str) -> GGMLType:
-        """The type in which the file stores a weight."""
+    def stored_type(self, name: str) -> StoredType:
+        """The type in which the file stores a weight; of a quantised folder its scheme."""
         return self.as_stored(name).ggml_type
 
     def stored_bytes(self, name: str) -> int:
         """Bytes that a weight takes in the file."""
-        block, block_bytes = BLOCK_SIZES[self.stored_type(name)]
+        kind = self.stored_type(name)
+        if not isinstance(kind, GGMLType):
+            return sum(stored.n_bytes for stored in self.all_stored(name))
+        block, block_bytes = BLOCK_SIZES[kind]
         return math.prod(self.slots[name].shape) // block * block_bytes
 
     def _require_products(self) -> None:
@@ -261,8 +264,7 @@ class Weights(Mapping):
     def _require_equal(self, slot: Slot) -> None:
         assert slot.must_equal is not None
         one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
-        same_bytes = one.ggml_type is other.ggml_type and np.array_equal(one.raw, other.raw)
-        if not same_bytes and not np.array_equal(one.decode(), other.decode()):
+        if not one.holds_the_same(other):
             message = f"config ties {slot.must_equal} to {slot.source_name}, but the numbers of the two tensors differ"
             raise FormatError("Inconsistent", message, path=self.path)
 

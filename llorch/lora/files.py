@@ -7,7 +7,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files import Weights
-from llorch.files.quant import BLOCK_SIZES
+from llorch.files.packed import has_codes
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, remembered_identity, require_base, require_name
 from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
@@ -62,7 +62,7 @@ def _require_copies(path: Path, weights: Weights) -> None:
     """PEFT stores embedding and output beside their adapters: other numbers than the base's were trained or resized."""
     for name, copy in (copies_in_peft(path) if path.is_dir() else {}).items():
         stored = name if name in weights else "embed_tokens"
-        if BLOCK_SIZES[weights.stored_type(stored)][0] > 1:
+        if has_codes(weights.stored_type(stored)):
             continue  # rounded here, so other numbers say nothing
         own = weights.read(stored)
         differ = np.abs(own - copy) > np.abs(own) * _BF16 + _LEAST

@@ -18,7 +18,8 @@ from llorch.files.encode import encode
 from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
 from llorch.files.names import inventory
 from llorch.files.new_file import new_folder
-from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.files.packed import StoredType, has_codes
+from llorch.files.quant import GGMLType, decode
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.files import adapter_for
@@ -98,7 +99,7 @@ def merge(
             adapter=adapter,
             target=target,
             ggml_type=kind,
-            base_types=_types(weights),
+            base_types=sorted(kind.name for kind in _types(weights)),
             n_bytes=size_of(target),
             changes=changes,
             logits=agreement,
@@ -107,7 +108,7 @@ def merge(
 
 
 def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, notes: list[str]) -> GGMLType:
-    quantised = [name for name in _types(merged) if BLOCK_SIZES[GGMLType[name]][0] > 1]
+    quantised = sorted({kind.name for kind in _types(merged) if has_codes(kind)})
     if quantised:
         what = "the decoded numbers of a quantised base"
         notes.append(f"merged into {what} ({', '.join(quantised)}), not into the original weights")
@@ -164,15 +165,15 @@ def _changes(merged: MergedWeights, source: Path, ggml_type: GGMLType) -> dict[s
     return changes
 
 
-def _types(weights: Weights) -> list[str]:
-    return sorted({weights.stored_type(name).name for name in weights if len(weights.shape(name)) == 2})
+def _types(weights: Weights) -> set[StoredType]:
+    return {weights.stored_type(name) for name in weights if len(weights.shape(name)) == 2}
 
 
 def _change(weights: Weights, merged: MergedWeights, written: Weights, name: str) -> MatrixChange:
     """Compare what was written with the base in the same type, and with the exact sum."""
     before = weights.read(name if name in weights else "embed_tokens")
     exact, after = merged.read(name), written.read(name)
-    kind = written.stored_type(name)  # some matrices do not fit the blocks of a type
+    kind = written.as_stored(name).ggml  # some matrices do not fit the blocks of a type
     parts = [*encode(before, kind, name=name, path=weights.path)]
     rounded = decode(np.concatenate(parts), kind, before.shape)
     moved = exact != before

@@ -99,7 +99,7 @@ def _put_packed(
 ) -> None:
     """Replace the module that a matrix belongs to by one that keeps it packed."""
     slot, stored = weights.slots[row.name], _as_stored(weights, row)
-    kind, by_row = stored[0].ggml_type, np.concatenate([one.by_row for one in stored])
+    kind, by_row = stored[0].ggml, np.concatenate([one.by_row for one in stored])
     if slot.interleaved_heads:
         by_row = undo_interleave(by_row, slot.interleaved_heads)
     fields = pack(torch.from_numpy(by_row), kind)

@@ -16,6 +16,7 @@ import torch
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.names import inventory
+from llorch.files.packed import StoredType
 from llorch.files.quant import GGMLType
 from llorch.files.residency import Residency
 from llorch.memory import available_memory
@@ -205,7 +206,7 @@ def _choice(
     return "decoded" if _need(weights, target, decoded).peak <= free else "packed"
 
 
-def _stays_packed(kind: GGMLType, residency: str) -> bool:
+def _stays_packed(kind: StoredType, residency: str) -> bool:
     return residency == "packed" and kind in PACKERS
 
 

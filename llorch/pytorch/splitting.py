@@ -10,7 +10,7 @@ from llorch.architecture import Layer
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.names import inventory
-from llorch.files.quant import BLOCK_SIZES
+from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.paths import path_of
 
@@ -52,7 +52,7 @@ def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
         kind, path = weights.stored_type(row.name), path_of(row.name).removesuffix(".weight")
         if kind in PACKERS and path.endswith(EXPERTS) and n_ranks > 1:
             return f"{row.name}: packed experts cannot be split"
-        if kind in PACKERS and cut_axis(path_of(row.name)) == 1:
+        if isinstance(kind, GGMLType) and kind in PACKERS and cut_axis(path_of(row.name)) == 1:
             size = BLOCK_SIZES[kind][0]
             if row.shape[-1] // size % n_ranks:
                 n_blocks = f"{row.shape[-1] // size} blocks of {size} columns ({kind.name})"

@@ -451,7 +451,7 @@ def _row_by_row(weight: "np.ndarray | QuantMethod") -> Iterator[tuple[slice, np.
     matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
     minima = None
     if isinstance(weight, Matrix) and weight.packed.ggml_type in MINIMA:
-        minima = weight.in_order(decode_minima(weight.packed.raw, weight.packed.ggml_type, weight.packed.shape))
+        minima = weight.in_order(decode_minima(weight.packed.raw, weight.packed.ggml, weight.packed.shape))
     step = max(1, TILE // matrix.shape[1])
     for start in range(0, len(matrix), step):
         rows = slice(start, start + step)

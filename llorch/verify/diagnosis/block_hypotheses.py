@@ -50,7 +50,7 @@ def _matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> n
     if len(slot.shape) != 2 or packed.ggml_type.name not in mistake.cases:
         return None
     rows = packed.raw.reshape(slot.shape[0], -1)
-    inputs = QuantisedInputs(packed.ggml_type, rows, slot.shape, np.empty((0, slot.shape[1]), np.float32))
+    inputs = QuantisedInputs(packed.ggml, rows, slot.shape, np.empty((0, slot.shape[1]), np.float32))
     with np.errstate(all="ignore"):
         made = mistake.wrong(inputs, "decode").astype(weights.dtype)
     return undo_interleave(made, slot.interleaved_heads) if slot.interleaved_heads else made

@@ -314,7 +314,7 @@ def emulated(weights: Weights) -> str:
     """Name what is rounded in this file, `Q4_K, Q6_K: inputs rounded to Q8_K`; empty when nothing is."""
     types: dict[str, set[str]] = {}
     for name in weights:
-        stored = weights.stored_type(name)
+        stored = weights.as_stored(name).ggml
         if len(weights.shape(name)) == 2 and ACTIVATION_TYPE[stored] != "F32":
             types.setdefault(ACTIVATION_TYPE[stored], set()).add(stored.name)
     parts = [f"{', '.join(sorted(stored))}: inputs rounded to {kind}" for kind, stored in sorted(types.items())]

@@ -15,7 +15,7 @@ import numpy as np
 
 from llorch.files import Weights
 from llorch.files.matrix import Matrix
-from llorch.files.packed import Packed
+from llorch.files.packed import Packed, Rows
 from llorch.verify.lockstep import Lockstep, Turn
 
 T = TypeVar("T")
@@ -59,19 +59,33 @@ class _PackedOnce(Packed):
     """A tensor that is decoded once as long as passes are in its layer."""
 
     kept: _Kept
+    once: Packed
+
+    @property
+    def n_bytes(self) -> int:
+        """As there."""
+        return self.once.n_bytes
+
+    def decode_rows(self, rows: Rows) -> np.ndarray:
+        """As there."""
+        return self.once.decode_rows(rows)
+
+    def require_scales(self) -> None:
+        """As there."""
+        self.once.require_scales()
 
     def decode(self) -> np.ndarray:
         """The whole tensor as float32, not to be written to."""
         if _here.get() is None:
-            return super().decode()
+            return self.once.decode()
         if self.name not in self.kept.matrices:
-            self.kept.matrices[self.name] = super().decode()
+            self.kept.matrices[self.name] = self.once.decode()
         return self.kept.matrices[self.name]
 
     def tiles(self) -> Iterator[tuple[int, np.ndarray]]:
         """As there."""
         if _here.get() is None:
-            yield from super().tiles()
+            yield from self.once.tiles()
             return
         whole, step = self.decode(), self.rows_at_once
         for start in range(0, len(whole), step):
@@ -110,5 +124,8 @@ class SharedWeights(Weights):
 
     def _matrix(self, name: str) -> Matrix:
         matrix = super()._matrix(name)
-        matrix.packed = _PackedOnce(**vars(matrix.packed), kept=self._kept)
+        stored = matrix.packed
+        matrix.packed = _PackedOnce(
+            stored.name, stored.path, stored.raw, stored.ggml_type, stored.shape, kept=self._kept, once=stored
+        )
         return matrix

@@ -103,7 +103,7 @@ def leaf_rows(
 def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapping[str, np.ndarray]) -> np.ndarray:
     """The golden's input of a product, rounded as ggml does it for the type of the matrix."""
     name = matrix_of(stage, weights.config)
-    kind = weights.stored_type(name if layer is None else f"layers.{layer}.{name}")
+    kind = weights.as_stored(name if layer is None else f"layers.{layer}.{name}").ggml
     return round_activations(trace[input_keys(stage, layer, weights.config)[0]], ACTIVATION_TYPE[kind])
 
 

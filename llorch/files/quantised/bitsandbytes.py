@@ -1,0 +1,126 @@
+"""bitsandbytes: blocks of 64 numbers over the rows one after another (NF4, FP4), or signed bytes with a scale a row.
+
+The table of the 16 values is in the file and is used as it is there. Two codes lie in a byte, the upper half first.
+With double quantisation the scale of a block is a code too:
+
+    absmax[i] = nested_quant_map[code[i]] * nested_absmax[i // 256] + nested_offset
+
+Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState.from_dict`) and `nn/modules.py` (`Int8Params`).
+"""
+
+from math import prod
+
+import numpy as np
+
+from llorch.fields import Fields
+from llorch.files.packed import Rows
+from llorch.files.quantised.codes import INT8, high_first
+from llorch.files.quantised.float8 import add_scaled
+from llorch.files.quantised.matrix import Parts, Reader, Recipe
+from llorch.files.quantised.source import Shape, Source, matches_part, names_in
+from llorch.files.strict_json import parse_json
+
+_STATE = "quant_state.bitsandbytes__"
+_LARGEST_CODE = np.float32(127)
+
+
+def read_bitsandbytes(source: Source) -> None:
+    """Find the matrices of a bitsandbytes folder."""
+    for module in source.modules("weight"):
+        kind = next((one for one in ("nf4", "fp4") if source.has(module, f"weight.{_STATE}{one}")), None)
+        if kind is not None:
+            _add_four_bit(source, module, kind)
+        elif source.tensors[f"{module}.weight"].dtype == "I8":
+            _add_int8(source, module)
+        elif source.tensors[f"{module}.weight"].dtype == "U8":
+            name = f"{module}.weight.{_STATE}nf4"
+            raise source.error("Missing", f"{name}: expected the state of a 4-bit matrix, got none")
+    source.require_left_alone("llm_int8_skip_modules", names_in(source, "llm_int8_skip_modules"), matches_part)
+    source.leave_out("weight_format")
+
+
+def _add_int8(source: Source, module: str) -> None:
+    def scale(parts: Parts, rows: Rows) -> np.ndarray:
+        return parts["scale"].floats(rows).reshape(-1, 1) / _LARGEST_CODE
+
+    add_scaled(
+        source, module, "SCB", "bitsandbytes int8, one scale a row", lambda shape: [(shape[0],)],
+        values=INT8, dtype="I8", scale=scale,
+    )  # fmt: skip
+
+
+def _add_four_bit(source: Source, module: str, kind: str) -> None:
+    wanted = source.settings.text("bnb_4bit_quant_type", default=kind)
+    if wanted != kind:
+        raise source.settings.error("Inconsistent", "bnb_4bit_quant_type", f"{kind!r}, as {module} has it", wanted)
+    state = _state(source, source.take(module, f"weight.{_STATE}{kind}", ["U8"]))
+    shape, size = _stated_shape(source, state), state.integer("blocksize", low=1)
+    n_blocks = -(-prod(shape) // size)
+    parts = {
+        "codes": source.take(module, "weight", ["U8"], ((prod(shape) + 1) // 2, 1)),
+        "values": source.take(module, "weight.quant_map", ["F32"], (16,)),
+        "absmax": source.take(module, "weight.absmax", ["U8", "F32"], (n_blocks,)),
+    }
+    nested = source.tensors[parts["absmax"]].dtype == "U8"
+    if nested:
+        n_nested = -(-n_blocks // state.integer("nested_blocksize", low=1))
+        parts["nested_absmax"] = source.take(module, "weight.nested_absmax", ["F32"], (n_nested,))
+        parts["nested_values"] = source.take(module, "weight.nested_quant_map", ["F32"], (256,))
+    source.unused.add(f"{module}.weight.{_STATE}{kind}")
+    n_in = shape[1]
+    recipe = Recipe(
+        codes=_codes(shape),
+        values=lambda parts: parts["values"].floats(),
+        scale=_absmax(state if nested else None, shape, size),
+        group=size if n_in % size == 0 else 1,
+        zero_scales=True,
+    )
+    name = f"{kind.upper()}, blocks of {size}" + (", double quantised" if nested else "")
+    source.add(module, name, shape, parts, recipe)
+
+
+def _state(source: Source, name: str) -> Fields:
+    values = parse_json(source.part(name).raw.tobytes(), what=name, path=source.settings.path)
+    if not isinstance(values, dict):
+        raise source.error("Malformed", f"{name}: expected a JSON object, got {type(values).__name__}")
+    return Fields(values, source.settings.path)
+
+
+def _stated_shape(source: Source, state: Fields) -> Shape:
+    shape = state.values.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(one) is int and one > 0 for one in shape):
+        raise state.error("Malformed", "shape", "rows and columns", shape)
+    return shape[0], shape[1]
+
+
+def _span(rows: Rows, shape: Shape) -> np.ndarray:
+    """Where in the whole matrix the numbers of some rows are, (rows, in)."""
+    ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    return ids[:, None] * shape[1] + np.arange(shape[1])
+
+
+def _codes(shape: Shape) -> Reader:
+    def read(parts: Parts, rows: Rows) -> np.ndarray:
+        data, n_in = parts["codes"].array.reshape(-1), shape[1]
+        if isinstance(rows, slice):
+            first, last = rows.start * n_in, rows.stop * n_in
+            codes = high_first(data[first // 2 : -(-last // 2)])
+            return codes[first % 2 : first % 2 + last - first].reshape(-1, n_in)
+        places = _span(rows, shape)
+        return data[places // 2] >> np.where(places % 2, 0, 4).astype(np.uint8) & 15
+
+    return read
+
+
+def _absmax(nested: Fields | None, shape: Shape, size: int) -> Reader:
+    n_in = shape[1]
+
+    def read(parts: Parts, rows: Rows) -> np.ndarray:
+        blocks = _span(rows, (shape[0], n_in // size)) if n_in % size == 0 else _span(rows, shape) // size
+        stored = parts["absmax"].array[blocks]
+        if nested is None:
+            return stored
+        scale = parts["nested_absmax"].floats()[blocks // nested.integer("nested_blocksize")]
+        return parts["nested_values"].floats()[stored] * scale + np.float32(nested.number("nested_offset"))
+
+    return read

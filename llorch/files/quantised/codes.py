@@ -1,0 +1,109 @@
+"""Bits to numbers: packed integers, and the 4-bit and 8-bit floats whose values a table holds.
+
+A code stream has its codes one after another from the least significant bit, also across the borders of words.
+
+Source: OCP Microscaling Formats (MX) v1.0 (E2M1, E4M3, E8M0); compressed-tensors `pack_to_int32`; gptqmodel and AutoAWQ
+(order of the codes in a word).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32, Int, UInt8
+
+from llorch.files.packed import Rows
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each of 8 columns is
+
+
+def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows codes"]:
+    """The first `count` codes of every row of a code stream; `words` are contiguous integers of any width."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return data[:, :count]
+    if bits in (2, 4):
+        per_byte = 8 // bits
+        codes = np.empty((len(data), data.shape[1], per_byte), np.uint8)
+        for i in range(per_byte):
+            np.right_shift(data, i * bits, out=codes[:, :, i])
+        codes &= (1 << bits) - 1
+        return codes.reshape(len(data), -1)[:, :count]
+    binary = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(len(data), count, bits)
+    return np.packbits(binary, axis=2, bitorder="little")[:, :, 0]
+
+
+def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes"]:
+    """Codes of 3 bits, ten in a 32-bit word, as compressed-tensors wrote them before 2026."""
+    shifts = np.arange(10, dtype=np.uint32) * 3
+    codes = (np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts) & 7
+    return codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
+
+
+def across(
+    words: np.ndarray, bits: int, rows: Rows, n_rows: int, order: Sequence[int] | None = None
+) -> UInt8[np.ndarray, "rows other"]:
+    """Codes of some rows of a matrix whose words go along its rows.
+
+    Args:
+        words: (other, rows * bits / 32), 32-bit words; word j of a line holds codes of neighbouring rows.
+        bits: Of a code.
+        rows: The rows that are wanted.
+        n_rows: Rows of the whole matrix.
+        order: Where in its word the code of each row is; None for a code stream.
+    """
+    if isinstance(rows, slice):
+        start, stop, _ = rows.indices(n_rows)
+        first, last = start // 32, -(-stop // 32)
+        codes = stream(words[:, first * bits : last * bits], bits, min(n_rows, last * 32) - first * 32)
+        places = np.arange(start, stop) - first * 32
+    else:
+        blocks, own = np.unique(rows // 32, return_inverse=True)
+        columns = (blocks[:, None] * bits + np.arange(bits)).reshape(-1)
+        columns = columns[columns < words.shape[1]]
+        codes = stream(words[:, columns], bits, columns.size * 32 // bits)
+        places = own * 32 + rows % 32
+    if order is not None:
+        places = places // 8 * 8 + np.asarray(order)[places % 8]
+    return np.ascontiguousarray(codes[:, places].T)
+
+
+def awq(words: np.ndarray, rows: Rows, n_rows: int) -> UInt8[np.ndarray, "rows other"]:
+    """Codes of 4 bits in the order of AWQ, 8 rows in a word."""
+    return across(words, 4, rows, n_rows, _AWQ_ORDER)
+
+
+def high_first(data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " codes"]:
+    """Two codes of 4 bits in a byte, the upper half first."""
+    codes = np.empty((data.size, 2), np.uint8)
+    np.right_shift(data, 4, out=codes[:, 0])
+    np.bitwise_and(data, 15, out=codes[:, 1])
+    return codes.reshape(-1)
+
+
+def integers(bits: int, *, offset: int = 0) -> Float32[np.ndarray, " codes"]:
+    """The values of unsigned codes, less an offset."""
+    return np.arange(1 << bits, dtype=np.float32) - np.float32(offset)
+
+
+def _minifloat(code: Int[np.ndarray, " codes"], exponent_bits: int, mantissa_bits: int) -> np.ndarray:
+    """Sign, exponent and mantissa of small floats, as float64; special values are the caller's."""
+    bias = (1 << (exponent_bits - 1)) - 1
+    exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
+    mantissa = code & ((1 << mantissa_bits) - 1)
+    normal = exponent > 0
+    magnitude = np.ldexp((normal << mantissa_bits) + mantissa, np.maximum(exponent, 1) - bias - mantissa_bits)
+    return np.where(code >> (exponent_bits + mantissa_bits) & 1, -magnitude, magnitude)
+
+
+def _e4m3() -> np.ndarray:
+    values = _minifloat(np.arange(256), 4, 3).astype(np.float32)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+E4M3: Float32[np.ndarray, "256"] = _e4m3()
+E2M1: Float32[np.ndarray, "16"] = _minifloat(np.arange(16), 2, 1).astype(np.float32)
+E8M0: Float32[np.ndarray, "256"] = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32)
+INT8: Float32[np.ndarray, "256"] = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+for _table in (E4M3, E2M1, E8M0, INT8):
+    _table.flags.writeable = False

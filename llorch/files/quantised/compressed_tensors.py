@@ -1,0 +1,262 @@
+"""compressed-tensors: groups of modules, each with a scheme and a format of its own.
+
+    pack-quantized         codes of 2 to 8 bits in 32-bit words along the columns, less half of their range
+    int-quantized          signed bytes
+    float-quantized        E4M3 bytes; one scale, one a row, or one a block
+    nvfp4-pack-quantized   E2M1, E4M3 scales of 16 columns, which are divided by a scale of the matrix
+    mxfp4-pack-quantized   E2M1, E8M0 exponents of 32 columns
+    mxfp8-quantized        E4M3, E8M0 exponents of 32 columns
+
+Codes of 3 bits lie without gaps, in files before 2026 ten in a word; the width of the tensor tells which. Scales of
+activations and of the cache are left out: exact numerics do not need them.
+
+Source: compressed-tensors 0.20 `compressors/` and `quantization/quant_args.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.fields import Fields
+from llorch.files.packed import Rows
+from llorch.files.quantised.codes import E2M1, INT8, across, integers, stream, ten_per_word
+from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
+from llorch.files.quantised.matrix import Parts, Reader, Recipe, floats_of
+from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in
+
+_FLOATS = ("BF16", "F16", "F32")
+_MARKS = ("weight_packed", "weight_scale")  # a module that has one of them is quantised
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One group of modules."""
+
+    name: str  # of its key
+    targets: list[str]
+    weights: Fields
+    format: str
+
+
+def read_compressed_tensors(source: Source) -> None:
+    """Find the matrices of a folder of `quant_method: "compressed-tensors"`."""
+    _refuse_transforms(source.settings)
+    groups, ignored = _groups(source.settings), names_in(source, "ignore")
+    for module in dict.fromkeys(module for mark in _MARKS for module in source.modules(mark)):
+        group = _group_of(source, groups, module)
+        if group.format not in _FORMATS:
+            raise source.settings.error("Unsupported", "format", " or ".join(sorted(_FORMATS)), group.format)
+        _FORMATS[group.format](source, module, group.weights)
+    source.require_left_alone("ignore", ignored, matches_module)
+    _require_whole(source, groups, ignored)
+    source.leave_out(
+        "input_scale", "input_zero_point", "input_global_scale", "weight_shape", "k_scale", "v_scale", "q_scale"
+    )
+    source.leave_out("output_scale", "output_zero_point")
+
+
+def _refuse_transforms(settings: Fields) -> None:
+    """Refuse rotations, and zeros that are left out."""
+    for key in ("transform_config", "sparsity_config"):
+        section = settings.section(key)
+        values = {} if section is None else section.values
+        is_dense = values.get("format") in (None, "dense") and not values.get("config_groups")
+        if values and not is_dense:
+            raise settings.error("Unsupported", key, "nothing, or a dense format", values)
+
+
+def _groups(settings: Fields) -> list[_Group]:
+    section = settings.section("config_groups")
+    if section is None:
+        raise settings.error("Missing", "config_groups", "groups of modules", None)
+    groups = []
+    for name in section.values:
+        group = section.section(name)
+        weights = None if group is None else group.section("weights")
+        if group is None or weights is None:
+            continue  # activations or caches alone
+        targets = group.values.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+            raise group.error("Malformed", f"config_groups.{name}.targets", "a list of names", targets)
+        stated = group if group.has("format") else settings
+        groups.append(_Group(name, targets, weights, _exact_format(stated.text("format"), weights)))
+    return groups
+
+
+def _exact_format(name: str, weights: Fields) -> str:
+    """The format, of the one name that covers two by what it holds."""
+    if name != "naive-quantized":
+        return name
+    return "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
+
+
+def _group_of(source: Source, groups: list[_Group], module: str) -> _Group:
+    """The group of a module: by its name or an expression first, by its class last."""
+    for group in groups:
+        if any(matches_module(target, module) for target in group.targets):
+            return group
+    for group in groups:
+        if "Linear" in group.targets:
+            return group
+    raise source.error("Inconsistent", f"config_groups: no target names {module}, which has quantised tensors")
+
+
+def _require_whole(source: Source, groups: list[_Group], ignored: list[str]) -> None:
+    """Refuse a projection of floats that the settings call quantised."""
+    targets = [target for group in groups for target in group.targets]
+    for name in source.tensors:
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or name in source.found:
+            continue
+        named = any(target == "Linear" or matches_module(target, module) for target in targets)
+        if named and not any(pattern == "Linear" or matches_module(pattern, module) for pattern in ignored):
+            raise source.error("Inconsistent", f"config_groups names {module}, but {name} is not quantised")
+
+
+def _add_packed(source: Source, module: str, weights: Fields) -> None:
+    bits, symmetric = weights.integer("num_bits"), weights.boolean("symmetric", default=True)
+    if not 2 <= bits <= 8:
+        raise weights.error("OutOfRange", "num_bits", "2 to 8", bits)
+    n_out, n_in = _stated_shape(source, module)
+    n_words = source.shape(module, "weight_packed")[1]
+    gaps = bits == 3 and n_words == -(-n_in // 10) and n_words != -(-n_in * 3 // 32)
+    if not gaps and n_words != -(-n_in * bits // 32):
+        message = (
+            f"{module}.weight_packed: expected {-(-n_in * bits // 32)} words a row (num_bits {bits}), got {n_words}"
+        )
+        raise source.error("Shape", message)
+    size, groups, parts = _scales(source, module, weights, n_out, n_in)
+    parts["codes"] = source.take(module, "weight_packed", ["I32"], (n_out, n_words))
+    zero = None
+    if not symmetric:
+        wanted = -(-n_out * bits // 32), groups
+        parts["zero"] = source.take(module, "weight_zero_point", ["I32"], wanted, "symmetric false")
+        zero = _zero_points(bits, n_out)
+
+    def codes(parts: Parts, rows: Rows) -> np.ndarray:
+        words = parts["codes"].array[rows]
+        return ten_per_word(words, n_in) if gaps else stream(words, bits, n_in)
+
+    recipe = Recipe(
+        codes=codes,
+        values=integers(bits, offset=1 << (bits - 1) if zero is None else 0),
+        zero=zero,
+        scale=floats_of("scale"),
+        group=(lambda parts: parts["g_idx"].array) if "g_idx" in parts else size,
+    )
+    kind = "one scale a row" if size == n_in else f"groups of {size}"
+    source.add(module, f"compressed-tensors {bits}-bit, {kind}", (n_out, n_in), parts, recipe)
+
+
+def _zero_points(bits: int, n_out: int) -> Reader:
+    """Zero points, packed along the rows; as the codes they are counted from the least one."""
+    return lambda parts, rows: across(parts["zero"].array.T, bits, rows, n_out).astype(np.float32)
+
+
+def _stated_shape(source: Source, module: str) -> Shape:
+    part = source.part(source.take(module, "weight_shape", ["I64", "I32"], (2,)))
+    n_out, n_in = (int(one) for one in part.array)
+    if n_out != source.shape(module, "weight_packed")[0] or n_in < 1:
+        message = f"{part.name}: expected the rows of weight_packed and its columns, got {(n_out, n_in)}"
+        raise source.error("Inconsistent", message)
+    return n_out, n_in
+
+
+def _scales(source: Source, module: str, weights: Fields, n_out: int, n_in: int) -> tuple[int, int, dict[str, str]]:
+    """Columns that share a scale, groups of a row, and the tensors that say so."""
+    strategy = weights.text("strategy")
+    if strategy not in ("tensor", "channel", "group"):
+        raise weights.error("Unsupported", "strategy", "'tensor', 'channel' or 'group'", strategy)
+    size, groups = n_in, 1
+    if strategy == "group":
+        size, groups = n_groups(source, module, n_in, weights.integer("group_size"))
+    shape = {"tensor": (1,), "channel": (n_out, 1), "group": (n_out, groups)}[strategy]
+    parts = {"scale": source.take(module, "weight_scale", _FLOATS, shape, f"strategy {strategy}")}
+    ordered = weights.values.get("actorder") in ("group", True)
+    if ordered or source.has(module, "weight_g_idx"):
+        parts["g_idx"] = source.take(module, "weight_g_idx", ["I32"], (n_in,), "actorder group")
+    return size, groups, parts
+
+
+def _add_int8(source: Source, module: str, weights: Fields) -> None:
+    if weights.integer("num_bits") != 8 or not weights.boolean("symmetric", default=True):
+        raise weights.error("Unsupported", "num_bits", "8 bits, symmetric", weights.values)
+    n_out, n_in = source.shape(module, "weight")
+    size, _, parts = _scales(source, module, weights, n_out, n_in)
+    parts["weight"] = source.take(module, "weight", ["I8"])
+    recipe = Recipe(
+        codes=lambda parts, rows: parts["weight"].array[rows].view(np.uint8),
+        values=INT8,
+        scale=floats_of("scale"),
+        group=(lambda parts: parts["g_idx"].array) if "g_idx" in parts else size,
+    )
+    kind = "one scale a row" if size == n_in else f"groups of {size}"
+    source.add(module, f"compressed-tensors int8, {kind}", (n_out, n_in), parts, recipe)
+
+
+def _add_float8(source: Source, module: str, weights: Fields) -> None:
+    strategy = weights.text("strategy")
+    if strategy == "block":
+        block = weights.values.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+            raise weights.error("Malformed", "block_structure", "two sizes", block)
+        add_blocks(source, module, "weight_scale", (block[0], block[1]), "block_structure")
+    elif strategy == "tensor":
+        add_scaled(source, module, "weight_scale", "FP8, one scale", lambda shape: [(1,), (), (1, 1)])
+    elif strategy == "channel":
+        add_scaled(source, module, "weight_scale", "FP8, one scale a row", lambda shape: [(shape[0], 1)])
+    else:
+        raise weights.error("Unsupported", "strategy", "'tensor', 'channel' or 'block'", strategy)
+
+
+def _add_nvfp4(source: Source, module: str, weights: Fields) -> None:
+    n_out, half = source.shape(module, "weight_packed")
+    parts = {
+        "codes": source.take(module, "weight_packed", ["U8"]),
+        "scale": source.take(module, "weight_scale", ["F8_E4M3"], (n_out, half // 8), "nvfp4-pack-quantized"),
+        "global": source.take(module, "weight_global_scale", ["F32"], (1,)),
+    }
+    blocks = floats_of("scale")
+
+    def scale(parts: Parts, rows: Rows) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return blocks(parts, rows) / parts["global"].floats()
+
+    add_fp4(source, module, parts, scale, 16, "NVFP4")
+
+
+def _add_mxfp4(source: Source, module: str, weights: Fields) -> None:
+    n_out, half = source.shape(module, "weight_packed")
+    parts = {
+        "codes": source.take(module, "weight_packed", ["U8"]),
+        "scale": source.take(module, "weight_scale", ["U8", "F8_E8M0"], (n_out, half // 16), "mxfp4-pack-quantized"),
+    }
+    add_fp4(source, module, parts, exponents_of("scale"), 32, "MXFP4")
+
+
+def add_fp4(source: Source, module: str, parts: Mapping[str, str], scale: Reader, size: int, name: str) -> None:
+    """Note a matrix of E2M1 codes, the lower half of a byte first, with a scale for some columns."""
+    n_out, n_bytes = source.tensors[parts["codes"]].shape
+    recipe = Recipe(
+        codes=lambda parts, rows: stream(parts["codes"].array[rows], 4, 2 * n_bytes),
+        values=E2M1,
+        scale=scale,
+        group=size,
+        zero_scales=True,
+    )
+    source.add(module, f"{name}, groups of {size}", (n_out, 2 * n_bytes), parts, recipe)
+
+
+def _add_mxfp8(source: Source, module: str, weights: Fields) -> None:
+    add_mx(source, module, "weight_scale")
+
+
+_FORMATS = {
+    "pack-quantized": _add_packed,
+    "int-quantized": _add_int8,
+    "float-quantized": _add_float8,
+    "nvfp4-pack-quantized": _add_nvfp4,
+    "mxfp4-pack-quantized": _add_mxfp4,
+    "mxfp8-quantized": _add_mxfp8,
+}

@@ -1,0 +1,128 @@
+"""Matrices of E4M3 bytes with a scale for the matrix, for each row, for blocks, or for 32 columns.
+
+    fp8           weight_scale_inv for blocks (DeepSeek, Qwen) or one number; it is multiplied, in spite of its name
+    fbgemm_fp8    weight_scale for each row
+    mxfp8         weight_scale_inv of E8M0 for 32 columns of a row
+
+Source: transformers `integrations/finegrained_fp8.py` and `fbgemm_fp8.py`; DeepSeek-V3 `inference/kernel.py`.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from llorch.files.packed import Rows
+from llorch.files.quantised.codes import E4M3, E8M0
+from llorch.files.quantised.matrix import Parts, Reader, Recipe, codes_of, floats_of
+from llorch.files.quantised.source import Shape, Source, matches_part, names_in
+
+_SCALES = ("F32", "BF16", "F16")
+_EXPONENTS = ("F8_E8M0", "U8")
+_NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+
+
+def read_fp8(source: Source) -> None:
+    """Find the matrices of a folder of `quant_method: "fp8"` or `"mxfp8"`."""
+    settings = source.settings
+    settings.refuse("fmt", unless=("e4m3", "float8_e4m3fn"), default="e4m3")
+    block = _block(source)
+    for module in eight_bit_modules(source):
+        suffix = next((name for name in _NAMES if source.has(module, name)), _NAMES[0])
+        if settings.text("quant_method") == "mxfp8":
+            add_mx(source, module, suffix)
+        elif block is None:
+            add_scaled(source, module, suffix, "FP8, one scale", lambda shape: [(), (1,), (1, 1)])
+        else:
+            add_blocks(source, module, suffix, block, "weight_block_size")
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        source.require_left_alone(key, names_in(source, key), matches_part)
+    source.leave_out("activation_scale", "input_scale", "qscale_act")
+
+
+def _block(source: Source) -> tuple[int, int] | None:
+    value = source.settings.values.get("weight_block_size")
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+        raise source.settings.error("Malformed", "weight_block_size", "two sizes", value)
+    return value[0], value[1]
+
+
+def read_fbgemm(source: Source) -> None:
+    """Find the matrices of a folder of `quant_method: "fbgemm_fp8"`."""
+    for module in eight_bit_modules(source):
+        add_scaled(source, module, "weight_scale", "FP8, one scale a row", lambda shape: [(shape[0], 1), (shape[0],)])
+    source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
+    source.leave_out("input_scale_ub", "input_scale")
+
+
+def eight_bit_modules(source: Source) -> list[str]:
+    """Modules whose weight has E4M3 bytes."""
+    return [module for module in source.modules("weight") if source.tensors[f"{module}.weight"].dtype == "F8_E4M3"]
+
+
+def add_scaled(
+    source: Source,
+    module: str,
+    suffix: str,
+    name: str,
+    shapes: Callable[[Shape], list[Shape]],
+    *,
+    values: np.ndarray = E4M3,
+    dtype: str = "F8_E4M3",
+    scale: Reader | None = None,
+) -> None:
+    """Note a matrix of bytes with one scale, or one for each row; `shapes` are those that its scale may have."""
+    shape = source.shape(module, "weight")
+    parts = {"weight": source.take(module, "weight", [dtype]), "scale": source.take(module, suffix, _SCALES)}
+    _require_shape(source, parts["scale"], shapes(shape))
+    recipe = Recipe(codes=codes_of("weight"), values=values, scale=scale or floats_of("scale"), group=shape[1])
+    source.add(module, name, shape, parts, recipe)
+
+
+def _require_shape(source: Source, name: str, shapes: list[Shape]) -> None:
+    if (got := source.tensors[name].shape) not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise source.error("Shape", f"{name}: expected {wanted}, got {got}, which quantization_config does not ask for")
+
+
+def add_blocks(source: Source, module: str, suffix: str, block: tuple[int, int], key: str) -> None:
+    """Note a matrix of E4M3 bytes with a scale for each block; the last blocks may be smaller."""
+    shape = n_out, n_in = source.shape(module, "weight")
+    wanted = -(-n_out // block[0]), -(-n_in // block[1])
+    parts: Mapping[str, str] = {
+        "weight": source.take(module, "weight", ["F8_E4M3"]),
+        "scale": source.take(module, suffix, (*_SCALES, *_EXPONENTS), wanted, f"{key} {list(block)}"),
+    }
+    recipe = Recipe(
+        codes=codes_of("weight"), values=E4M3, scale=_block_scales(block[0]), group=block[1], zero_scales=True
+    )
+    source.add(module, f"FP8, blocks of {block[0]} x {block[1]}", shape, parts, recipe)
+
+
+def _block_scales(rows_of_block: int) -> Reader:
+    floats = floats_of("scale", block=rows_of_block)
+
+    def read(parts: Parts, rows: Rows) -> np.ndarray:
+        if parts["scale"].dtype != "U8":
+            return floats(parts, rows)
+        ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return E8M0[parts["scale"].array[ids // rows_of_block]]
+
+    return read
+
+
+def add_mx(source: Source, module: str, suffix: str) -> None:
+    """Note a matrix of E4M3 bytes with an E8M0 exponent for 32 columns."""
+    shape = n_out, n_in = source.shape(module, "weight")
+    parts = {
+        "weight": source.take(module, "weight", ["F8_E4M3"]),
+        "scale": source.take(module, suffix, _EXPONENTS, (n_out, n_in // 32), "MXFP8"),
+    }
+    recipe = Recipe(codes=codes_of("weight"), values=E4M3, scale=exponents_of("scale"), group=32)
+    source.add(module, "MXFP8, groups of 32", shape, parts, recipe)
+
+
+def exponents_of(part: str) -> Reader:
+    """Read E8M0 bytes, whatever dtype the file gives them."""
+    return lambda parts, rows: E8M0[parts[part].array[rows]]

@@ -1,0 +1,202 @@
+"""GPTQ and AWQ: unsigned codes with a zero point for each group of columns.
+
+    GPTQ        qweight (in * bits / 32, out) along the columns, qzeros (groups, out * bits / 32) along the rows,
+                scales (groups, out), g_idx (in)
+    AWQ gemm    qweight (in, out / 8) along the rows in an order of its own, qzeros (groups, out / 8),
+                scales (groups, out)
+    AWQ gemv    qweight (out, in / 8), qzeros (out, words), scales (out, 8 * words)
+
+A file of the first version of GPTQ stores a zero point less one, modulo 2^bits. The second version stores it as it is.
+The words of both versions look alike, so the settings decide; where a symmetric file contradicts them, it is refused.
+
+Source: gptqmodel `qlinear/__init__.py` and `utils/model.py` (`convert_gptq_v1_to_v2_format_module`); AutoAWQ
+`modules/linear/gemm.py`, `gemv.py` and `utils/packing_utils.py`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llorch.files.packed import Rows
+from llorch.files.quantised.codes import across, awq, integers, stream
+from llorch.files.quantised.matrix import Parts, Reader, Recipe, floats_of
+from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
+
+_BITS = (2, 3, 4, 8)
+_SCALES = ("F16", "BF16", "F32")
+
+
+def read_gptq(source: Source) -> None:
+    """Find the matrices of a GPTQ folder."""
+    settings = source.settings
+    settings.refuse("pack_dtype", unless=("int32",), default="int32")
+    desc_act, symmetric = settings.boolean("desc_act", default=False), settings.boolean("sym", default=True)
+    key = "checkpoint_format" if settings.has("checkpoint_format") or not settings.has("format") else "format"
+    version = settings.text(key, default="gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise settings.error("Unsupported", key, "'gptq' or 'gptq_v2'", version)
+    for module in source.modules("qweight"):
+        bits, group_size = _of_module(source, module)
+        if bits not in _BITS:
+            raise settings.error("Unsupported", "bits", "2, 3, 4 or 8", bits)
+        _add_gptq(source, module, bits, group_size, ordered=desc_act, less_one=version == "gptq", symmetric=symmetric)
+
+
+def _of_module(source: Source, module: str) -> tuple[int, int]:
+    """Bits and group size of a module; `dynamic` may say others for it than for the rest."""
+    settings = source.settings
+    bits, group_size = settings.integer("bits"), settings.integer("group_size")
+    section = settings.section("dynamic")
+    for pattern, values in ({} if section is None else section.values).items():
+        try:
+            matched = re.match(pattern.removeprefix("+:"), module)
+        except re.error:
+            raise settings.error("Malformed", "dynamic", "regular expressions", pattern) from None
+        if matched and not pattern.startswith("-:") and isinstance(values, Mapping):
+            own = type(settings)(values, settings.path)
+            return own.integer("bits", default=bits), own.integer("group_size", default=group_size)
+    return bits, group_size
+
+
+def _add_gptq(
+    source: Source, module: str, bits: int, group_size: int, *, ordered: bool, less_one: bool, symmetric: bool
+) -> None:
+    n_words, n_out = source.shape(module, "qweight")
+    n_in = n_words * 32 // bits
+    if n_in * bits != n_words * 32 or n_out * bits % 32:
+        message = f"{module}.qweight: expected whole words of {bits} bits (bits), got shape {(n_words, n_out)}"
+        raise source.error("Inconsistent", message)
+    size, groups = n_groups(source, module, n_in, group_size, partial=True)
+    if ordered and not source.has(module, "g_idx"):
+        raise source.error("Missing", f"{module}.g_idx: expected the group of each column (desc_act), got none")
+    parts = {
+        "qweight": source.take(module, "qweight", ["I32"]),
+        "qzeros": source.take(module, "qzeros", ["I32"], (groups, n_out * bits // 32), f"bits {bits}"),
+        "scales": source.take(module, "scales", _SCALES, (groups, n_out), f"group_size {group_size}"),
+    }
+    if source.has(module, "g_idx"):
+        parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
+
+    def codes(parts: Parts, rows: Rows) -> np.ndarray:
+        return stream(parts["qweight"].array[:, rows].T, bits, n_in)
+
+    def zero(parts: Parts, rows: Rows) -> np.ndarray:
+        stored = across(parts["qzeros"].array, bits, rows, n_out)
+        return ((stored + less_one) & ((1 << bits) - 1)).astype(np.float32)
+
+    def check(parts: Parts) -> str | None:
+        return _wrong_groups(parts, size, ordered=ordered) or (
+            _wrong_zero(zero(parts, slice(0, n_out)), 1 << (bits - 1), less_one=less_one, name=module)
+            if symmetric
+            else None
+        )
+
+    recipe = Recipe(
+        codes=codes, values=integers(bits), zero=zero, scale=_turned("scales"), group=_group(parts, size), check=check
+    )
+    source.add(module, f"GPTQ {bits}-bit, {_columns(size, n_in)}", (n_out, n_in), parts, recipe)
+
+
+def _columns(size: int, n_in: int) -> str:
+    return "one scale a row" if size == n_in else f"groups of {size}"
+
+
+def _turned(part: str) -> Reader:
+    """Read floats of a part (groups, rows)."""
+
+    def read(parts: Parts, rows: Rows) -> np.ndarray:
+        stored = parts[part]
+        return np.ascontiguousarray(stored.floats()[:, rows].T)
+
+    return read
+
+
+def _group(parts: Mapping[str, str], size: int) -> Any:
+    return (lambda parts: parts["g_idx"].array) if "g_idx" in parts else size
+
+
+def _wrong_groups(parts: Parts, size: int, *, ordered: bool) -> str | None:
+    """Say why the groups of the columns cannot be meant."""
+    if "g_idx" not in parts:
+        return None
+    name, groups = parts["g_idx"].name, parts["g_idx"].array
+    n_groups = parts["scales"].shape[0]
+    if groups.min() < 0 or groups.max() >= n_groups:
+        return f"{name}: expected groups from 0 to {n_groups - 1}, got {groups.min()} to {groups.max()}"
+    if not ordered and not np.array_equal(groups, np.arange(groups.size) // size):
+        return f"{name}: expected columns in order (desc_act is false), got another order"
+    return None
+
+
+def _wrong_zero(zeros: np.ndarray, wanted: int, *, less_one: bool, name: str) -> str | None:
+    """Say that the zero points of a symmetric matrix are not in the middle, and which version would fit."""
+    wrong = zeros[zeros != wanted]
+    if not wrong.size:
+        return None
+    said, other, off = ("gptq", "gptq_v2", 1) if less_one else ("gptq_v2", "gptq", -1)
+    fits = f"; {other} would fit" if (zeros == wanted + off).all() else ""
+    return (
+        f"{name}.qzeros: sym and checkpoint_format {said} ask for the zero point {wanted} everywhere, "
+        f"got {wrong[0]:g}{fits}"
+    )
+
+
+def read_awq(source: Source) -> None:
+    """Find the matrices of an AWQ folder."""
+    settings = source.settings
+    settings.refuse("zero_point", unless=(True,), default=True)
+    settings.refuse("bits" if settings.has("bits") or not settings.has("w_bit") else "w_bit", unless=(4,), default=4)
+    key = "version" if settings.has("version") or not settings.has("format") else "format"
+    version = settings.text(key, default="gemm").lower()
+    if version not in ("gemm", "gemv"):
+        raise settings.error("Unsupported", key, "'gemm' or 'gemv'", version)
+    group_size = settings.integer("group_size" if settings.has("group_size") else "q_group_size")
+    for module in source.modules("qweight"):
+        (_add_gemm if version == "gemm" else _add_gemv)(source, module, group_size)
+    source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
+
+
+def _add_gemm(source: Source, module: str, group_size: int) -> None:
+    n_in, n_words = source.shape(module, "qweight")
+    n_out = n_words * 8
+    size, groups = n_groups(source, module, n_in, group_size)
+    said = f"version gemm, group_size {group_size}"
+    parts = {
+        "qweight": source.take(module, "qweight", ["I32"]),
+        "qzeros": source.take(module, "qzeros", ["I32"], (groups, n_words), said),
+        "scales": source.take(module, "scales", _SCALES, (groups, n_out), said),
+    }
+    recipe = Recipe(
+        codes=lambda parts, rows: awq(parts["qweight"].array, rows, n_out),
+        values=integers(4),
+        zero=lambda parts, rows: awq(parts["qzeros"].array, rows, n_out).astype(np.float32),
+        scale=_turned("scales"),
+        group=size,
+    )
+    source.add(module, f"AWQ 4-bit, {_columns(size, n_in)}", (n_out, n_in), parts, recipe)
+
+
+def _add_gemv(source: Source, module: str, group_size: int) -> None:
+    n_out, n_words = source.shape(module, "qweight")
+    n_in = n_words * 8
+    size, groups = n_groups(source, module, n_in, group_size)
+    said = f"version gemv, group_size {group_size}"
+    words = source.shape(module, "qzeros")[1] if source.has(module, "qzeros") else 0
+    if words * 8 < groups:
+        raise source.error("Shape", f"{module}.qzeros: expected words for {groups} groups, got {words}; {said}")
+    parts = {
+        "qweight": source.take(module, "qweight", ["I32"]),
+        "qzeros": source.take(module, "qzeros", ["I32"], (n_out, words), said),
+        "scales": source.take(module, "scales", _SCALES, (n_out, 8 * words), said),
+    }
+    scales = floats_of("scales")
+    recipe = Recipe(
+        codes=lambda parts, rows: stream(parts["qweight"].array[rows], 4, n_in),
+        values=integers(4),
+        zero=lambda parts, rows: stream(parts["qzeros"].array[rows], 4, groups).astype(np.float32),
+        scale=lambda parts, rows: scales(parts, rows)[:, :groups],
+        group=size,
+    )
+    source.add(module, f"AWQ 4-bit (gemv), {_columns(size, n_in)}", (n_out, n_in), parts, recipe)

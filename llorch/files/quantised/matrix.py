@@ -1,0 +1,186 @@
+"""One matrix of a quantised Hugging Face folder: codes, and what makes numbers of them.
+
+    W[n, k] = (value[code[n, k]] - zero[n, g]) * scale[n, g] + minimum[n, g]        g = the group of column k
+
+Every format of `llorch.files.quantised` has this form. It differs in the bits of a code, in the values of the codes
+(integers, E2M1, E4M3, a table of the file), in where scales and zero points lie, and in which columns share them. The
+difference of two codes is exact in float32; the product is rounded once, and is exact too for scales of 8 or 16 bits.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from llorch.errors import FormatError
+from llorch.files.packed import Packed, Rows
+from llorch.files.quant import GGMLType, decode
+from llorch.files.quantised.codes import E4M3, E8M0
+
+_VIEWS = {
+    "U8": np.uint8, "I8": np.int8, "I32": np.int32, "U32": np.uint32, "I64": np.int64, "F16": np.float16,
+    "F32": np.float32, "F64": np.float64, "BF16": np.uint16, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8,
+}  # fmt: skip
+_TABLES = {"F8_E4M3": E4M3, "F8_E8M0": E8M0}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of the folder that a matrix is made of, as stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    raw: np.ndarray  # uint8
+
+    @property
+    def array(self) -> np.ndarray:
+        """A view; small floats and bfloat16 as unsigned integers."""
+        raw = self.raw if self.raw.ctypes.data % 8 == 0 else self.raw.copy()
+        return raw.view(np.dtype(_VIEWS[self.dtype]).newbyteorder("<")).reshape(self.shape)
+
+    def floats(self, rows: Rows = slice(None)) -> Float32[np.ndarray, "..."]:
+        """Some rows as float32, which holds every number of these dtypes but F64's."""
+        part = self.array.reshape(self.shape or (1,))[rows]
+        if self.dtype in _TABLES:
+            return _TABLES[self.dtype][part]
+        if self.dtype == "BF16":
+            return decode(np.ascontiguousarray(part).view(np.uint8).reshape(-1), GGMLType.BF16, part.shape)
+        return part.astype(np.float32)
+
+
+Parts = Mapping[str, Part]  # by what the format calls them: qweight, scales, ...
+
+
+class Reader(Protocol):
+    """Reads something of some rows out of the parts of a matrix."""
+
+    def __call__(self, parts: Parts, rows: Rows, /) -> np.ndarray:
+        """(rows, columns or groups)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the numbers of a matrix are made; `group` is how many columns share a scale, or the group of each column."""
+
+    codes: Reader  # (rows, in) uint8
+    values: np.ndarray | Callable[[Parts], np.ndarray]  # float32 by code; the table may be a part
+    scale: Reader  # (rows, groups) float32
+    zero: Reader | None = None  # (rows, groups) float32
+    minimum: Reader | None = None  # (rows, groups) float32
+    group: int | Callable[[Parts], np.ndarray]
+    zero_scales: bool = False  # a scale of 0 has a meaning: all numbers of the group are 0
+    check: Callable[[Parts], str | None] = lambda parts: None  # a contradiction, as a message
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix(Packed):
+    """A matrix as a quantised folder stores it; `raw` are the bytes of its codes."""
+
+    parts: Parts
+    recipe: Recipe
+    own_rows: np.ndarray | None = None  # rows of the stored matrix, where some were picked
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(part.raw.size for part in self.parts.values())
+
+    @property
+    def by_row(self) -> np.ndarray:
+        """Refused: rows of these formats are no rows of bytes."""
+        raise TypeError(f"{self.name}: {self.ggml_type.name} has no bytes of one row")
+
+    def decode(self) -> np.ndarray:
+        """The whole matrix as float32."""
+        whole = np.empty(self.shape, np.float32)
+        for start, tile in self.tiles():
+            whole[start : start + len(tile)] = tile
+        return whole
+
+    def decode_rows(self, rows: Rows) -> np.ndarray:
+        """Some rows as float32."""
+        recipe, rows = self.recipe, self._stored(rows)
+        values = recipe.values(self.parts) if callable(recipe.values) else recipe.values
+        with np.errstate(all="ignore"):  # looked for by the caller
+            made = values[recipe.codes(self.parts, rows)]
+            if recipe.zero is not None:
+                made -= self.spread(recipe.zero(self.parts, rows))
+            made *= self.spread(recipe.scale(self.parts, rows))
+            if recipe.minimum is not None:
+                made += self.spread(recipe.minimum(self.parts, rows))
+        return made
+
+    def decode_rows_into(self, rows: slice, out: np.ndarray) -> None:
+        """Write some rows into a float32 array."""
+        out[...] = self.decode_rows(rows)
+
+    def picked(self, rows: Rows) -> "QuantisedMatrix":
+        """The matrix of some rows, still as stored."""
+        stored = self._stored(rows)
+        stored = np.arange(self.shape[0])[stored] if isinstance(stored, slice) else stored
+        return replace(self, own_rows=stored, shape=(len(stored), self.shape[1]))
+
+    def holds_the_same(self, other: Packed) -> bool:
+        """Whether the numbers are equal."""
+        return np.array_equal(self.decode(), other.decode())
+
+    def require_scales(self) -> None:
+        """Refuse (NonFinite, OutOfRange, Inconsistent, with tensor and place) scales that cannot be meant."""
+        if said := self.recipe.check(self.parts):
+            raise FormatError("Inconsistent", said, path=self.path)
+        for reader, may_be_zero in ((self.recipe.scale, self.recipe.zero_scales), (self.recipe.minimum, True)):
+            if reader is None:
+                continue
+            numbers = reader(self.parts, self._stored(slice(None)))
+            wrong = ~np.isfinite(numbers) if may_be_zero else ~np.isfinite(numbers) | (numbers == 0)
+            if wrong.any():
+                row, group = (int(axis) for axis in np.argwhere(wrong)[0])
+                got = numbers[row, group]
+                code = "NonFinite" if not np.isfinite(got) else "OutOfRange"
+                message = f"{self.name}: expected a finite scale{'' if may_be_zero else ' other than 0'}, got {got}"
+                raise FormatError(code, f"{message} in row {row}, group {group}", path=self.path)
+
+    def spread(self, numbers: Float32[np.ndarray, "rows groups"]) -> np.ndarray:
+        """Numbers of the groups, for each column."""
+        group, n_in = self.recipe.group, self.shape[1]
+        if callable(group):
+            return numbers[:, group(self.parts)]
+        if numbers.shape[1] == 1 or group == 1:
+            return numbers
+        return np.repeat(numbers, group, axis=1)[:, :n_in]
+
+    def _stored(self, rows: Rows) -> Rows:
+        if self.own_rows is not None:
+            return self.own_rows[rows]
+        return slice(*rows.indices(self.shape[0])[:2]) if isinstance(rows, slice) else rows
+
+
+def codes_of(part: str) -> Reader:
+    """Read codes of one byte."""
+
+    def read(parts: Parts, rows: Rows) -> UInt8[np.ndarray, "rows in"]:
+        return parts[part].array[rows].view(np.uint8)
+
+    return read
+
+
+def floats_of(part: str, *, block: int = 1) -> Reader:
+    """Read the floats of a part for some rows.
+
+    The part is one number, one column, (rows, groups), or (blocks of `block` rows, groups).
+    """
+
+    def read(parts: Parts, rows: Rows) -> Float32[np.ndarray, "rows groups"]:
+        stored = parts[part]
+        if np.prod(stored.shape) == 1:
+            return stored.floats().reshape(1, 1)
+        if block == 1:
+            return stored.floats(rows).reshape(-1, 1 if len(stored.shape) == 1 else stored.shape[1])
+        ids = np.arange(*rows.indices(stored.shape[0] * block)) if isinstance(rows, slice) else rows
+        return stored.floats()[ids // block]
+
+    return read

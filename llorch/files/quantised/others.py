@@ -1,0 +1,201 @@
+"""MLX, ModelOpt, AutoRound, BitNet and torchao: methods that share their blocks with the others.
+
+    MLX        affine codes with scale and bias, embeddings too; settings of single modules; mxfp4, nvfp4, mxfp8
+    ModelOpt   NVFP4 whose scales are multiplied by that of the matrix; FP8
+    AutoRound  the tensors of GPTQ or AWQ
+    BitNet     codes -1, 0, 1; row i of the first quarter lies in the lowest two bits
+    torchao    signed bytes or E4M3 with a scale a row
+
+Source: mlx `mlx/ops.cpp` (`affine_quantize`) and mlx-lm `utils.py`; ModelOpt `torch/export/quant_utils.py`; auto-round
+`export/`; transformers `integrations/bitnet.py`; torchao `quantization/quantize_/workflows`.
+"""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from llorch.fields import Fields
+from llorch.files.packed import Rows
+from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers, stream
+from llorch.files.quantised.compressed_tensors import add_fp4
+from llorch.files.quantised.float8 import add_scaled, eight_bit_modules, exponents_of
+from llorch.files.quantised.gptq import read_awq, read_gptq
+from llorch.files.quantised.matrix import Parts, Recipe, floats_of
+from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
+
+_FLOATS = ("BF16", "F16", "F32")
+
+
+def read_mlx(source: Source) -> None:
+    """Find the matrices of an MLX folder, whose settings are under `quantization`."""
+    for module in source.modules("scales"):
+        settings = _of_module(source.settings, module)
+        mode = settings.text("mode", default="affine")
+        if mode not in _MODES:
+            raise settings.error("Unsupported", "mode", " or ".join(sorted(_MODES)), mode)
+        _MODES[mode](source, module, settings)
+
+
+def _of_module(settings: Fields, module: str) -> Fields:
+    """The settings of a module: those under its own name, else those of the folder."""
+    own = settings.values.get(module)
+    if own is False:
+        raise settings.error("Inconsistent", module, "a quantised module, because it has scales", own)
+    return Fields({**settings.values, **own}, settings.path) if isinstance(own, Mapping) else settings
+
+
+def _add_affine(source: Source, module: str, settings: Fields) -> None:
+    bits = settings.integer("bits")
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise settings.error("Unsupported", "bits", "2, 3, 4, 5, 6 or 8", bits)
+    n_out, n_words = source.shape(module, "weight")
+    n_in = n_words * 32 // bits
+    size, groups = n_groups(source, module, n_in, settings.integer("group_size"))
+    said = f"bits {bits}, group_size {size}"
+    parts = {
+        "codes": source.take(module, "weight", ["U32"]),
+        "scale": source.take(module, "scales", _FLOATS, (n_out, groups), said),
+        "bias": source.take(module, "biases", _FLOATS, (n_out, groups), said),
+    }
+    recipe = Recipe(
+        codes=lambda parts, rows: stream(parts["codes"].array[rows], bits, n_in),
+        values=integers(bits), scale=floats_of("scale"), minimum=floats_of("bias"), group=size, zero_scales=True,
+    )  # fmt: skip
+    source.add(module, f"MLX {bits}-bit, groups of {size}", (n_out, n_in), parts, recipe)
+
+
+def _add_mlx_float(bits: int, size: int, name: str) -> Callable[[Source, str, Fields], None]:
+    values = E2M1 if bits == 4 else E4M3
+
+    def add(source: Source, module: str, settings: Fields) -> None:
+        for key, wanted in (("bits", bits), ("group_size", size)):
+            settings.refuse(key, unless=(wanted,), default=wanted)
+        n_out, n_words = source.shape(module, "weight")
+        n_in = n_words * 32 // bits
+        n_groups(source, module, n_in, size)
+        parts = {
+            "codes": source.take(module, "weight", ["U32"]),
+            "scale": source.take(module, "scales", ["U8"], (n_out, n_in // size), f"mode {name.lower()}"),
+        }
+        recipe = Recipe(
+            codes=lambda parts, rows: stream(parts["codes"].array[rows], bits, n_in), values=values,
+            scale=(lambda parts, rows: E4M3[parts["scale"].array[rows]]) if size == 16 else exponents_of("scale"),
+            group=size, zero_scales=True,
+        )  # fmt: skip
+        source.add(module, f"MLX {name}, groups of {size}", (n_out, n_in), parts, recipe)
+
+    return add
+
+
+_MODES: Mapping[str, Callable[[Source, str, Fields], None]] = {
+    "affine": _add_affine,
+    "mxfp4": _add_mlx_float(4, 32, "MXFP4"),
+    "nvfp4": _add_mlx_float(4, 16, "NVFP4"),
+    "mxfp8": _add_mlx_float(8, 32, "MXFP8"),
+}
+
+
+def read_modelopt(source: Source) -> None:
+    """Find the matrices of a ModelOpt folder of NVFP4 or FP8."""
+    settings = source.settings
+    kind = settings.text("quant_algo")
+    if kind not in ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise settings.error("Unsupported", "quant_algo", "'NVFP4', 'W4A16_NVFP4', 'FP8' or FP8 a row", kind)
+    if kind.startswith("FP8"):
+        by_row = kind != "FP8"
+        for module in eight_bit_modules(source):
+            add_scaled(
+                source, module, "weight_scale", "FP8, one scale a row" if by_row else "FP8, one scale",
+                lambda shape: [(shape[0],), (shape[0], 1)] if by_row else [(), (1,)],
+            )  # fmt: skip
+    else:
+        for module in source.modules("weight_scale_2"):
+            _add_product(source, module)
+    for key in ("ignore", "exclude_modules"):
+        source.require_left_alone(key, names_in(source, key), lambda pattern, module: fnmatchcase(module, pattern))
+    source.leave_out("input_scale", "k_scale", "v_scale", "k_bias", "v_bias")
+
+
+def _add_product(source: Source, module: str) -> None:
+    n_out, half = source.shape(module, "weight")
+    parts = {
+        "codes": source.take(module, "weight", ["U8"]),
+        "scale": source.take(module, "weight_scale", ["F8_E4M3"], (n_out, half // 8), "quant_algo NVFP4"),
+        "global": source.take(module, "weight_scale_2", ["F32"]),
+    }
+    blocks = floats_of("scale")
+
+    def scale(parts: Parts, rows: Rows) -> np.ndarray:
+        return blocks(parts, rows) * parts["global"].floats().reshape(-1)[:1]
+
+    add_fp4(source, module, parts, scale, 16, "NVFP4")
+
+
+def read_auto_round(source: Source) -> None:
+    """Find the matrices of an AutoRound folder, which has those of GPTQ or AWQ."""
+    packing = source.settings.text("packing_format", default="auto_round:auto_gptq")
+    match packing.removeprefix("auto_round:"):
+        case "auto_gptq" | "gptq" | "auto_round":
+            read_gptq(source)
+        case "auto_awq" | "awq":
+            read_awq(source)
+        case _:
+            raise source.settings.error(
+                "Unsupported", "packing_format", "'auto_round:auto_gptq' or 'auto_round:auto_awq'", packing
+            )
+
+
+def read_bitnet(source: Source) -> None:
+    """Find the matrices of a BitNet folder of a Llama model."""
+    settings = source.settings
+    kind = settings.text("linear_class", default="bitlinear")
+    if kind not in ("bitlinear", "autobitlinear"):
+        raise settings.error("Unsupported", "linear_class", "'bitlinear' or 'autobitlinear'", kind)
+    settings.refuse("use_rms_norm", unless=(False,), default=False)
+    for module in source.modules("weight_scale"):
+        _add_ternary(source, module, divided=kind == "bitlinear")
+    source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
+
+
+def _add_ternary(source: Source, module: str, *, divided: bool) -> None:
+    quarter, n_in = source.shape(module, "weight")
+    parts = {
+        "codes": source.take(module, "weight", ["U8"]),
+        "scale": source.take(module, "weight_scale", _FLOATS, (1,)),
+    }
+
+    def codes(parts: Parts, rows: Rows) -> np.ndarray:
+        ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        shifts = (ids // quarter * 2).astype(np.uint8)
+        return parts["codes"].array[ids % quarter] >> shifts[:, None] & 3
+
+    def scale(parts: Parts, rows: Rows) -> np.ndarray:
+        number = parts["scale"].floats().reshape(1, 1)
+        return np.float32(1) / number if divided else number
+
+    recipe = Recipe(codes=codes, values=integers(2, offset=1), scale=scale, group=n_in)
+    source.add(module, "BitNet, one scale", (quarter * 4, n_in), parts, recipe)
+
+
+def read_torchao(source: Source) -> None:
+    """Find the matrices of a torchao folder of signed bytes or E4M3 with a scale a row."""
+    for module in source.modules("_weight_qdata"):
+        name = f"{module}._weight_qdata"
+        if source.tensors[name].dtype not in ("I8", "F8_E4M3"):
+            raise source.error("Unsupported", f"{name}: expected I8 or F8_E4M3, got {source.tensors[name].dtype}")
+        n_out, n_in = source.shape(module, "_weight_qdata")
+        parts = {
+            "codes": source.take(module, "_weight_qdata", ["I8", "F8_E4M3"]),
+            "scale": source.take(module, "_weight_scale", _FLOATS, (n_out, 1)),
+        }
+        if source.has(module, "_weight_zero_point"):
+            parts["zero"] = source.take(module, "_weight_zero_point", ["I8", *_FLOATS], (n_out, 1))
+        is_float = source.tensors[name].dtype == "F8_E4M3"
+        recipe = Recipe(
+            codes=lambda parts, rows: parts["codes"].array[rows].view(np.uint8),
+            values=E4M3 if is_float else INT8, zero=floats_of("zero") if "zero" in parts else None,
+            scale=floats_of("scale"), group=n_in,
+        )  # fmt: skip
+        kind = "float8" if is_float else "int8"
+        source.add(module, f"torchao {kind}, one scale a row", (n_out, n_in), parts, recipe)

@@ -1,0 +1,119 @@
+"""The tensors of a quantised folder, as the reader of a method looks at them."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.files.packed import Scheme
+from llorch.files.quantised.matrix import Part, Recipe
+from llorch.files.safetensors import SafetensorsInfo
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One matrix that a reader found: its shape (out, in), its tensors, and how its numbers are made."""
+
+    scheme: Scheme
+    shape: Shape
+    parts: Mapping[str, str]  # by what the format calls them
+    recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Settings and tensors of a folder, and what its reader has found so far."""
+
+    settings: Fields  # of quantization_config
+    tensors: Mapping[str, SafetensorsInfo]
+    part: Callable[[str], Part]
+    found: dict[str, Found] = field(default_factory=dict)  # by the name of the weight
+    unused: set[str] = field(default_factory=set)  # tensors that exact numerics do not need
+
+    def modules(self, suffix: str) -> list[str]:
+        """Names of the modules that have a tensor of this name."""
+        return [name.removesuffix(f".{suffix}") for name in self.tensors if name.endswith(f".{suffix}")]
+
+    def has(self, module: str, suffix: str) -> bool:
+        """Whether a module has a tensor of this name."""
+        return f"{module}.{suffix}" in self.tensors
+
+    def take(self, module: str, suffix: str, dtypes: Iterable[str], shape: Shape | None = None, key: str = "") -> str:
+        """The name of a tensor; Missing, DType or Shape, with the key of the settings that says what it must be."""
+        name, why = f"{module}.{suffix}", f"; {key} says so" if key else ""
+        if name not in self.tensors:
+            raise self.error("Missing", f"{name}: expected this tensor of a quantised matrix, got none{why}")
+        info, known = self.tensors[name], (*dtypes,)
+        if info.dtype not in known:
+            raise self.error("DType", f"{name}: expected {' or '.join(known)}, got {info.dtype}{why}")
+        if shape is not None and info.shape != shape:
+            raise self.error("Shape", f"{name}: expected {shape}, got {info.shape}{why}")
+        return name
+
+    def shape(self, module: str, suffix: str, *, axes: int = 2) -> Shape:
+        """The shape of a tensor of a known number of axes."""
+        info = self.tensors[f"{module}.{suffix}"]
+        if len(info.shape) != axes:
+            raise self.error("Shape", f"{info.name}: expected {axes} axes, got {info.shape}")
+        return info.shape
+
+    def add(self, module: str, name: str, shape: Shape, parts: Mapping[str, str], recipe: Recipe) -> None:
+        """Note a matrix; `name` of its scheme is for people."""
+        self.found[f"{module}.weight"] = Found(Scheme(name), shape, parts, recipe)
+
+    def leave_out(self, *suffixes: str) -> None:
+        """Note tensors that only other numerics need."""
+        self.unused.update(name for name in self.tensors if name.rpartition(".")[2] in suffixes)
+
+    def require_left_alone(self, key: str, patterns: Iterable[str], matches: Callable[[str, str], bool]) -> None:
+        """Refuse (Inconsistent) a matrix that is quantised although the settings leave its module out."""
+        for name in self.found:
+            module = name.removesuffix(".weight")
+            for pattern in patterns:
+                if matches(pattern, module):
+                    message = f"{key}: expected {pattern!r} not to be quantised, but {module} has quantised tensors"
+                    raise self.error("Inconsistent", message)
+
+    def error(self, code: str, message: str) -> FormatError:
+        """An error that names the file of the settings."""
+        return FormatError(code, message, path=self.settings.path)  # pyright: ignore[reportArgumentType]
+
+
+def n_groups(source: Source, module: str, n_in: int, group_size: int, *, partial: bool = False) -> tuple[int, int]:
+    """Columns that share a scale, and how many such groups a row has; -1 is one group. A `partial` last one is fine."""
+    if group_size == -1:
+        return n_in, 1
+    if group_size < 1:
+        raise source.error("OutOfRange", f"group_size: expected -1 or at least 1, got {group_size}")
+    if n_in % group_size and not partial:
+        message = f"group_size: expected a divisor of the {n_in} columns of {module}, got {group_size}"
+        raise source.error("Inconsistent", message)
+    return group_size, -(-n_in // group_size)
+
+
+def matches_part(pattern: str, module: str) -> bool:
+    """Whether a name is that of a module or of parts of it that follow one another, as transformers compares."""
+    return re.search(rf"(^|\.){re.escape(pattern)}($|\.)", module) is not None
+
+
+def matches_module(pattern: str, module: str) -> bool:
+    """Whether compressed-tensors would match: an expression after `re:` from the start, else the whole name."""
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error:
+            return False
+    return pattern == module
+
+
+def names_in(source: Source, key: str) -> list[str]:
+    """A list of names, or none."""
+    value = source.settings.values.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise source.settings.error("Malformed", key, "a list of names", value)
+    return value
