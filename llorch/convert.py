@@ -30,6 +30,7 @@ from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.files.quantised import is_quantised
 from llorch.files.strict_json import read_settings
 from llorch.hub.reference import name_of
 from llorch.sampling import SamplingSettings
@@ -37,7 +38,16 @@ from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_sam
 from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
-from llorch.write_checks import check_places, counting, placing, read_back, size_of
+from llorch.write_checks import (
+    CONFIG,
+    check_places,
+    copied_beside,
+    counting,
+    placing,
+    read_back,
+    size_of,
+    without_quantisation,
+)
 
 # Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.
 _KEPT, _MADE = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")
@@ -82,13 +92,15 @@ def convert(
 ) -> Conversion:
     """Write a GGUF file or Hugging Face folder as the other, or in another type; by its name a .gguf is a GGUF file.
 
+    Of a quantised folder a folder of floats can be written, too.
+
     Type None keeps that of the matrices where the target can hold it without loss, else takes F32; a folder has one
     type for all, norms and biases too. Refused: a target that exists (FileExistsError; with `force` a file, and a
     folder of nothing but a model's, is replaced), a type that its format lacks or a target that is the source
     (ValueError), what it cannot express (FormatError). After an error nothing is left of the target.
     """
     source, target = Path(source), Path(target)
-    if source.is_dir() and target.suffix != ".gguf":
+    if source.is_dir() and target.suffix != ".gguf" and not _stores_codes(source):
         raise ValueError(f"{target}: expected a target that ends in .gguf, because the source is a Hugging Face folder")
     check_places(source, target=target, force=force)
     weights = open_weights(source)
@@ -103,7 +115,8 @@ def write_model(
     to_gguf = target.suffix == ".gguf"
     job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report)
     _note_second_loss(job)
-    has_vocabulary = _to_gguf(job) if to_gguf else _to_huggingface(job)
+    from_folder = not isinstance(weights.source, GGUFFile)
+    has_vocabulary = _to_gguf(job) if to_gguf else _to_floats(job) if from_folder else _to_huggingface(job)
     types = gguf_types(weights.config, job.ggml_type) if to_gguf else {}
     shapes = {weight.name: weight.shape for weight in inventory(weights.config).values()}
     return Conversion(
@@ -229,6 +242,24 @@ def _sampling(values: Fields, names: Mapping[str, str]) -> dict[str, float]:
         except ValueError as error:
             raise FormatError("OutOfRange", f"{name}: {error}", path=values.path) from None
     return found
+
+
+def _stores_codes(folder: Path) -> bool:
+    """Whether a folder is quantised, so that one of floats can be made of it."""
+    path = folder / CONFIG
+    return path.is_file() and is_quantised(read_settings(path), folder)
+
+
+def _to_floats(job: _Job) -> bool:
+    """Write the folder of floats that a quantised folder stands for."""
+    source, dtype = Path(job.weights.path), DTYPES[job.ggml_type]
+    with placing(job.target, huggingface_size(job.weights.config, job.ggml_type)), new_folder(job.target) as folder:
+        copied_beside(source, folder)
+        write_safetensors(job.weights, folder, ggml_type=job.ggml_type, on_tensor=counting(job.weights, job.report))
+        values = without_quantisation(read_settings(source / CONFIG))
+        write_json(folder / CONFIG, values | {key: dtype for key in ("dtype", "torch_dtype") if key in values})
+        read_back(folder, job.weights, job.target)
+    return (source / "tokenizer.json").is_file()
 
 
 def _to_huggingface(job: _Job) -> bool:

@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from llorch.files.export_huggingface import written_family
 from llorch.files.folder import require_inside
 from llorch.files.names import inventory
 from llorch.files.new_file import existing_folder, folders_above
+from llorch.files.quantised import SETTINGS
 from llorch.tokenizer.chat_templates import MORE_TEMPLATES, template_files
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
@@ -37,6 +38,21 @@ def files_beside(folder: Path) -> list[Path]:
     """Files of a folder beside its tensors (Unsafe for a link out): configuration, tokenizer, chat templates."""
     named = [require_inside(folder / name, folder) for name in _BESIDE if (folder / name).is_file()]
     return [*named, *template_files(folder).values()]
+
+
+def copied_beside(source: Path, folder: Path) -> None:
+    """Copy the files beside the tensors byte for byte into another folder; Unsafe for one that links out."""
+    for file in files_beside(source):
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def without_quantisation(values: Mapping[str, object]) -> dict[str, object]:
+    """A config.json without the settings of a quantised folder."""
+    kept = {key: value for key, value in values.items() if key not in SETTINGS}
+    text = kept.get("text_config")
+    return kept | {"text_config": without_quantisation(text)} if isinstance(text, Mapping) else kept
 
 
 def _is_of_a_model(file: Path) -> bool:

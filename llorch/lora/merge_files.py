@@ -1,7 +1,6 @@
 """A base and an adapter on disk to a merged model on disk, and what rounding did to the adapter on the way."""
 
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,7 +24,16 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.files import adapter_for
 from llorch.lora.merge import MergedWeights, parts_of
 from llorch.tokenizer.generation_ends import GENERATION, chat_ends, unnamed_ends, with_ends
-from llorch.write_checks import CONFIG, check_places, counting, files_beside, placing, read_back, size_of
+from llorch.write_checks import (
+    CONFIG,
+    check_places,
+    copied_beside,
+    counting,
+    placing,
+    read_back,
+    size_of,
+    without_quantisation,
+)
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
 N_IDS = 12  # that are compared
@@ -130,16 +138,12 @@ def _write_merged_folder(
     Every other file is copied byte for byte; Unsafe for one that links out of the source.
     """
     source, notes = Path(merged.path), []
-    kept = files_beside(source)  # refuses before tensors are written
     with placing(target, huggingface_size(merged.config, ggml_type)), new_folder(target) as folder:
+        copied_beside(source, folder)
         write_safetensors(merged, folder, ggml_type=ggml_type, on_tensor=counting(merged, report))
-        for file in kept:
-            copy = folder / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
-        changes = _changes(merged, source, ggml_type)
-        if changes:
-            values = json.loads((source / CONFIG).read_bytes())
+        stated = json.loads((source / CONFIG).read_bytes())
+        values, changes = without_quantisation(stated), _changes(merged, source, ggml_type)
+        if changes or values != stated:
             write_json(folder / CONFIG, values | changes)
             notes = [f"{CONFIG}: {key} is {json.dumps(value)} now" for key, value in changes.items()]
         if more := unnamed_ends(chat_ends(source), source):

@@ -10,6 +10,6 @@ The rest of llorch sees a folder of matrices: `model.layers.0.self_attn.q_proj.w
 is made of.
 """
 
-from llorch.files.quantised.folder import QuantisedFolder, is_quantised
+from llorch.files.quantised.folder import SETTINGS, QuantisedFolder, is_quantised
 
-__all__ = ["QuantisedFolder", "is_quantised"]
+__all__ = ["SETTINGS", "QuantisedFolder", "is_quantised"]

@@ -41,6 +41,7 @@ METHODS: Mapping[str, Callable[[Source], None]] = MappingProxyType(
         _MLX: read_mlx,
     }
 )
+SETTINGS = ("quantization_config", "quantization")  # keys of config.json
 _BESIDE = (
     "quantize_config.json",
     "quant_config.json",

@@ -71,7 +71,7 @@ def own_tensors(source: GGUFFile | SafetensorsFolder) -> Table:
     if isinstance(source, GGUFFile):
         tensors = source.tensors.items()
         return {name: _entry(info.ggml_type.name, info.shape, source.raw(name)) for name, info in tensors}
-    return {name: _entry(info.dtype, info.shape) for name, info in source.tensors.items()}
+    return {name: _entry(info.dtype, info.shape) for name, info in source.stored.items()}
 
 
 def fingerprint(path: Path) -> str:

@@ -35,6 +35,7 @@ from llorch.architecture import Experts
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_weights
 from llorch.files.export_huggingface import written_family
+from llorch.files.quantised import QuantisedFolder
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
 from llorch.stages import key, keys
@@ -113,6 +114,8 @@ class Transformers:
                     model, tensors, self.rope, self.route = _model_without_weights(weights, dtype)
                     self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
                     resources.callback(self._streamed.close)
+                elif isinstance(weights.source, QuantisedFolder):
+                    model, self.rope, self.route = _model_of_codes(weights, dtype), AS_CONFIG, Route(OURS, OURS)
                 elif self.path.is_dir():
                     model, self.rope = _model_of_folder(self.path, self.config, dtype), AS_CONFIG
                     self.route = Route("transformers", "transformers")
@@ -298,13 +301,42 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     return model
 
 
+def _config_of_folder(path: Path, config_class: Any) -> Any:
+    """The engine's configuration, without the settings of a quantised folder: the model is one of floats."""
+    config = config_class.from_pretrained(path, local_files_only=True)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config
+
+
+def _model_of_codes(weights: Weights, dtype: DtypeName) -> Any:
+    """The model of a quantised folder in floats, as our readers decode it."""
+    config_class, model_class = CLASSES[weights.config.family]
+    config = _config_of_folder(Path(weights.path), config_class)
+    config._attn_implementation = "eager"
+    with no_init_weights():
+        model = model_class(config)
+    return _filled(model, weights, dtype)
+
+
+def _filled(model: Any, weights: Weights, dtype: DtypeName) -> Any:
+    """A model with the numbers that our readers decode."""
+    model.tie_weights()  # or the output matrix would be asked for, too
+    ours = OurTensors(weights, getattr(torch, dtype))
+    model.load_state_dict({name: ours.read(name) for name in named_once(model)}, strict=False, assign=True)
+    model.tie_weights()
+    return model
+
+
 def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, Route]:
     """The model, what its weights are read from, a note on its RoPE, and the route."""
     path, precision = Path(weights.path), getattr(torch, dtype)
     config_class, model_class = CLASSES[weights.config.family]
     if path.is_dir():
-        engine_config = config_class.from_pretrained(path, local_files_only=True)
-        model = without_weights(model_class, engine_config, precision)
+        model = without_weights(model_class, _config_of_folder(path, config_class), precision)
+        if isinstance(weights.source, QuantisedFolder):
+            return model, OurTensors(weights, precision), AS_CONFIG, Route(OURS, OURS)
         return model, FolderTensors(path, precision), AS_CONFIG, Route("transformers", "safetensors")
     theirs = _as_transformers_understands(path)
     engine_config, note, told = _config_of_file(weights.config, theirs, dtype)
@@ -329,10 +361,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, Route]
         reader = OURS
         with no_init_weights():
             model = model_class(engine_config)
-        model.tie_weights()  # or the output matrix would be asked for, too
-        ours = OurTensors(weights, getattr(torch, dtype))
-        model.load_state_dict({name: ours.read(name) for name in named_once(model)}, strict=False, assign=True)
-        model.tie_weights()
+        model = _filled(model, weights, dtype)
     if note.startswith("inv_freq"):
         _divide_frequencies(model, weights.config)
     return model, note, Route(reader, reader, told=tuple(told))
