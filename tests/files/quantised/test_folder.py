@@ -1,0 +1,185 @@
+"""Quantised folders: each opens, its matrices are read alike in every way, and what cannot be meant is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
+from refusals import Refusal, row
+
+from llorch.files import open_weights
+from llorch.files.packed import Scheme
+from llorch.files.quantised import QuantisedFolder
+from llorch.model import load
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_tiles_and_the_whole_matrix_are_the_same_numbers(name: str):
+    weights = open_weights(FOLDERS / name)
+    quantised = [one for one in weights if isinstance(weights.stored_type(one), Scheme)]
+    assert quantised
+    for one in quantised:
+        stored, whole = weights.as_stored(one), weights.array(one)
+        ids = np.array([len(whole) - 1, 0, 3])
+        np.testing.assert_array_equal(stored.decode_rows(ids), whole[ids])
+        np.testing.assert_array_equal(stored.decode_rows(slice(1, 6)), whole[1:6])
+        np.testing.assert_array_equal(stored.picked(ids).decode(), whole[ids])
+        np.testing.assert_array_equal(stored.picked(slice(2, 9)).decode_rows(slice(1, 4)), whole[3:6])
+        assert 0 < stored.n_bytes < 4 * whole.size
+
+
+@pytest.mark.parametrize("name", ["gptq-4bit-act-order", "mlx-3bit", "bnb-nf4-double", "fp8-block-partial"])
+def test_a_run_with_packed_matrices_gives_the_logits_of_decoded_ones(name: str):
+    ids = [1, 7, 3, 22, 11]
+    packed, decoded = (load(FOLDERS / name, residency=residency) for residency in ("packed", "decoded"))
+    np.testing.assert_allclose(packed.forward(ids), decoded.forward(ids), rtol=0, atol=1e-6)
+
+
+def test_settings_may_lie_beside_the_configuration(tmp_path: Path):
+    config = json.loads((FOLDERS / "gptq-4bit" / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    folder = written(tmp_path / "old", config, tensors_of(FOLDERS / "gptq-4bit"))
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    source = open_weights(folder).source
+    assert isinstance(source, QuantisedFolder)
+    assert source.method == "gptq"
+    np.testing.assert_array_equal(source.array(f"{Q}.weight"), open_weights(FOLDERS / "gptq-4bit")["layers.0.q_proj"])
+
+
+def without(*names: str) -> Callable[[Tensors], object]:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def cut(name: str, axis: int) -> Callable[[Tensors], object]:
+    """Leave only the first half of a tensor of 32-bit or 16-bit numbers."""
+
+    def change(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        width = {"I32": 4, "F16": 2, "BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4, "U32": 4}[dtype]
+        array = np.frombuffer(data, f"V{width}").reshape(shape)
+        array = array[: len(array) // 2] if axis == 0 else array[:, : array.shape[1] // 2]
+        tensors[name] = (dtype, list(array.shape), array.tobytes())
+
+    return change
+
+
+def with_half(name: str, place: int, bits: int) -> Callable[[Tensors], object]:
+    """Put a 16-bit number into a tensor."""
+
+    def change(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = (dtype, shape, data[: 2 * place] + bits.to_bytes(2, "little") + data[2 * place + 2 :])
+
+    return change
+
+
+def with_group(number: int) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[f"{Q}.g_idx"]
+        tensors[f"{Q}.g_idx"] = (dtype, shape, number.to_bytes(4, "little") + data[4:])
+
+    return change
+
+
+def said(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda settings: settings.update(values)
+
+
+def of_group(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda settings: settings["config_groups"]["group_0"]["weights"].update(values)
+
+
+def as_it_is(values: Any) -> None:
+    """Change nothing."""
+
+
+def opened(name: str, settings: Any = as_it_is, tensors: Any = as_it_is) -> Callable[[Path], object]:
+    """Open a changed folder and read every weight."""
+
+    def make(folder: Path) -> None:
+        weights = open_weights(changed(folder, name, settings, tensors))
+        for one in weights:
+            weights.array(one)
+
+    return make
+
+
+def every_linear(settings: dict[str, Any]) -> None:
+    settings["config_groups"]["group_0"]["targets"] = ["Linear"]
+    settings["ignore"] = ["lm_head"]
+
+
+def floats_as_gptq(folder: Path) -> object:
+    config = json.loads((FOLDERS / "float" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    return open_weights(written(folder / "floats", config, tensors_of(FOLDERS / "float")))
+
+
+REFUSALS = [
+    row("another width", opened("gptq-4bit", said(bits=8)), "Shape", f"{DOWN}.qzeros", "bits 8"),
+    row("bits of no format", opened("gptq-4bit", said(bits=5)), "Unsupported", "bits", got=5),
+    row("half of the codes", opened("gptq-4bit", tensors=cut(f"{Q}.qweight", 0)), "Shape", f"{Q}.qzeros"),
+    row("half of the words", opened("ct-w4a16", tensors=cut(f"{Q}.weight_packed", 1)), "Shape", f"{Q}.weight_packed"),
+    row("no scales", opened("gptq-4bit", tensors=without(f"{Q}.scales")), "Missing", f"{Q}.scales", got="none"),
+    row("no zero points", opened("awq-gemm", tensors=without(f"{Q}.qzeros")), "Missing", f"{Q}.qzeros", got="none"),
+    row("no zero points, asymmetric", opened("ct-w4a16-asym", tensors=without(f"{Q}.weight_zero_point")), "Missing",
+        f"{Q}.weight_zero_point", "symmetric"),
+    row("no scale of a block", opened("fp8-block-partial", tensors=without(f"{Q}.weight_scale_inv")), "Missing",
+        f"{Q}.weight_scale_inv"),
+    row("no table", opened("bnb-nf4", tensors=without(f"{Q}.weight.quant_map")), "Missing", f"{Q}.weight.quant_map"),
+    row("no state", opened("bnb-nf4", tensors=without(f"{Q}.weight.quant_state.bitsandbytes__nf4")), "Missing", Q),
+    row("no biases", opened("mlx-4bit", tensors=without(f"{Q}.biases")), "Missing", f"{Q}.biases"),
+    row("groups that do not divide", opened("awq-gemm", said(group_size=48)), "Inconsistent", "group_size", got=48),
+    row("a group size of 0", opened("mlx-4bit", said(group_size=0)), "OutOfRange", "group_size", got=0),
+    row("another group size", opened("gptq-4bit", said(group_size=16)), "Shape", f"{DOWN}.qzeros"),
+    row("rows for groups", opened("ct-w4a16", of_group(strategy="channel")), "Shape", f"{DOWN}.weight_scale", "channel"),
+    row("one scale for blocks", opened("fp8-block-partial", said(weight_block_size=None)), "Shape",
+        f"{DOWN}.weight_scale_inv"),
+    row("a module that the settings leave alone", opened("ct-w4a16", said(ignore=["re:.*q_proj"])), "Inconsistent",
+        "ignore", Q),
+    row("the same by name", opened("awq-gemm", said(modules_to_not_convert=["q_proj"])), "Inconsistent",
+        "modules_to_not_convert", Q),
+    row("the same for blocks", opened("fp8-block-partial", said(modules_to_not_convert=["mlp"])), "Inconsistent",
+        "modules_to_not_convert"),
+    row("floats of a module that is named", opened("ct-mixed", every_linear), "Inconsistent", "config_groups",
+        "model.layers.0.self_attn.o_proj"),
+    row("no target", opened("ct-w4a16", lambda s: s["config_groups"]["group_0"].update(targets=["re:nothing"])),
+        "Inconsistent", "config_groups"),
+    row("an unknown method", opened("gptq-4bit", said(quant_method="aqlm")), "Unsupported", "quant_method", got="aqlm"),
+    row("no method", opened("gptq-4bit", said(quant_method=None)), "Missing", "quant_method"),
+    row("an unknown format", opened("ct-w4a16", lambda s: s["config_groups"]["group_0"].update(format="marlin-24")),
+        "Unsupported", "format", got="marlin-24"),
+    row("rotations", opened("ct-w4a16", said(transform_config={"config_groups": {"u": {"type": "hadamard"}}})),
+        "Unsupported", "transform_config"),
+    row("zeros left out", opened("ct-w4a16", said(sparsity_config={"format": "sparse-24-bitmask"})), "Unsupported",
+        "sparsity_config"),
+    row("an unknown version of AWQ", opened("awq-gemm", said(version="marlin")), "Unsupported", "version"),
+    row("an unknown mode", opened("mlx-4bit", said(mode="nf4")), "Unsupported", "mode", got="nf4"),
+    row("an unknown algorithm", opened("modelopt-nvfp4", said(quant_algo="W4A8_AWQ")), "Unsupported", "quant_algo"),
+    row("act-order without groups", opened("gptq-4bit-act-order", tensors=without(f"{Q}.g_idx")), "Missing",
+        f"{Q}.g_idx", "desc_act"),
+    row("another order than said", opened("gptq-4bit-act-order", said(desc_act=False)), "Inconsistent", "desc_act"),
+    row("a group that is not there", opened("gptq-4bit-act-order", tensors=with_group(77)), "Inconsistent",
+        f"{Q}.g_idx", "77"),
+    row("the second version as the first", opened("gptq-v2-4bit", said(checkpoint_format="gptq")), "Inconsistent",
+        f"{Q}.qzeros", "gptq_v2", got=9),
+    row("the first version as the second", opened("gptq-4bit", said(checkpoint_format="gptq_v2")), "Inconsistent",
+        f"{Q}.qzeros", "gptq", got=7),
+    row("a scale that is not a number", opened("gptq-4bit", tensors=with_half(f"{Q}.scales", 3, 0x7E00)), "NonFinite",
+        f"{Q}.weight", got="nan"),
+    row("a scale of 0", opened("ct-w4a16", tensors=with_half(f"{Q}.weight_scale", 5, 0)), "OutOfRange", f"{Q}.weight",
+        got="0.0"),
+    row("another table", opened("bnb-nf4", said(bnb_4bit_quant_type="fp4")), "Inconsistent", "bnb_4bit_quant_type"),
+    row("nothing is quantised", floats_as_gptq, "Inconsistent", "quant_method"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_folder_that_cannot_be_meant_is_refused(refusal: Refusal, tmp_path: Path):
+    refusal.check(tmp_path)
