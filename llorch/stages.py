@@ -119,7 +119,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="q_gate_proj", checkpoint="02", axes="seq q_and_gate", inputs=("attn_norm",), matrix="q_proj",
-        formula="attn_norm @ q_proj.T: of every head the query, then its gate", function="llorch.ops.linear.linear",
+        formula="attn_norm @ q_proj.T, each head's query and then its gate", function="llorch.ops.linear.linear",
         llamacpp="Qcur_full-{i} (MUL_MAT)", transformers="output of layers.{i}.self_attn.q_proj", needs=("gate",),
     ),
     Stage(
@@ -192,7 +192,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=("q_tempered|q_head_norm|q_rope|q_norm|q_proj|q_gate_proj", "k_cache"),
         formula="q k^T / sqrt(head_dim), -inf for later keys", function="llorch.ops.attention.attention_scores",
         llamacpp="kq-{i} (MUL_MAT) times the scale, plus the mask of kq_soft_max-{i}",
-        transformers="what the softmax of layer {i} is given",
+        transformers="input of the softmax of layer {i}",
         needs=("attention",),
     ),
     Stage(
@@ -209,7 +209,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="attn_gate", checkpoint="05", axes="seq q_width", inputs=("q_gate_proj",), needs=("gate",),
-        formula="1 / (1 + exp(-gate)) of the gates beside the queries", function="llorch.ops.sigmoid.sigmoid",
+        formula="1 / (1 + exp(-gate)), gate from q_gate_proj", function="llorch.ops.sigmoid.sigmoid",
         llamacpp="gate_sigmoid-{i} (SIGMOID)", transformers="the sigmoid in self_attn of layer {i}",
     ),
     Stage(
@@ -232,7 +232,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="z_in", checkpoint="05b", axes="seq value_width", inputs=("attn_norm",), matrix="in_z",
-        formula="attn_norm @ in_z.T, what the gated norm is gated by", function="llorch.ops.linear.linear",
+        formula="attn_norm @ in_z.T, gate of the gated norm", function="llorch.ops.linear.linear",
         llamacpp="z-{i} (MUL_MAT)",
         transformers="output of layers.{i}.linear_attn.in_proj_z", needs=("delta_net",),
     ),
@@ -250,13 +250,13 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="conv_state", checkpoint="03", axes="taps conv_width", inputs=("qkv_in",),
-        formula="the last qkv_in, one less than the kernel has taps", function="llorch.cache.DeltaState",
-        llamacpp="what layer {i} writes into its conv state",
+        formula="the last (kernel size - 1) rows of qkv_in", function="llorch.cache.DeltaState",
+        llamacpp="values that layer {i} stores in its conv state",
         transformers="conv state of layer {i} in the cache", needs=("delta_net",),
     ),
     Stage(
         name="conv_out", checkpoint="05b", axes="seq conv_width", inputs=("qkv_in",),
-        formula="silu of sum(kernel[j] * the qkv_in of j tokens before)", function="llorch.ops.short_conv.short_conv",
+        formula="silu(sum(kernel[last - j] * qkv_in[t - j]))", function="llorch.ops.short_conv.short_conv",
         llamacpp="conv_output_silu-{i} (UNARY)",
         transformers="queries, keys and values given to the delta rule of layer {i}", needs=("delta_net",),
     ),
@@ -274,7 +274,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="beta", checkpoint="05b", axes="seq v_heads", inputs=("b_in",),
-        formula="1 / (1 + exp(-b_in)), the share that is written", function="llorch.ops.sigmoid.sigmoid",
+        formula="1 / (1 + exp(-b_in)), share of the update written to S", function="llorch.ops.sigmoid.sigmoid",
         llamacpp="beta-{i} (UNARY)",
         transformers="beta given to the delta rule of layer {i}", needs=("delta_net",),
     ),
@@ -289,14 +289,14 @@ STAGES: tuple[Stage, ...] = (
         inputs=("conv_out", "q_l2", "k_l2", "beta", "log_decay"),
         formula="S = exp(g) S, then S = S + k (beta (v - S^T k))^T, token by token",
         function="llorch.ops.delta_rule.delta_rule",
-        llamacpp="the state part of what the delta rule of layer {i} makes",
+        llamacpp="state part of the delta rule's result in layer {i}",
         transformers="recurrent state of layer {i} in the cache", needs=("delta_net",),
     ),
     Stage(
         name="delta_out", checkpoint="05b", axes="seq v_heads value_dim",
         inputs=("conv_out", "q_l2", "k_l2", "beta", "log_decay"),
         formula="S^T q / sqrt(key_dim) after each token", function="llorch.ops.delta_rule.delta_rule",
-        llamacpp="the output part of what the delta rule of layer {i} makes",
+        llamacpp="output part of the delta rule's result in layer {i}",
         transformers="output of the delta rule of layer {i}", needs=("delta_net",),
     ),
     Stage(
@@ -361,16 +361,16 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="topk_weights", checkpoint="06b", axes="seq topk", inputs=("router_probs|router_logits", "topk_ids"),
-        formula="their probabilities, divided by the sum where the config says so",
+        formula="probabilities of topk_ids, divided by their sum if norm_topk_prob",
         function="llorch.ops.routing.topk_weights",
         llamacpp="ffn_moe_weights-{i} or ffn_moe_weights_norm-{i}",
-        transformers="weights that layers.{i}.mlp.gate gives", needs=("experts",),
+        transformers="weights returned by layers.{i}.mlp.gate", needs=("experts",),
     ),
     Stage(
         name="expert_in", checkpoint="06b", axes="seq topk hidden", inputs=("ffn_norm", "topk_ids", "topk_weights"),
-        formula="ffn_norm * topk_weight, one for each expert", function="llorch.families.experts.experts",
+        formula="ffn_norm * topk_weight, once per chosen expert", function="llorch.families.experts.experts",
         llamacpp="ffn_moe_weighted-{i} (MUL)",
-        transformers="what the first product in layers.{i}.mlp.experts is given", needs=("scaled_inputs",),
+        transformers="input of the first product in layers.{i}.mlp.experts", needs=("scaled_inputs",),
     ),
     Stage(
         name="expert_gate", checkpoint="06b", axes="seq topk expert_inter", inputs=("expert_in|ffn_norm", "topk_ids"),

@@ -28,7 +28,7 @@ def _reasons(config: ModelConfig, n_tokens: int) -> Iterator[str]:
     layers, experts = [config.layer(i) for i in range(config.n_layers)], config.experts
     window = min((layer.window for layer in layers if layer.window is not None), default=n_tokens)
     if window < n_tokens:
-        yield f"it reads no sliding_window of {config.family}; the configuration says {window}"
+        yield f"llama.cpp reads no sliding_window for {config.family}, this configuration has {window}"
     if config.family in ("smollm3", "llama4") and [layer.rope for layer in layers] != _every_fourth(len(layers)):
         yield f"llama.cpp skips RoPE in every fourth layer of {config.family}, no_rope_layers has other layers"
     normalises = FAMILIES[config.family].norm_topk_prob

@@ -241,9 +241,8 @@ def _settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset[str]
         values = tuple(map(float, np.ravel(array.read())))
         wanted, least = (2 if name == "betas" else 1), (1e-300 if name in ("lr", "max_grad_norm") else 0.0)
         if len(values) != wanted or not all(value >= least for value in values) or (wanted == 2 and max(values) >= 1):
-            raise ValueError(
-                f"training dump: {name}: expected {wanted} number(s) in the range of {name}, got {values[:3]}"
-            )
+            expected = "2 numbers from 0 to below 1" if wanted == 2 else f"1 number {'above 0' if least else 'from 0'}"
+            raise ValueError(f"training dump: {name}: expected {expected}, got {values[:3]}")
         found[name] = values if wanted == 2 else values[0]
     return Settings(**found), frozenset(found)  # type: ignore[arg-type]
 

@@ -57,7 +57,7 @@ class Choice:
         for token, tie in self._apart(ours):
             got, want = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
             gap, moved = self._gap(token, got, want)
-            said.append(f"token {token}: got {got}, want {want}, true gap {gap:.1e}, rounding moves {moved:.1e}")
+            said.append(f"token {token}: expected {want}, got {got}, float64 gap {gap:.1e}, rounding {moved:.1e}")
             if not tie:
                 return said[-1]
         more = f" and {len(said) - 1} tokens more" if len(said) > 1 else ""

@@ -54,7 +54,7 @@ def test_a_swap_is_a_tie_up_to_what_rounding_moves_whoever_chose_the_better_expe
 
 def test_a_swap_that_rounding_does_not_explain_fails() -> None:
     assert choice(1e-15).difference(np.array([[0, 1, 3], [4, 3, 2]])).error == 0.5
-    assert "want [2]" in choice(1e-15).note(np.array([[0, 1, 3], [4, 3, 2]]))
+    assert "expected [2]" in choice(1e-15).note(np.array([[0, 1, 3], [4, 3, 2]]))
 
 
 @pytest.mark.parametrize("ours", [None, IDS.astype(np.float32), IDS[:1]])

@@ -185,7 +185,7 @@ def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder:
     made, runner = suite(folder, [*IDS, *runner.text(IDS, 1).tolist()], 2, prefer)
     (row,) = (row for row in made.sampler_rows(runner) if row.stage == "generation")
     assert row.verdict == verdict
-    assert row.note.startswith("token 1: got") == (margin > 0)
+    assert row.note.startswith("token 1: expected") == (margin > 0)
 
 
 def test_the_truth_is_float64_also_through_matrices(folder: Path):

@@ -140,7 +140,7 @@ OF_FAMILIES: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "l2-norm-as-constant", OPS + "delta_rule.l2_norm_backward", length_as_constant, has_delta_net,
-        "The length of a key was taken for a constant; what is gained along the key is taken away again.",
+        "The length of a key was treated as a constant; it depends on the key and removes the gradient along it.",
     ),
     _gradient(
         "conv-taps-turned", OPS + "short_conv.short_conv_backward", taps_turned, has_delta_net,

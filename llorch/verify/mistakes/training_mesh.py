@@ -31,8 +31,8 @@ WHOLE = {  # matrix -> the factor that is not cut with it
     **dict.fromkeys(("o_proj", "down_proj"), LORA_B),
 }
 DEALS: Mapping[str, Deal] = {
-    "one by one": lambda n_rows, n_ranks, rank: range(n_rows)[rank::n_ranks],
-    "in runs": lambda n_rows, n_ranks, rank: np.array_split(np.arange(n_rows), n_ranks)[rank].tolist(),
+    "dealt in turn": lambda n_rows, n_ranks, rank: range(n_rows)[rank::n_ranks],
+    "in consecutive blocks": lambda n_rows, n_ranks, rank: np.array_split(np.arange(n_rows), n_ranks)[rank].tolist(),
 }
 
 
@@ -140,8 +140,8 @@ def _of_loss(n_ranks: int) -> Iterator[TrainingMistake]:
     for how, deal in DEALS.items():
         yield _mistake(
             "mesh-mean-of-rank-means", "loss", STEP, mean_of_rank_means(n_ranks, deal),
-            f"Each of {n_ranks} ranks that had rows {how} divided by its own tokens and the means were averaged; the "
-            "sum over all ranks is divided once, by the learned tokens of all.",
+            f"Each of {n_ranks} ranks (rows {how}) divided its loss by its own number of tokens, and the means were "
+            "averaged; the sum over all ranks is divided once, by the number of trained tokens on all ranks.",
         )  # fmt: skip
 
 
@@ -149,19 +149,19 @@ def _of_gradients(n_ranks: int) -> Iterator[TrainingMistake]:
     for rank, (how, deal) in product(range(n_ranks), DEALS.items()):
         yield _mistake(
             "mesh-gradient-not-summed", "gradient", STEP, gradient_of_one_rank(n_ranks, deal, rank),
-            f"It is the gradient of rank {rank} of {n_ranks} ranks that had rows {how}; gradients of all ranks are "
-            "summed, which nothing does for an adapter that was attached after the model was sharded.",
+            f"This is the gradient of rank {rank} alone ({n_ranks} ranks, rows {how}); the gradients of all ranks must "
+            "be summed. They are not if the adapter was attached after the model was sharded.",
         )  # fmt: skip
     for rank in range(n_ranks):
         yield _mistake(
             "mesh-replicated-factor-not-summed", "gradient", PROJECTION, factor_of_one_rank(n_ranks, rank),
-            f"A factor that {n_ranks} ranks of a cut layer have (A of q, k, v, gate and up, B of o and down) got the "
-            f"part of its gradient that rank {rank} finds; parts are summed.",
+            f"A LoRA factor copied to {n_ranks} ranks (A of q, k, v, gate and up, B of o and down) got only the part "
+            f"of its gradient that rank {rank} computes; the parts of all ranks are summed.",
         )  # fmt: skip
     yield _mistake(
         "mesh-divided-by-world-size", "gradient", STEP, divided_by_ranks(n_ranks),
-        f"Gradients were averaged over {n_ranks} ranks, as by default; losses are divided by the tokens of all ranks "
-        "already, so gradients are summed.",
+        f"Gradients were averaged over {n_ranks} ranks, which is the default; each loss is already divided by the "
+        "number of tokens on all ranks, so gradients are summed.",
     )  # fmt: skip
 
 

@@ -241,11 +241,11 @@ OPTIMIZER: tuple[TrainingMistake, ...] = (
     ),
     _mistake(
         "schedule-one-step-late", ("learning_rate",), RATE, one_step_late,
-        "The rate is that of the step before; the first step has the rate of 0 done steps, as in transformers.",
+        "Each step used the rate of the previous step; the first step uses the schedule at 0 completed steps.",
     ),
     _mistake(
         "schedule-one-step-early", ("learning_rate",), RATE, one_step_early,
-        "The rate is that of the step after; steps are counted from 0, so a run with warm-up begins with 0.",
+        "Each step used the rate of the next step; steps are counted from 0, so a run with warm-up starts at rate 0.",
     ),
     _mistake(
         "schedule-decays-from-the-start", ("learning_rate",), RATE, decay_from_the_start,

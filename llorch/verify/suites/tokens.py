@@ -35,7 +35,7 @@ class Tokens:
         notes: list[str] = []
         for at, token in self._departures(got, want) if difference.fault is None else ():
             gap, moved = self._margins.of(want, at, token)
-            notes.append(f"token {at}: got {token}, want {want[at]}, true gap {gap:.1e}, rounding moves {moved:.1e}")
+            notes.append(f"token {at}: expected {want[at]}, got {token}, float64 gap {gap:.1e}, rounding {moved:.1e}")
             if not gap <= moved:
                 return replace(row, note=notes[-1])
         return tied(row, "; ".join(notes)) if notes else row
@@ -76,6 +76,4 @@ def edge_of_top_p(
     shares = [np.where(both, p, 0) / p[both].sum(dtype=np.float64) for p in (ours, golden)]
     if not measure(shares[0], shares[1]).within(allowed):
         return ""
-    return (
-        f"{int(one.sum())} tokens at the edge of top-p, {np.abs(off[one]).max():.1e} from p; rounding moves {moved:.1e}"
-    )
+    return f"{int(one.sum())} tokens within {np.abs(off[one]).max():.1e} of the top-p limit, rounding {moved:.1e}"

@@ -15,21 +15,19 @@ def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
     if engine != "llamacpp":
         return ""
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
-        return f"its delta nets take rms_norm_eps, {config.rms_norm_eps}, for the {L2_EPS} of their L2 norms, too"
+        return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {config.rms_norm_eps}, not {L2_EPS}"
     if config.family == "qwen2_5_vl":  # a fault, not a choice: a later version of its file reads the key
-        return "its qwen2vl reads no attention.layer_norm_rms_epsilon, so that its norms add 0 to the mean square"
+        return "llama.cpp does not read attention.layer_norm_rms_epsilon for qwen2vl, so its norms use an epsilon of 0"
     if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
         sections, left = (", ".join(map(str, listed)) for listed in (config.rope_sections, pairs))
-        return (
-            f"rope.dimension_sections is {sections}, so llama.cpp does not rotate pairs {left} of every head in a text"
-        )
+        return f"llama.cpp does not rotate pairs {left} of a head in a text: rope.dimension_sections is {sections}"
     return cannot_express(config, n_tokens)
 
 
 def not_a_number(engine: str, family: str, stage: str) -> str:
     """The fault by which an engine shows NaN of a stage, to be read behind that; empty where none is known."""
     if (engine, family, stage) == ("llamacpp", "qwen2_moe", "shared_gate"):  # src/models/qwen2moe.cpp
-        return "; it computes sigmoid(x) as silu(x) / x, and a token has an x of 0"
+        return "; llama.cpp computes sigmoid(x) as silu(x) / x, and x is 0 for one token"
     return ""
 
 

@@ -270,7 +270,7 @@ def test_another_best_token_of_a_producer_fails_checkpoint_10(producer: str):
     other = (best + 5) % weights_of(MODEL).config.vocab_size
     row = sampler_rows(replace(evidence, selected_logits=with_best(producer, other)))["argmax"]
     assert (row.checkpoint, row.verdict) == ("10", FAIL)
-    assert row.note.startswith(f"token 0: got {best}, want {other}, true gap ")
+    assert row.note.startswith(f"token 0: expected {other}, got {best}, ")
 
 
 @pytest.mark.parametrize("producer", PRODUCERS)
@@ -298,7 +298,7 @@ def test_another_greedy_token_is_a_tie_only_where_the_truth_nearly_has_one(share
     greedy[6:] = runner().text(prompt, len(greedy) - 6)  # as an engine goes on behind its own token
     row = sampler_rows(replace(THEIRS, greedy=greedy), truth)["generation"]
     assert row.verdict == verdict
-    assert row.note.startswith(f"token 5: got {got}, want {second}, true gap ")
+    assert row.note.startswith(f"token 5: expected {second}, got {got}, ")
     n_vocab = weights_of(MODEL).config.vocab_size
     for at, token in ((5, (max(got, second) + 1) % n_vocab), (2, int(THEIRS.greedy[2] + 1) % n_vocab), (8, second)):
         (other := greedy.copy())[at] = token  # neither of the two, or beside another step
