@@ -83,7 +83,7 @@ def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace,
     scores[0, other] = scores[0, replaced]
     shown = {"l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
     found = judged(tmp_path, shown, {**truth, "l0.router_probs": scores})
-    assert f"got [{other}], want [{replaced}]" in found.tie
+    assert f"expected [{replaced}], got [{other}]" in found.tie
     assert word_of(found)[0] == "honest difference"
     before = {**theirs, "l0.q_proj": 1.01 * theirs["l0.q_proj"], **shown}
     assert not judged(tmp_path, before, {**truth, "l0.router_probs": scores}).is_right

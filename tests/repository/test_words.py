@@ -3,14 +3,26 @@
 `retired_words.txt` beside this file lists the retired words. `tests/support/plain_words.py` counts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
 import click
 import pytest
 from messages import messages, messages_of
-from plain_words import COMMAND, figures, findings, help_prose, help_texts, length, prose, retired_words, sentences
+from plain_words import (
+    COMMAND,
+    figures,
+    findings,
+    help_prose,
+    help_texts,
+    html_prose,
+    length,
+    prose,
+    retired_words,
+    script_prose,
+    sentences,
+)
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("checkpoints", "benchmarks", ".github")
@@ -20,6 +32,8 @@ PAGES = sorted(
     + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
 )
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+WEB = {".html": html_prose, ".js": script_prose}  # what a browser shows: the chat page and the report of a diagnosis
+WEB_FILES = sorted(file for file in (ROOT / "llorch").rglob("*") if file.suffix in WEB)
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
     "serve", "chat", "atlas", "doctor", "completion", "lora", "data", "learn",
@@ -38,6 +52,10 @@ def of_verb(verb: str) -> list[str]:
     return [text for name, texts in every_help().items() if f"{name} ".startswith(f"llorch {verb} ") for text in texts]
 
 
+def browser_texts(file: Path) -> list[str]:
+    return WEB[file.suffix](file.read_text(encoding="utf-8"))
+
+
 def misspelt(files: Iterable[Path], capsys: pytest.CaptureFixture[str]) -> list[str]:
     from codespell_lib import main
 
@@ -54,6 +72,19 @@ def assert_plain(blocks: Iterable[str]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_no_banned_opener_and_no_retired_word(name: str):
     assert_plain(prose((ROOT / name).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("file", WEB_FILES, ids=lambda file: file.name)
+def test_a_page_of_a_browser_has_no_banned_opener_and_no_retired_word(file: Path):
+    blocks = browser_texts(file)
+    assert len(blocks) > 10
+    assert_plain(blocks)
+
+
+def test_pages_of_a_browser_are_spelled_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "page.txt"
+    page.write_text("\n".join(text for file in WEB_FILES for text in browser_texts(file)), encoding="utf-8")
+    assert misspelt([page], capsys) == []
 
 
 def test_pages_are_spelled_right(capsys: pytest.CaptureFixture[str]):
@@ -181,8 +212,39 @@ def test_code_quotations_questions_and_like_words_are_not_found(page: str):
     assert findings(prose(page), WORDS) == []
 
 
+@pytest.mark.parametrize(
+    ("cut", "source"),
+    [
+        (html_prose, "<p>What it does</p>"),
+        (html_prose, "<ul><li>It is.<li>Of the CPU</ul>"),
+        (html_prose, '<main aria-label="A house"></main>'),
+        (html_prose, "<h2>{{ 'Which it is' if a else b }}</h2>"),
+        (html_prose, "<p>{% if a %}It is.{% endif %} Of {{ b }}</p>"),
+        (html_prose, "<p>It is <b>a</b> <span>house</span></p>"),
+        (html_prose, "<pre>house</pre><p>house"),
+        (script_prose, 'say("Of the CPU");'),
+        (script_prose, "say(`It has ${n} parts. Of ${`the`} CPU`);"),
+        (script_prose, "say('a \\'house\\'');"),
+    ],
+)
+def test_a_text_of_a_browser_is_found_once(cut: Callable[[str], list[str]], source: str):
+    assert len(findings(cut(source), WORDS)) == 1
+
+
+@pytest.mark.parametrize(
+    ("cut", "source"),
+    [
+        (html_prose, '<style>.house {}</style><p class="house">{{ house }} <code>house</code>{# house #}</p>'),
+        (html_prose, "<script>house()</script><!-- house --><button>Which stages?</button>"),
+        (script_prose, "// Of a house\nhouse(`${house}`); /* house */"),
+    ],
+)
+def test_code_in_a_page_of_a_browser_is_not_found(cut: Callable[[str], list[str]], source: str):
+    assert findings(cut(source), WORDS) == []
+
+
 def test_figures_count_words_semicolons_and_sentences_outside_code_and_tables():
-    page = "# Two words\n\n| not; one |\n\nOne `a; b` two; three. Four five!\n\n```\nx; y z\n```\n"
+    page = "# Two words\n\n| not; one |\n|---|\n\nOne `a; b` two; three. Four five!\n\n```\nx; y z\n```\n"
     counted = figures(page)
     assert (counted.words, counted.semicolons, counted.mean) == (7, 1000 / 7, 8 / 3)
     assert counted.longest == "One CODE two; three"

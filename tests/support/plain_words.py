@@ -1,16 +1,23 @@
 """Check the words of text for readers: openers, retired words, sentence lengths and semicolons.
 
 `prose` cuts Markdown into blocks (paragraphs, list items, headings, table cells) without code, formulas and links.
-`help_prose` does so for a help text of click. `findings` checks blocks; `figures` counts them.
+`help_prose` does so for a help text of click, `html_prose` for an HTML page, `script_prose` for JavaScript. `findings`
+checks blocks; `figures` counts them.
 """
 
-import html
 import re
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 
 import click
+from jinja2 import Environment
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from pygments.lexers.javascript import JavascriptLexer
+from pygments.token import String
 
 RETIRED_FILE = Path(__file__).parents[1] / "repository/retired_words.txt"
 OPENER = re.compile(r"(What|Who|Whose|Which|Whether|That|Of|Likewise|As there|The same(?! \w))\b")
@@ -18,6 +25,11 @@ SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)(?<=[.!?])[\"”')\]*
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:llorch|pip|python|echo|curl|cat|torchrun|git)\b(?![,.:]).*?(?:\s{2,}|$)")
 WORD = re.compile(r"[A-Za-z0-9][\w'\u2019-]*")
 N_WORDS = re.compile(r"[A-Za-z][\w'\u2019]*")
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+SHOWN_AS = {"code_inline": "CODE", "softbreak": " ", "hardbreak": " "}
+INLINE_TAG = re.compile(r"</?(?:a|b|code|em|i|img|span|strong|sub|sup)\b|<!")
+HIDDEN_TAGS = ("code", "pre", "script", "style")
+SHOWN_ATTRIBUTES = ("aria-label", "placeholder", "title", "alt")
 
 
 def retired_words(text: str) -> list[re.Pattern[str]]:
@@ -56,43 +68,96 @@ def prose(markdown: str, *, tables: bool = True) -> list[str]:
     Returns:
         Text of each block, on one line, with `CODE` for each piece of code.
     """
-    text = re.sub(r"\A---\n.*?^---\n", "", markdown, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"^([ >]*)(`{3,}|~{3,}).*?^[ >]*\2[`~]*\s*?$", "\n", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^:{3,}.*$", "\n", text, flags=re.MULTILINE)
-    lines: list[str] = []
-    for line in text.splitlines():
-        lines += _lines(line, tables, after_blank=not lines or not lines[-1].strip() or lines[-1] == _INDENTED)
-    blocks = re.split(r"\n\s*\n", "\n".join("" if line == _INDENTED else line for line in lines))
-    return [block for each in blocks if re.search("[A-Za-z]", block := _inline(each))]
-
-
-_INDENTED = "\0"  # stands for a line of an indented block of code
-
-
-def _lines(line: str, tables: bool, *, after_blank: bool) -> list[str]:
-    """Give the lines that stand for one line of a page: blocks are set off by empty ones."""
-    bare = line.strip()
-    if bare.startswith("|"):
-        cells = re.split(r"(?<!\\)\|", bare.strip("|")) if tables else []
-        return ["", *(part for cell in cells for part in (cell, ""))]
-    if re.match(r" {4}\S", line) and after_blank and not re.match(r"\s*([-*+]|\d+\.)\s", line):
-        return [_INDENTED]
-    if bare.startswith("#"):
-        return ["", bare.lstrip("# "), ""]
-    item = re.match(r"\s*(?:[-*+]|\d+\.)\s+(.*)", line)
-    return ["", item[1]] if item else [line]
+    text = re.sub(r"\A---\n.*?^---\n", "", markdown, flags=re.DOTALL | re.MULTILINE)  # front matter
+    text = re.sub(r"^:{3,}.*$", "", text, flags=re.MULTILINE)  # directives of MyST
+    blocks: list[str] = []
+    in_table = False
+    for token in MARKDOWN.parse(text):
+        in_table = token.type == "table_open" or (in_table and token.type != "table_close")
+        if token.type == "html_block":
+            blocks += _Texts.of(token.content)
+        elif token.type == "inline" and (tables or not in_table):
+            blocks.append(_joined(token.children or []))
+    return [block for block in blocks if re.search("[A-Za-z]", block)]
 
 
 def _inline(block: str) -> str:
-    """Strip marks from one block and put placeholders for code, formulas and pictures."""
-    text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "CODE", block, flags=re.DOTALL)
+    """Strip marks from one block."""
+    return _joined(MARKDOWN.parseInline(block)[0].children or [])
+
+
+def _joined(tokens: Sequence[Token]) -> str:
+    """Join the text of one block, with placeholders for code and formulas and without pictures."""
+    text = ""
+    for token in tokens:
+        if token.type in ("text", "text_special"):
+            text += token.content
+        elif token.type in SHOWN_AS:
+            text += SHOWN_AS[token.type]
+        elif token.type == "html_inline" and not INLINE_TAG.match(token.content):
+            text += " . "
+    return _on_one_line(text)
+
+
+def _on_one_line(text: str) -> str:
     text = re.sub(r"\$\$.*?\$\$|\$[^$\n]+\$", "MATH", text, flags=re.DOTALL)
-    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
-    text = re.sub(r"\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", r"\1", text)
-    text = re.sub(r"</?(?:p|br|summary|details|div|td|th|tr|h\d|li)\b[^>]*>", " . ", text)
-    text = re.sub(r"<[^>\s][^>]*>", "", html.unescape(text) if "&" in text else text)
-    return re.sub(r"\s+", " ", text.replace("**", "")).strip(" >")
+    return re.sub(r"\s+", " ", text).strip(" >")
+
+
+class _Texts(HTMLParser):
+    """Blocks of an HTML page: the text that it shows and the attributes that it shows or a screen reader reads out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.n_hidden = [""], 0
+
+    @classmethod
+    def of(cls, page: str) -> list[str]:
+        """Cut a page or a part of one."""
+        texts = cls()
+        texts.feed(page)
+        texts.close()
+        return [_on_one_line(block) for block in texts.blocks if re.search("[A-Za-z]", block)]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.blocks[-1] += "CODE" if tag == "code" else ""
+        self.blocks[-1:] = [*(value or "" for name, value in attrs if name in SHOWN_ATTRIBUTES), self.blocks[-1]]
+        self.n_hidden += tag in HIDDEN_TAGS
+        self._end(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.n_hidden -= tag in HIDDEN_TAGS
+        self._end(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.blocks[-1] += "" if self.n_hidden else data
+
+    def _end(self, tag: str) -> None:
+        if not INLINE_TAG.match(f"<{tag}>"):
+            self.blocks.append("")
+
+
+def html_prose(template: str) -> list[str]:
+    """Cut an HTML page, which may be a template of jinja, into blocks; strings in its expressions are blocks, too."""
+    lexed = [(kind, value) for _, kind, value in Environment().lex(template)]
+    shown = {"data": lambda value: value, "variable_begin": lambda _: "CODE"}
+    page = "".join(shown[kind](value) for kind, value in lexed if kind in shown)
+    return _Texts.of(page) + [literal_eval(value) for kind, value in lexed if kind == "string"]
+
+
+def script_prose(source: str) -> list[str]:
+    """List the strings of a program in JavaScript, with `CODE` for each part that is computed."""
+    strings: list[str] = []
+    for kind, text in JavascriptLexer().get_tokens(source):
+        if kind in (String.Double, String.Single):
+            strings.append(text[1:-1])
+        elif kind is String.Backtick and text == "`":
+            strings.append("")
+        elif kind is String.Backtick:
+            strings[-1] += text
+        elif kind is String.Interpol and text != "}":
+            strings[-1] += "CODE"
+    return [string for string in strings if re.search("[A-Za-z]", string)]
 
 
 def help_prose(text: str) -> list[str]:

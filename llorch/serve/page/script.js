@@ -81,7 +81,7 @@ async function send(text) {
   else giveBack(text, shown);
   if (error?.name === "AbortError") say("Stopped.");
   else if (error) byId("error").textContent = error.message;
-  else if (finish === "length") say("The answer ends here: at max tokens, or the end of the context.");
+  else if (finish === "length") say("The answer stopped at max tokens or at the end of the context.");
   busy(false);
 }
 
@@ -95,7 +95,7 @@ async function readAnswer(answer, signal) {
       const entry = choice.logprobs?.content?.[0];
       if (entry || choice.delta.content) addToken(answer, choice.delta.content ?? "", entry);
     }
-    return { finish, error: finish ? null : new Error("The answer broke off: the connection has ended.") };
+    return { finish, error: finish ? null : new Error("The answer is incomplete: the connection was closed.") };
   } catch (error) {
     return { finish, error };
   }
@@ -147,7 +147,7 @@ const shown = (text) => JSON.stringify(text).slice(1, -1);
 
 function alternatives(entry) {
   const table = made("table");
-  table.append(made("caption", "Candidates, before temperature and filters"));
+  table.append(made("caption", "Candidate tokens, before temperature and filters"));
   const known = entry.top_logprobs.some((one) => one.logprob === entry.logprob && one.token === entry.token);
   for (const one of known ? entry.top_logprobs : [...entry.top_logprobs, entry]) {
     const probability = Math.exp(one.logprob);
@@ -164,7 +164,7 @@ function alternatives(entry) {
 }
 
 async function showStages(answer, place, stages) {
-  stages.textContent = "running the tokens before it once more\u2026";
+  stages.textContent = "Running the tokens before this token again\u2026";
   const { model } = answer.request;
   try {
     // the prompt as the server reads it, then what was answered before this token

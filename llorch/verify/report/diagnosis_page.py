@@ -143,7 +143,5 @@ def maps(result: StageResult) -> list[Map]:
 
 
 def _words(values: np.ndarray, limit: float, what: str) -> str:
-    most = int(values.argmax())
-    return (
-        f"{int((values > limit).sum())} of {len(values)} beyond the limit; largest {short(values[most])}, {what} {most}"
-    )
+    n_over, most = int((values > limit).sum()), int(values.argmax())
+    return f"{n_over} of {len(values)} above tolerance; largest {short(values[most])} at {what} {most}"

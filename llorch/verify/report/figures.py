@@ -14,7 +14,7 @@ from llorch.verify.diagnosis.profile import N_ULPS
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 400, 210, 42, 24
 MAX_CELLS = 128
-LEVELS = ("within the limit", "up to 10 times it", "100", "1000", "1e4", "1e5", "more")  # of a heat map
+LEVELS = ("within the tolerance", "up to 10 times the tolerance", "100", "1000", "1e4", "1e5", "more")  # of a heat map
 ULP_LABELS = {0: "0", 1: "1", 5: "16", 11: "1024", 17: "65536", N_ULPS - 1: "more"}
 
 
@@ -92,7 +92,7 @@ def histogram(counts: np.ndarray) -> str:
     )
     most = int(counts.argmax())
     share = _text((most + 0.5) * step, 14, f"{counts[most] / counts.sum():.0%}", "end" if most > 20 else "middle")
-    return _svg(bars + labels + share, HEIGHT, "elements by how many float32 steps they are off")
+    return _svg(bars + labels + share, HEIGHT, "elements by their error in float32 steps")
 
 
 def _line(name: str, points: Sequence[tuple[float, float]]) -> str:
