@@ -78,9 +78,11 @@ def _nearest(results: Sequence[StageResult]) -> StageResult:
 
 
 def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes: int) -> None:
-    several = [">stages", "nearest to its limit"] if any(line.n_stages > 1 for line in lines) else []
-    passes, total = [">pass"] if n_passes > 1 else [], [">inherited", ">limit"] if every else []
-    rows = table(*passes, "stage", ">local error", ">limit", ">over limit", *total, "verdict", *several, "in the dump")
+    several = [">stages", "closest to its tolerance"] if any(line.n_stages > 1 for line in lines) else []
+    passes, total = [">pass"] if n_passes > 1 else [], [">inherited", ">tolerance"] if every else []
+    rows = table(
+        *passes, "stage", ">local error", ">tolerance", ">error/tolerance", *total, "verdict", *several, "in the dump"
+    )
     for line in lines:
         result = line.result
         cells = [

@@ -146,7 +146,7 @@ def _print(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]
     from llorch.cli.tables import print_table, table
     from llorch.errors import printable
 
-    rows = table(*([">pass"] if len(reports) > 1 else []), "stage", ">error", ">worst", ">limit", "verdict")
+    rows = table(*([">pass"] if len(reports) > 1 else []), "stage", ">error", ">worst", ">tolerance", "verdict")
     for n_pass, report in reports.items():
         for name, each in report.differences.items():
             right = each.within(report.tolerance)

@@ -17,29 +17,29 @@ from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.witnesses import Route
 
-_ROWS = "rows: llorch in float32; with every sum in float32, as in larger models; and in float64 (limit 1e-12)\n"
+_ROWS = "rows: llorch in float32; with every sum in float32, as in larger models; and in float64 (tolerance 1e-12)\n"
 _TORCH_ROWS = (
     "rows: the torch reference implementation{split}\n"
     "in a batch with padding, texts are compared with the golden text, token by token\n"
 )
 _WAYS, _SPLIT = ", with fused attention, with the fastest kernels, in reproducible mode", ", split over processes"
 _COLUMNS = (
-    "error: distance of llorch from the golden, in the row closest to its limit\n"
-    "ours (llorch), llamacpp, transformers, peft: distance of each engine from the float64 reference in that row\n"
+    "error: distance of llorch from the golden, in the row closest to its tolerance\n"
+    "llorch, llamacpp, transformers, peft: distance of each engine from the float64 reference in that row\n"
     "float64 reference: transformers, with PEFT for training, in pure float64\n"
-    f"limit (the tolerance): {FACTOR:.0f} times the larger distance of the reference engines, or the rounding error\n"
+    f"tolerance: {FACTOR:.0f} times the larger distance of the reference engines, or the rounding error\n"
     f"if that is larger, at least {FLOOR:.1e}; the worst element and every token have separate tolerances\n"
     "each reference engine reads and decodes the file itself, unless a line above the table says otherwise"
 )
-_DERIVED = "\nnumerics ggml: llama.cpp replaces the float64 reference; limits are derived from llama.cpp's numbers"
+_DERIVED = "\nnumerics ggml: llama.cpp replaces the float64 reference; tolerances are derived from llama.cpp's numbers"
 _TRAINING = (
     "\n18 parameters: errors in learning rates; for a gradient near eps,\n"
     "rounding moves a parameter by a part of the rate"
 )
 _DUMP = (
-    "error: distance of the engine from llorch's float64, in the row closest to its limit\n"
+    "error: distance of the engine from llorch's float64, in the row closest to its tolerance\n"
     "isolated: llorch computes the stage from the engine's inputs; chained: llorch runs the same tokens itself\n"
-    "limit: the tolerance for the engine's arithmetic\n"
+    "tolerance: largest error that the engine's arithmetic explains\n"
     "to find the mistake behind a failure, run llorch diagnose"
 )
 TRAINING_PRODUCERS = ("llamacpp", "peft")
@@ -90,7 +90,7 @@ def _print_lines(
     out: Console, judged: Judged, found: Sequence[Line], producers: Sequence[str], *, detail: bool
 ) -> None:
     """One table: checkpoints that were compared with the same producers."""
-    rows = table("checkpoint", ">rows", ">error", ">ours", *(f">{p}" for p in producers), ">limit", "verdict")
+    rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{p}" for p in producers), ">tolerance", "verdict")
     for column, width in zip(rows.columns, WIDTHS, strict=False):
         column.min_width = width
     rows.columns[-3].min_width = len(PRODUCERS[-1])
@@ -147,8 +147,8 @@ def failure_report(judged: Judged) -> list[str]:
     failing = [other for other in judged.rows if other.verdict == FAIL]
     alone = list(dict.fromkeys(other.stage for other in failing if other.mode == "isolated"))
     limits = (
-        f"error {row.error:.1e} (limit {row.tolerance:.1e}), worst element {row.worst:.1e} "
-        f"(limit {row.tolerance_worst:.1e})"
+        f"error {row.error:.1e} (tolerance {row.tolerance:.1e}), worst element {row.worst:.1e} "
+        f"(tolerance {row.tolerance_worst:.1e})"
     )
     exact = f"{row.error:.1%} of the elements differ, expected none"
     return [

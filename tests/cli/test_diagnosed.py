@@ -20,7 +20,7 @@ def printed(made: Diagnosis, *, every: bool = False) -> list[str]:
 
 def stages(lines: list[str]) -> list[str]:
     """The first column of the table."""
-    start = next(at for at, line in enumerate(lines) if "over limit" in line)
+    start = next(at for at, line in enumerate(lines) if "error/tolerance" in line)
     return [line.split("  ")[0] for line in lines[start + 1 : lines.index("", start)]]
 
 

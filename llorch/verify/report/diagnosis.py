@@ -112,10 +112,9 @@ def numbers(result: StageResult) -> str:
     """Errors of a stage beside their limits."""
     if result.local.fault is not None:
         return result.local.fault
-    local = (
-        f"local error {short(result.local.error)} (limit {short(result.limit.error)}), {times(result.over)} its limits"
-    )
-    return f"{local}; from llorch's run {short(result.total.error)} (tolerance {short(result.total_limit.error)})"
+    local = f"local error {short(result.local.error)} (tolerance {short(result.limit.error)})"
+    total = f"error from llorch's run {short(result.total.error)} (tolerance {short(result.total_limit.error)})"
+    return f"{local}, {times(result.over)} the tolerance; {total}"
 
 
 def short(number: float) -> str:

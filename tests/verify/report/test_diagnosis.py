@@ -65,7 +65,7 @@ def test_a_failure_says_what_was_found():
     (failure,) = ElementTree.fromstring(junit(diagnoses.one_bug())).iter("failure")
     assert failure.get("type") == "mistake"
     assert diagnoses.PAIRS in failure.get("message", "")
-    assert "(limit 4.8e-07), 30000 x its limits" in (failure.text or "")
+    assert "(tolerance 4.8e-07), 30000 x the tolerance" in (failure.text or "")
 
 
 def test_what_was_not_run_is_skipped_and_no_pass():
