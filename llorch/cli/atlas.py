@@ -153,7 +153,7 @@ def _facts() -> dict[str, str]:
 def _print(verdicts: "Sequence[Verdict]") -> None:
     from llorch.cli.tables import console, print_table, table
 
-    rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake, or message of the engine")
+    rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake or error message")
     for each in verdicts:
         judged = each.judged
         said = each.said if judged is None else " ".join(filter(None, (judged.mistake, each.correction)))

@@ -152,7 +152,7 @@ def _from_header(head: bytes, path: Path, name: str, *, start: int, size: int) -
     text = head[begin : begin + length].decode("latin-1")
     fields = [re.search(rf"'{key}': *{form}", text) for key, form in _NPY_FIELDS.items()]
     if head[:6] != b"\x93NUMPY" or len(text) != length or not all(fields):
-        raise FormatError("Malformed", f"{name} has no .npy header for a plain array", path=path)
+        raise FormatError("Malformed", f"{name}: expected the .npy header of a plain array, got none", path=path)
     descr, order, sizes = (match[1] for match in fields if match)
     dtype = require_dtype(descr, name, path)
     shape = tuple(int(one) for one in re.findall(r"\d+", sizes))

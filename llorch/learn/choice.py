@@ -43,12 +43,12 @@ def _of_project(here: Path) -> str | None:
     try:
         table = tomllib.loads(data.decode()).get("tool", {}).get("llorch", {})
     except (ValueError, AttributeError) as error:
-        raise FormatError("Malformed", f"expected a table [tool.llorch]: {error}", path=file) from None
+        raise FormatError("Malformed", f"[tool.llorch]: expected a TOML table: {error}", path=file) from None
     impl = table.get("impl") if isinstance(table, dict) else table
     if impl is None or not impl:
         return None
     if not isinstance(impl, str):
-        raise FormatError("Malformed", f"expected impl of [tool.llorch] to be a string, got {impl!r:.80}", path=file)
+        raise FormatError("Malformed", f"[tool.llorch] impl: expected a string, got {impl!r:.80}", path=file)
     if not impl.startswith(PREFIX):
         return str(file.parent / impl)
     program = impl.removeprefix(PREFIX)

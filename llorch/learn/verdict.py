@@ -115,9 +115,9 @@ class Verdict:
         fits = len(f"{begins}   {beside}") <= WIDTH - LABEL
         yield from _line("first wrong number", f"{begins}   {beside}" if fits else begins)
         yield from () if fits else _line("", beside)
-        yield from _line("worst", f"{worst.where}   off {worst.off:.1e}")
-        engines = "" if math.isnan(row.producer_error) else f" (the engine's own error is {row.producer_error:.0e})"
-        outside, error = int(wrong.outside.sum()), f"error {row.error:.1e}, allowed {row.tolerance:.1e}{engines}"
+        yield from _line("worst", f"{worst.where}   difference {worst.off:.1e}")
+        engines = "" if math.isnan(row.producer_error) else f" (engine's own error {row.producer_error:.0e})"
+        outside, error = int(wrong.outside.sum()), f"error {row.error:.1e}, tolerance {row.tolerance:.1e}{engines}"
         yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {row.note or error}")
         if pattern := wrong.pattern():
             yield from _line("pattern", pattern)
@@ -173,7 +173,7 @@ def _stage(row: Row) -> str:
 
 
 def _beside(number: Number) -> str:
-    return f"golden {number.golden:+.5g}   yours {number.yours:+.5g}   off {number.off:.1e}"
+    return f"expected {number.golden:+.5g}   got {number.yours:+.5g}   difference {number.off:.1e}"
 
 
 def _percent(share: float) -> str:
@@ -185,7 +185,7 @@ def _passed(rows: Sequence[Row]) -> Iterator[str]:
     worst = max(rows, key=lambda row: times_over(row.error, row.tolerance))
     engines = "" if math.isnan(worst.producer_error) else f", the engine's own ~{worst.producer_error:.0e}"
     if worst.tolerance or worst.error:
-        yield f"worst error ~{worst.error:.1e}, allowed ~{worst.tolerance:.1e}{engines}"
+        yield f"worst error ~{worst.error:.1e}, tolerance ~{worst.tolerance:.1e}{engines}"
     yield f"{len(rows)} comparisons, {len({row.model for row in rows})} models"
 
 

@@ -213,8 +213,8 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
     if model.family not in AS_IN_VERSION_4:
         return config
     if isinstance(config.target_modules, str):
-        message = f"target_modules: {config.target_modules!r:.60}: PEFT matches other modules than it does in "
-        raise FormatError("Unsupported", f"{message}{model.family}; name them in a list", path=folder / CONFIG_FILE)
+        message = f"target_modules: expected a list of names for {model.family}, got {config.target_modules!r:.60}"
+        raise FormatError("Unsupported", f"{message}; PEFT would match it to other modules", path=folder / CONFIG_FILE)
     old = {name: name.rpartition(".")[2] for name in config.target_modules}
     moved = {end for end in old.values() if end in (*OF_EXPERTS, "gate")}
     if len(moved & {"gate_proj", "up_proj"}) == 1:

@@ -225,7 +225,7 @@ def check(got: object, want: object, tolerance: Tolerance, *, label: str, masked
     difference = measure(got, want, masked=masked)
     if not difference.within(tolerance):
         allowed = f"error {tolerance.error:.1e}, worst {tolerance.worst:.1e}"
-        raise CheckpointMismatch(f"{label}: {difference.describe()}; allowed {allowed}")
+        raise CheckpointMismatch(f"{label}: {difference.describe()}; tolerance: {allowed}")
     return difference
 
 

@@ -34,6 +34,7 @@ SHELL = dict.fromkeys(  # each line once, in the order of the pages
     if line.startswith("llorch ")
 )
 TRAINING, LEARNING, FIRST = (readme_block(name).splitlines() for name in ("train", "learn", "first-lesson"))
+FINE_TUNING = readme_block("fine-tune").splitlines()
 PORTING = readme_block("port").splitlines()  # run by test_port_in_c.py
 PARSED = [
     line for line in SHELL if "path/to" in line or line.startswith("llorch atlas")
@@ -41,7 +42,7 @@ PARSED = [
 BUILTIN_ONLY = [
     pytest.param(line, marks=pytest.mark.slow if "verify" in line or "--mesh" in line else ())
     for line in SHELL
-    if line not in (*PARSED, *TRAINING, *PORTING, *LEARNING, *FIRST)
+    if line not in (*PARSED, *TRAINING, *FINE_TUNING, *PORTING, *LEARNING, *FIRST)
     and line not in ("llorch serve story", "llorch verify")  # a server ends when it is told to: tests/cli/test_serve.py
 ]  # the last runs in tests/cli/test_verify.py, beside the figures of benchmarks/README.md
 
@@ -121,6 +122,24 @@ def test_the_first_lesson_prints_what_the_readme_shows(tmp_path: Path, monkeypat
     assert done.exit_code == 1
     printed = {" ".join(line.split()) for line in done.output.splitlines()}
     assert {" ".join(line.split()) for line in readme_block("first-lesson", kind="printed").splitlines()} <= printed
+
+
+def losses(printed: str) -> tuple[str, str]:
+    (found,) = re.findall(r"^validation loss (\S+) before, (\S+) after$", printed, re.MULTILINE)
+    return found
+
+
+@pytest.mark.parametrize("n_steps", [1, pytest.param(None, marks=pytest.mark.slow)])
+def test_fine_tuning_prints_what_the_readme_shows(n_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    if n_steps:
+        monkeypatch.setenv("LLORCH_LORA_TRAIN_STEPS", str(n_steps))
+    trained, told = (invoke(*shlex.split(line)[1:]) for line in FINE_TUNING)
+    assert (trained.exit_code, told.exit_code) == (0, 0), trained.output + told.output
+    before, after = losses(readme_block("fine-tune", kind="printed"))
+    assert losses(trained.output)[0] == before  # of the model as it is shipped: it has four digits on any processor
+    assert n_steps or float(losses(trained.output)[1]) == pytest.approx(float(after), rel=0.05)
+    assert told.stdout.strip()
 
 
 def test_the_server_answers_what_the_readme_shows():

@@ -33,7 +33,7 @@ def load(run: Run) -> LLM:
     """The engine; its chunks are as long as the first part."""
     first, *rest = map(len, run.parts)
     if len(rest) > 1 or max(rest, default=0) > first:
-        raise NotImplementedError("vLLM cannot continue a prompt but in chunks, none longer than the first")
+        raise NotImplementedError("vLLM continues a prompt only in chunks that are no longer than the first one")
     return LLM(
         run.model, skip_tokenizer_init=True, dtype=run.options.get("dtype", "float32"), enforce_eager=True,
         max_model_len=first + sum(rest) + 1, max_num_batched_tokens=first, max_num_seqs=1, enable_chunked_prefill=True,

@@ -180,7 +180,7 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
             with torch.enable_grad():
                 if not leaf(probe, *chosen).requires_grad:
                     raise ValueError(
-                        f"adapter: {path} is a {type(leaf).__name__}, which records no gradient; load without kernels"
+                        f"adapter: {path} is a {type(leaf).__name__}, which computes no gradient; load without kernels"
                     )
 
 

@@ -288,8 +288,8 @@ def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
             suspects=(),
             near_misses=(),
             places=tuple((result.n_pass, result.key) for result in here),
-            sentence=f"{kind}: {len(here)} stages differ by at most {most.over:.2f} of what this arithmetic may cost "
-            f"({most.key}: error {most.local.error:.1e}, allowed {most.limit.error:.1e}); there is no mistake in them.",
+            sentence=f"{kind}: {len(here)} stages use at most {most.over:.2f} of the tolerance for this arithmetic: "
+            f"{most.key} has error {most.local.error:.1e}, tolerance {most.limit.error:.1e}. This is no mistake.",
         )
 
 

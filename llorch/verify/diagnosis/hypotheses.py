@@ -243,7 +243,7 @@ def _window(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "mask-window", "setting", ("attn_scores",),
         f"A token sees the last {n} tokens only (a sliding window); this model's "
-        f"{'attention has none' if bounds == {None} else 'config says otherwise'}.",
+        f"{'attention has none' if bounds == {None} else 'config has another window'}.",
         lambda places: Change(dict.fromkeys(places, Plant(wrong))), str(n),
     )  # fmt: skip
 

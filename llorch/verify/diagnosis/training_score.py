@@ -80,7 +80,11 @@ class Scorer:
             return
         honest = unsaid(self.replay.dump, family)
         yield Hypothesis(
-            plant(value), family.name, sentence + (" The dump does not say it." if honest else ""), shown, honest
+            plant(value),
+            family.name,
+            sentence + (" The dump does not declare it." if honest else ""),
+            shown,
+            honest,
         )
 
     def _of_gradients(self, planted: Planted, factor: float, norm: float) -> Hypothesis:

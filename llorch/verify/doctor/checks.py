@@ -91,7 +91,7 @@ def trained(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     if len(zero) == len(adapter.tensors):
         text = "every product B A is exactly 0: the adapter has no effect; did checkpointing cut the gradient?"
         return Finding("trained", WRONG, text)
-    text = f"{len(zero)} of {len(adapter.tensors)} products B A are exactly 0, never trained; first: {zero[0]}"
+    text = f"{len(zero)} of {len(adapter.tensors)} products B A are 0, so they were not trained; first: {zero[0]}"
     return Finding("trained", WARNING, text)
 
 

@@ -66,7 +66,7 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="cache-keys-before-rope", stages=("k_cache",), reads=("k_proj", "k_norm"),
         wrong=lambda s, _: np.concatenate([s["past_k"], s.heads(rope_input("k", s.config)).swapaxes(0, 1)], axis=1),
-        diagnosis="Keys were cached as projected; each key is rotated once, at its own position, then kept.",
+        diagnosis="Keys were cached before RoPE; rotate each key once, at its own position, and then cache it.",
     ),
     Mistake(
         name="cache-heads-repeated", stages=CACHES,

@@ -26,8 +26,8 @@ EMBEDDING: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="embedding-dimensions-not-reversed", stages=("embed",), wrong=dimensions_not_reversed,
-        diagnosis="The table's GGUF dimensions were used as they stand; GGUF lists the fastest axis first, so the "
-        "array in memory is (vocab, hidden) and a token is one of its rows.",
+        diagnosis="The table's GGUF dimensions were used unchanged; GGUF lists the fastest axis first, so the "
+        "array in memory is (vocab, hidden) and each token is one row.",
     ),
     Mistake(
         name="embedding-scaled", stages=("embed",),

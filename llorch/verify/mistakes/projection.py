@@ -150,8 +150,8 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="qkv-fused-per-group", stages=QKV, wrong=fused_per_group,
-        diagnosis="A fused matrix was cut group by group (queries, key, value of each key head); it holds all queries, "
-        "then all keys, then all values.",
+        diagnosis="A fused matrix was cut into groups (one key head with its queries and its value); it holds all "
+        "queries, then all keys, then all values.",
     ),
     Mistake(
         name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=_is_llama,

@@ -36,7 +36,7 @@ def _tables(s: StageInputs, angle: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def interleaved_pairs(s: StageInputs, stage: str) -> np.ndarray:
-    """Neighbours are turned against each other."""
+    """Rotate neighbours as pairs."""
     x, width = _heads(s, stage), s.config.rotated
     halves = np.concatenate([x[..., 0:width:2], x[..., 1:width:2]], axis=-1)
     out = x.copy()
@@ -95,18 +95,17 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="rope-interleaved-pairs", stages=ROTATED, wrong=interleaved_pairs,
         applies_to=lambda config: not config.adjacent_pairs,
-        diagnosis="Dims (0, 1), (2, 3) ... were turned against each other; these weights pair dim j with "
-        "dim j + head_dim / 2.",
+        diagnosis="Dims (0, 1), (2, 3) ... were rotated as pairs; these weights pair dim j with dim j + head_dim / 2.",
     ),
     Mistake(
         name="rope-sign-flipped", stages=ROTATED, wrong=lambda s, stage: _turned(s, _heads(s, stage), -_inv_freq(s)),
-        diagnosis="Pairs were turned by the negative angle; it is first * cos - second * sin, second * cos + first * "
+        diagnosis="Pairs were rotated by the negative angle; use first * cos - second * sin and second * cos + first * "
         "sin.",
     ),
     Mistake(
         name="rope-cos-and-sin-exchanged", stages=ROTATED, wrong=cos_and_sin_exchanged,
         diagnosis="The tables of cosines and sines were exchanged; it is first * cos - second * sin. The scores alone "
-        "look as if turned by the negative angle.",
+        "look as if rotated by the negative angle.",
     ),
     Mistake(
         name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,
@@ -165,7 +164,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="rope-frequencies-in-bfloat16", stages=ROTATED,
         wrong=lambda s, stage: _turned(s, _heads(s, stage), _to_bfloat16(_inv_freq(s))),
-        diagnosis="inv_freq was rounded to bfloat16, which turns far tokens by a wrong angle; keep it in float32.",
+        diagnosis="inv_freq was rounded to bfloat16, which rotates far tokens by a wrong angle; keep it in float32.",
     ),
     Mistake(
         name="rope-tables-in-half", stages=ROTATED, wrong=tables_in_half, cases=("near",), rounds=True,

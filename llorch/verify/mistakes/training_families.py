@@ -144,6 +144,6 @@ OF_FAMILIES: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "conv-taps-turned", OPS + "short_conv.short_conv_backward", taps_turned, has_delta_net,
-        "The kernel was not reversed on the way back: a value is in the sums of later tokens, not of earlier ones.",
+        "The kernel was not reversed for the gradient; a value contributes to later tokens, not to earlier ones.",
     ),
 )  # fmt: skip

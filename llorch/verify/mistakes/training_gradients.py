@@ -148,7 +148,7 @@ def _gradient(name: str, part: str, wrong: Function, diagnosis: str, **more: Any
 GRADIENTS: tuple[TrainingMistake, ...] = (
     _gradient(
         "gradient-softmax-term-missing", OPS + "attention.attention_probs_backward", softmax_diagonal,
-        "The gradient was multiplied by the probabilities; the sum of that product over the keys is to be taken away.",
+        "The gradient was only multiplied by the probabilities; also subtract the sum of the product over the keys.",
     ),
     _gradient(
         "gradient-softmax-as-sigmoid", OPS + "attention.attention_probs_backward", softmax_second_twice,
@@ -156,7 +156,7 @@ GRADIENTS: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "gradient-scores-not-scaled", OPS + "attention.attention_scores_backward", scores_not_scaled,
-        "Scores are divided by the root of head_dim, and so are the gradients of queries and keys.",
+        "The gradients of queries and keys were not divided by sqrt(head_dim), as the scores are.",
     ),
     _gradient(
         "gradient-keys-not-summed-over-group", OPS + "attention.attention_scores_backward", keys_of_one_head,
@@ -214,6 +214,6 @@ GRADIENTS: tuple[TrainingMistake, ...] = (
     ),
     _gradient(
         "gradient-target-missing", OPS + "cross_entropy.cross_entropy_backward", target_missing,
-        "The gradient of the logits is the probabilities less the target; the target is missing.",
+        "The gradient of the logits is the probabilities minus the target; the target was not subtracted.",
     ),
 )  # fmt: skip
