@@ -21,7 +21,7 @@ from llorch.files.quantised.source import Shape, Source, matches_part, names_in
 from llorch.files.strict_json import parse_json
 
 _STATE = "quant_state.bitsandbytes__"
-_LARGEST_CODE = np.float32(127)
+_OF_CODE = np.float32(7.874015718698502e-3)  # 1 / 127, as the library rounds it
 
 
 def read_bitsandbytes(source: Source) -> None:
@@ -40,12 +40,9 @@ def read_bitsandbytes(source: Source) -> None:
 
 
 def _add_int8(source: Source, module: str) -> None:
-    def scale(parts: Parts, rows: Rows) -> np.ndarray:
-        return parts["scale"].floats(rows).reshape(-1, 1) / _LARGEST_CODE
-
     add_scaled(
         source, module, "SCB", "bitsandbytes int8, one scale a row", lambda shape: [(shape[0],)],
-        values=INT8, dtype="I8", scale=scale,
+        values=INT8, dtype="I8", factor=_OF_CODE,
     )  # fmt: skip
 
 

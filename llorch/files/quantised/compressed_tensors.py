@@ -221,7 +221,7 @@ def _add_nvfp4(source: Source, module: str, weights: Fields) -> None:
 
     def scale(parts: Parts, rows: Rows) -> np.ndarray:
         with np.errstate(all="ignore"):
-            return blocks(parts, rows) / parts["global"].floats()
+            return blocks(parts, rows).astype(np.float64) / parts["global"].floats()
 
     add_fp4(source, module, parts, scale, 16, "NVFP4")
 

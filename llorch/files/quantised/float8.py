@@ -70,13 +70,13 @@ def add_scaled(
     *,
     values: np.ndarray = E4M3,
     dtype: str = "F8_E4M3",
-    scale: Reader | None = None,
+    factor: np.float32 | None = None,
 ) -> None:
     """Note a matrix of bytes with one scale, or one for each row; `shapes` are those that its scale may have."""
     shape = source.shape(module, "weight")
     parts = {"weight": source.take(module, "weight", [dtype]), "scale": source.take(module, suffix, _SCALES)}
     _require_shape(source, parts["scale"], shapes(shape))
-    recipe = Recipe(codes=codes_of("weight"), values=values, scale=scale or floats_of("scale"), group=shape[1])
+    recipe = Recipe(codes=codes_of("weight"), values=values, scale=floats_of("scale"), factor=factor, group=shape[1])
     source.add(module, name, shape, parts, recipe)
 
 

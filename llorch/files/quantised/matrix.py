@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float, Float32, UInt8
 
 from llorch.errors import FormatError
 from llorch.files.packed import Packed, Rows
@@ -68,9 +68,10 @@ class Recipe:
 
     codes: Reader  # (rows, in) uint8
     values: np.ndarray | Callable[[Parts], np.ndarray]  # float32 by code; the table may be a part
-    scale: Reader  # (rows, groups) float32
+    scale: Reader  # (rows, groups) float32, or float64 where the product of two scales is rounded with the code
     zero: Reader | None = None  # (rows, groups) float32
     minimum: Reader | None = None  # (rows, groups) float32
+    factor: np.float32 | None = None  # multiplied last
     group: int | Callable[[Parts], np.ndarray]
     zero_scales: bool = False  # a scale of 0 has a meaning: all numbers of the group are 0
     check: Callable[[Parts], str | None] = lambda parts: None  # a contradiction, as a message
@@ -109,10 +110,12 @@ class QuantisedMatrix(Packed):
             made = values[recipe.codes(self.parts, rows)]
             if recipe.zero is not None:
                 made -= self.spread(recipe.zero(self.parts, rows))
-            made *= self.spread(recipe.scale(self.parts, rows))
+            made = made * self.spread(recipe.scale(self.parts, rows))
             if recipe.minimum is not None:
                 made += self.spread(recipe.minimum(self.parts, rows))
-        return made
+            if recipe.factor is not None:
+                made *= recipe.factor
+        return made.astype(np.float32, copy=False)
 
     def decode_rows_into(self, rows: slice, out: np.ndarray) -> None:
         """Write some rows into a float32 array."""
@@ -144,7 +147,7 @@ class QuantisedMatrix(Packed):
                 message = f"{self.name}: expected a finite scale{'' if may_be_zero else ' other than 0'}, got {got}"
                 raise FormatError(code, f"{message} in row {row}, group {group}", path=self.path)
 
-    def spread(self, numbers: Float32[np.ndarray, "rows groups"]) -> np.ndarray:
+    def spread(self, numbers: Float[np.ndarray, "rows groups"]) -> np.ndarray:
         """Numbers of the groups, for each column."""
         group, n_in = self.recipe.group, self.shape[1]
         if callable(group):
