@@ -29,6 +29,7 @@ from llorch.verify.goldens import N_GREEDY, n_greedy_for, unable_of
 from llorch.verify.judge import Row
 from llorch.verify.models import unable_for, verify_as_stored, verify_live, verify_stored
 from llorch.verify.runners.numpy import emulated
+from llorch.verify.suites.files import undecoded
 from llorch.verify.suites.quantised import CHECKPOINT, block_rows, model_rows
 from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
@@ -274,7 +275,9 @@ def _live(
     failed: dict[str, str] = {}
     rows = list(verify(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
-    return Judged(model.name, rows, _reasons(reasons), checkpoints=checkpoints_of(model.config), cannot_judge=unable)
+    unable |= undecoded(model.weights)
+    checkpoints = checkpoints_of(model.config, quantised=any(row.checkpoint == "13" for row in rows))
+    return Judged(model.name, rows, _reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
 
 
 def _reasons(of_engines: Mapping[str, str]) -> list[str]:

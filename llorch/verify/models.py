@@ -13,6 +13,7 @@ import numpy as np
 from llorch.builtin import builtin_path, goldens_folder, is_wheel
 from llorch.config import ModelConfig
 from llorch.files import Weights, open_weights
+from llorch.files.quantised import QuantisedFolder
 from llorch.files.residency import plan
 from llorch.memory import available_memory
 from llorch.model import Model
@@ -38,7 +39,14 @@ from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
 from llorch.verify.runners.shared import SharedWeights
-from llorch.verify.suites.files import decode_rows, foreign_tensors, foundation_rows, own_tensors, token_rows
+from llorch.verify.suites.files import (
+    decode_rows,
+    foreign_tensors,
+    foundation_rows,
+    matrix_rows,
+    own_tensors,
+    token_rows,
+)
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.long_contexts import LongSuite
 from llorch.verify.truth import WITNESS, require_numbers, take_truth
@@ -161,6 +169,9 @@ def verify_live(
     yield from foundation_rows(model, own_tensors(shown.weights.source), foreign, backend=backend)
     if shown.texts:
         yield from token_rows(model, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
+    if isinstance(shown.weights.source, QuantisedFolder):
+        say("decoding the matrices")
+        yield from matrix_rows(model, shown.weights.source)
     suite = ForwardSuite(model, shown.weights, shown.cases, shown.evidence, shown.truth)
     for runner in runners(shown.weights, wide=shown.truth is not None):
         say(f"comparing {runner.name}")

@@ -113,6 +113,11 @@ class QuantisedFolder(SafetensorsFolder):
         if scales := sorted(self.source.unused & {name for name in self.stored if name.endswith("_scale")}):
             logger.info("%s: %d scales of activations are left out, as %s", path, len(scales), scales[0])
 
+    @property
+    def matrices(self) -> Mapping[str, Found]:
+        """What its reader found, by the name of the weight."""
+        return self.source.found
+
     def _matrices(self) -> dict[str, SafetensorsInfo]:
         return {
             name: SafetensorsInfo(name, found.shape, 0, sum(self.stored[part].n_bytes for part in found.parts.values()),

@@ -5,6 +5,7 @@ The other side is the `gguf` package's GGUFReader for a GGUF file (name, type, s
 """
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +19,15 @@ from llorch.files import SafetensorsFolder, Weights, open_weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
+from llorch.files.quantised import QuantisedFolder
 from llorch.verify.goldens import TokenCheck
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.places import Place
 from llorch.verify.witnesses.process import in_child
+
+logger = logging.getLogger(__name__)
+
+_LIBRARIES = "llorch.verify.witnesses.dequantisers"
 
 Table = Mapping[str, str]  # tensor name -> "dtype shape [sha256]"
 Encode = Callable[[str], list[int]]  # with the special tokens that the file asks for
@@ -64,6 +70,46 @@ def _decodes_alike(packed: Packed, ask: Callable[..., Future[str]]) -> bool:
         if hashlib.sha256(ours.data).hexdigest() != answer.result():
             return False
     return True
+
+
+def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Row]:
+    """Checkpoint 13: our decoding of a quantised folder, bit by bit against the library of its method."""
+    theirs = partial(in_child, "transformers", folder.path)
+    if (package := theirs(f"{_LIBRARIES}:missing", folder.method)) is not None:
+        logger.info("%s: %s is not installed", folder.path, package or f"no library for {folder.method}")
+        return
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    for name, found in folder.matrices.items():
+        by_kind[found.scheme.name].append(name)
+    for kind, names in by_kind.items():
+        wrong = {
+            name: share
+            for name in names
+            if (share := _share_of_others(folder, name, theirs(f"{_LIBRARIES}:dequantised", folder.method,
+                                                               str(folder.path.absolute()), name)))
+        }  # fmt: skip
+        note = ", ".join(f"{name}: {share:.2%}" for name, share in [*wrong.items()][:5])
+        share = len(wrong) / len(names)
+        yield exact_row(Place("13", "decode", part=kind), folder.method, share, note, model=model)
+
+
+def undecoded(weights: Weights) -> dict[str, str]:
+    """The library that would decode a quantised folder too and is not installed, and what that means."""
+    if not isinstance(folder := weights.source, QuantisedFolder):
+        return {}
+    package = in_child("transformers", folder.path, f"{_LIBRARIES}:missing", folder.method)
+    if package is None:
+        return {}
+    said = "only llorch decodes these weights; goldens of small folders judge its readers"
+    return {package or folder.method: f"{said}{f'; pip install {package} for more' if package else ''}"}
+
+
+def _share_of_others(folder: QuantisedFolder, name: str, theirs: np.ndarray | None) -> float:
+    """Elements that are other numbers; 1 where the library reads no such matrix."""
+    ours = folder.array(name)
+    if theirs is None or theirs.shape != ours.shape:
+        return 1.0
+    return float((ours != theirs).mean())
 
 
 def own_tensors(source: GGUFFile | SafetensorsFolder) -> Table:

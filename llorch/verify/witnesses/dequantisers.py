@@ -1,0 +1,235 @@
+"""Weights of a quantised folder as the library of its method makes them, for comparison with our readers.
+
+Each function loads a file and calls a library; none holds a formula of a format. Scales are cast to float32 or float64
+before the call where the library computes in their dtype, so that it rounds once, to float32.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import files
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+Tensors = dict[str, torch.Tensor]
+Matrix = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A package that makes numbers of the codes of a method; `opened` gives its matrices by the name of the weight."""
+
+    package: str
+    module: str  # to be imported
+    opened: Callable[["Folder"], Mapping[str, Matrix]]
+
+
+class Folder:
+    """The files of a folder, by the safetensors package."""
+
+    def __init__(self, path: Path) -> None:
+        """Open them."""
+        self.path = path
+        self.config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        opened = [safe_open(file, framework="pt") for file in sorted(path.glob("*.safetensors"))]
+        self._files = {name: file for file in opened for name in file.keys()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the method."""
+        return self.config.get("quantization") or self.config["quantization_config"]
+
+    def modules(self, ending: str) -> list[str]:
+        """Modules that have a tensor with this ending."""
+        return [name.removesuffix(f".{ending}") for name in self._files if name.endswith(f".{ending}")]
+
+    def tensors(self, module: str) -> Tensors:
+        """The tensors of a module by ending."""
+        names = [name for name in self._files if name.startswith(f"{module}.")]
+        return {name.removeprefix(f"{module}."): self._files[name].get_tensor(name) for name in names}
+
+
+def dequantised(method: str, path: str, name: str) -> np.ndarray | None:
+    """One matrix (out, in) of a folder as float32; None where the library reads none of this name."""
+    matrix = _matrices(method, path).get(name)
+    with torch.no_grad():
+        return None if matrix is None else matrix().float().contiguous().numpy()
+
+
+def missing(method: str) -> str | None:
+    """The package that would have to be installed to judge a method; empty if no package is known, None if it is."""
+    library = LIBRARIES.get(method)
+    if library is None:
+        return ""
+    return None if find_spec(library.module) else library.package
+
+
+@cache
+def _matrices(method: str, path: str) -> Mapping[str, Matrix]:
+    return LIBRARIES[method].opened(Folder(Path(path)))
+
+
+def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
+    """Call gptqmodel's torch module, which has a default for a missing g_idx."""
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear  # pyright: ignore[reportMissingImports]
+    from gptqmodel.utils.model import (  # pyright: ignore[reportMissingImports]
+        convert_gptq_v1_to_v2_format_module,
+    )
+
+    settings = folder.settings
+    chosen = {key: settings[key] for key in ("bits", "group_size", "desc_act", "sym") if key in settings}
+
+    def matrix(name: str) -> torch.Tensor:
+        tensors = folder.tensors(name)
+        n_in, n_out = tensors["qweight"].shape[0] * 32 // chosen["bits"], tensors["scales"].shape[1]
+        module: Any = TorchLinear(**chosen, in_features=n_in, out_features=n_out, bias=False, pack_dtype=torch.int32)
+        module.load_state_dict(tensors, strict=False)
+        if settings.get("checkpoint_format", "gptq") == "gptq":
+            convert_gptq_v1_to_v2_format_module(module, chosen["bits"], torch.int32)
+        module.post_init()
+        module.scales = module.scales.float()
+        return module.dequantize_weight().T
+
+    return _named(folder.modules("qweight"), matrix)
+
+
+def _autoawq(folder: Folder) -> Mapping[str, Matrix]:
+    """Call AutoAWQ's reference; the package does not import beside transformers 5, so its file is loaded alone."""
+    packing, group = _file_of("autoawq", "utils/packing_utils.py"), folder.settings["group_size"]
+
+    def matrix(name: str) -> torch.Tensor:
+        t = folder.tensors(name)
+        return packing.dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T
+
+    return _named(folder.modules("qweight"), matrix)
+
+
+def _file_of(package: str, ending: str) -> ModuleType:
+    """One file of a package, as a module."""
+    path = next(file.locate() for file in files(package) or () if str(file).endswith(ending))
+    spec = spec_from_file_location(Path(ending).stem, str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compressed_tensors(folder: Folder) -> Mapping[str, Matrix]:
+    """Call the compressor that compressed-tensors chooses for each module, with scales in float64."""
+    from compressed_tensors.compressors import BaseCompressor  # pyright: ignore[reportMissingImports]
+    from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports]
+        QuantizationConfig,
+        apply_quantization_config,
+    )
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = {key: value for key, value in folder.config.items() if key not in ("quantization_config", "model_type")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(folder.config["model_type"], **plain))
+    whole = QuantizationConfig.model_validate(folder.settings)
+    apply_quantization_config(model, whole)
+    schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
+
+    def matrix(name: str) -> torch.Tensor:
+        scheme: Any = schemes[name]
+        form = scheme.format or whole.format
+        form = str(getattr(form, "value", form))
+        tensors = folder.tensors(name)
+        if form == "nvfp4-pack-quantized":
+            return _compressed_nvfp4(tensors, scheme)
+        exact = {key: t.double() if t.dtype in (torch.bfloat16, torch.float16) else t for key, t in tensors.items()}
+        return BaseCompressor.get_value_from_registry(form).decompress(exact, scheme)["weight"]
+
+    names = dict.fromkeys(folder.modules("weight_scale") + folder.modules("weight_packed"))
+    return _named([name for name in names if schemes.get(name) is not None], matrix)
+
+
+def _compressed_nvfp4(tensors: Tensors, scheme: Any) -> torch.Tensor:
+    """Call the two functions of compressed-tensors' decompress in float64; decompress itself computes in bfloat16."""
+    from compressed_tensors.compressors.nvfp4.helpers import (  # pyright: ignore[reportMissingImports]
+        unpack_fp4_from_uint8,
+    )
+    from compressed_tensors.quantization.lifecycle.forward import (  # pyright: ignore[reportMissingImports]
+        dequantize,
+    )
+
+    packed = tensors["weight_packed"]
+    codes = unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float64)
+    scale, whole = (tensors[f"weight_{key}"].double() for key in ("scale", "global_scale"))
+    return dequantize(codes, scale, args=scheme.weights, dtype=torch.float64, global_scale=whole)
+
+
+def _bitsandbytes(folder: Folder) -> Mapping[str, Matrix]:
+    """Call bitsandbytes' dequantiser in torch; its compiled one is wrong on a CPU for rows that 64 does not divide."""
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.functional import QuantState, dequantize_blockwise, int8_vectorwise_dequant
+
+    def four_bits(name: str) -> torch.Tensor:
+        tensors = folder.tensors(name)
+        packed = tensors.pop("weight")
+        state: Any = QuantState.from_dict(tensors, torch.device("cpu"))
+        absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        return _dequantize_4bit_compute(
+            packed.reshape(-1), absmax, state.code, state.blocksize, state.shape, torch.float32
+        )
+
+    def eight_bits(name: str) -> torch.Tensor:
+        tensors = folder.tensors(name)
+        return int8_vectorwise_dequant(tensors["weight"], tensors["SCB"])
+
+    four = _named(folder.modules("weight.quant_map"), four_bits)
+    return {**four, **_named(folder.modules("SCB"), eight_bits)}
+
+
+def _mlx(folder: Folder) -> Mapping[str, Matrix]:
+    """Call `mx.dequantize`, with affine scales in float32."""
+    import mlx.core as mx  # pyright: ignore[reportMissingImports]
+
+    loaded: dict[str, Any] = {}
+    for file in sorted(folder.path.glob("*.safetensors")):
+        loaded |= mx.load(str(file))
+
+    def matrix(name: str) -> torch.Tensor:
+        own = folder.settings | folder.settings.get(name, {})
+        chosen = {key: own.get(key) for key in ("group_size", "bits", "mode")}
+        scales = [loaded[f"{name}.{key}"] for key in ("scales", "biases") if f"{name}.{key}" in loaded]
+        scales = [one.astype(mx.float32) for one in scales] if len(scales) == 2 else scales
+        made = mx.dequantize(loaded[f"{name}.weight"], *scales, **chosen).astype(mx.float32)
+        return torch.from_numpy(np.array(made))
+
+    return _named(folder.modules("scales"), matrix)
+
+
+def _torchao(folder: Folder) -> Mapping[str, Matrix]:
+    """Load through transformers, and call `dequantize` of each tensor."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True, dtype=torch.bfloat16)
+    named: dict[str, Any] = dict(model.named_parameters())
+    made = {name: p.data for name, p in named.items() if hasattr(p.data, "qdata")}
+    return {name: lambda data=data: data.dequantize(torch.float32) for name, data in made.items()}
+
+
+def _named(modules: list[str], matrix: Callable[[str], torch.Tensor]) -> Mapping[str, Matrix]:
+    return {f"{module}.weight": lambda module=module: matrix(module) for module in modules}
+
+
+LIBRARIES: Mapping[str, Library] = {
+    "compressed-tensors": Library("compressed-tensors", "compressed_tensors", _compressed_tensors),
+    "bitsandbytes": Library("bitsandbytes", "bitsandbytes", _bitsandbytes),
+    "gptq": Library("gptqmodel", "gptqmodel", _gptqmodel),
+    "auto-round": Library("gptqmodel", "gptqmodel", _gptqmodel),
+    "awq": Library("autoawq", "awq", _autoawq),
+    "mlx": Library("mlx", "mlx", _mlx),
+    "torchao": Library("torchao", "torchao", _torchao),
+}
