@@ -52,6 +52,50 @@ def test_settings_may_lie_beside_the_configuration(tmp_path: Path):
     np.testing.assert_array_equal(source.array(f"{Q}.weight"), open_weights(FOLDERS / "gptq-4bit")["layers.0.q_proj"])
 
 
+def test_one_module_may_have_settings_of_its_own(tmp_path: Path):
+    names = json.loads((FOLDERS / "gptq-4bit" / "config.json").read_text())
+    stored = tensors_of(FOLDERS / "gptq-4bit")
+    wide = {name: one for name, one in tensors_of(FOLDERS / "gptq-8bit").items() if name.startswith(f"{Q}.")}
+    names["quantization_config"]["dynamic"] = {"+:.*q_proj": {"bits": 8}, "-:.*k_proj": {"bits": 2}}
+    folder = written(tmp_path / "mixed", names, {**stored, **wide})
+    for name, origin in (("q_proj", "gptq-8bit"), ("k_proj", "gptq-4bit")):
+        np.testing.assert_array_equal(
+            open_weights(folder)[f"layers.0.{name}"], open_weights(FOLDERS / origin)[f"layers.0.{name}"]
+        )
+
+
+@pytest.mark.parametrize("block", [(32, 128), (128, 32), (48, 20)])
+def test_blocks_need_not_be_square(block: tuple[int, int], tmp_path: Path):
+    def scales(tensors: Tensors) -> None:
+        for name, (_, shape, _) in [*tensors.items()]:
+            if name.endswith("_proj.weight"):
+                counts = [-(-size // own) for size, own in zip(shape, block, strict=True)]
+                numbers = np.arange(1, 1 + np.prod(counts), dtype="<f4")
+                tensors[f"{name}_scale_inv"] = ("F32", counts, numbers.tobytes())
+
+    folder = changed(tmp_path, "fp8-block-partial", said(weight_block_size=[*block]), scales)
+    made = open_weights(folder)
+    (tmp_path / "ones").mkdir()
+    ones = changed(tmp_path / "ones", "fp8-block-partial", said(weight_block_size=[1, 1]), every_one)
+    for name in ("q_proj", "down_proj"):
+        codes = open_weights(ones)[f"layers.0.{name}"]
+        n_out, n_in = codes.shape
+        places = np.arange(n_out)[:, None] // block[0] * -(-n_in // block[1]) + np.arange(n_in) // block[1] + 1
+        np.testing.assert_array_equal(made[f"layers.0.{name}"], codes * places.astype(np.float32))
+
+
+def every_one(tensors: Tensors) -> None:
+    """Give every number a scale of its own, 1."""
+    for name, (_, shape, _) in [*tensors.items()]:
+        if name.endswith("_proj.weight"):
+            tensors[f"{name}_scale_inv"] = ("F32", shape, np.ones(shape, "<f4").tobytes())
+
+
+def test_rows_of_such_a_matrix_are_no_rows_of_bytes():
+    with pytest.raises(TypeError, match=r"model.layers.0.self_attn.q_proj.weight"):
+        _ = open_weights(FOLDERS / "awq-gemm").as_stored("layers.0.q_proj").by_row
+
+
 def without(*names: str) -> Callable[[Tensors], object]:
     return lambda tensors: [tensors.pop(name) for name in names]
 
@@ -67,6 +111,18 @@ def cut(name: str, axis: int) -> Callable[[Tensors], object]:
         tensors[name] = (dtype, list(array.shape), array.tobytes())
 
     return change
+
+
+def cut_rows(name: str, count: int) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = (dtype, [count, shape[1]], data[: len(data) * count // shape[0]])
+
+    return change
+
+
+def as_dtype(name: str, dtype: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: (dtype, *tensors[name][1:])})
 
 
 def with_half(name: str, place: int, bits: int) -> Callable[[Tensors], object]:
@@ -177,6 +233,13 @@ REFUSALS = [
     row("a scale of 0", opened("ct-w4a16", tensors=with_half(f"{Q}.weight_scale", 5, 0)), "OutOfRange", f"{Q}.weight",
         got="0.0"),
     row("another table", opened("bnb-nf4", said(bnb_4bit_quant_type="fp4")), "Inconsistent", "bnb_4bit_quant_type"),
+    row("another class of BitNet", opened("bitnet-bitlinear", said(linear_class="trilinear")), "Unsupported",
+        "linear_class", got="trilinear"),
+    row("codes of no dtype", opened("torchao-int8", tensors=as_dtype(f"{Q}._weight_qdata", "U8")), "Unsupported",
+        f"{Q}._weight_qdata", got="U8"),
+    row("no whole words", opened("gptq-3bit", tensors=cut_rows(f"{Q}.qweight", 5)), "Inconsistent", f"{Q}.qweight",
+        "bits"),
+    row("AWQ of other bits", opened("awq-gemm", said(bits=8)), "Unsupported", "bits", got=8),
     row("nothing is quantised", floats_as_gptq, "Inconsistent", "quant_method"),
 ]  # fmt: skip
 
