@@ -36,7 +36,7 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     """Write the model SOURCE as TARGET, in another file format or number type.
 
     SOURCE is a .gguf file, a Hugging Face folder or a built-in model. A TARGET that ends in .gguf becomes a GGUF file;
-    any other name becomes a Hugging Face folder. TARGET is complete or absent.
+    any other name becomes a Hugging Face folder. TARGET never exists half written.
     """
     from llorch.cli.inputs import model_path
     from llorch.convert import convert

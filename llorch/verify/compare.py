@@ -116,9 +116,8 @@ class Difference:
         """One line for a person."""
         if self.fault is not None:
             return self.fault
-        return (
-            f"error {self.error:.1e}, worst {self.worst:.1e} at {self.index}: got {self.got:.7g}, want {self.want:.7g}"
-        )
+        numbers = f"expected {self.want:.7g}, got {self.got:.7g}"
+        return f"error {self.error:.1e}, worst {self.worst:.1e} at {self.index}: {numbers}"
 
 
 def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tolerance:
@@ -296,9 +295,9 @@ def _fault(got: object, want: object) -> str | None:
     assert isinstance(got, np.ndarray)
     assert isinstance(want, np.ndarray)
     if got.shape != want.shape:
-        return f"shape: got {got.shape}, want {want.shape}"
+        return f"shape: expected {want.shape}, got {got.shape}"
     if got.dtype != want.dtype:
-        return f"dtype: got {got.dtype}, want {want.dtype}"
+        return f"dtype: expected {want.dtype}, got {got.dtype}"
     if want.dtype.kind not in "iuf":
         return f"dtype: expected integers or floats, got {want.dtype}"
     return "empty: nothing to compare" if want.size == 0 else None

@@ -146,10 +146,10 @@ def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
 
 
 def test_a_report_says_when_each_op_alone_is_right():
-    text = "\n".join(failure_report(judged(row(verdict="FAIL", error=2e-6, note="shape: got (1,), want (2,)"))))
+    text = "\n".join(failure_report(judged(row(verdict="FAIL", error=2e-6, note="shape: expected (2,), got (1,)"))))
     assert "checkpoint 05 attention_output: attn_out, layer 0, near, chained, numpy against llamacpp" in text
     assert (
-        "error 2.0e-06 (tolerance 1.0e-06), worst element 1.0e-07 (tolerance 1.0e-06): shape: got (1,), want (2,)"
+        "error 2.0e-06 (tolerance 1.0e-06), worst element 1.0e-07 (tolerance 1.0e-06): shape: expected (2,), got (1,)"
         in text
     )
     assert "input: none" in text

@@ -90,7 +90,7 @@ def test_another_dtype_never_passes(want, other):
     other = other or {np.float32: np.float64, np.float64: np.float32}[want.dtype.type]
     for got, wanted in ((want.astype(other), want), (want, want.astype(other))):
         assert not passes(got, wanted, ANYTHING)
-        assert measure(got, wanted).fault == f"dtype: got {got.dtype}, want {wanted.dtype}"
+        assert measure(got, wanted).fault == f"dtype: expected {wanted.dtype}, got {got.dtype}"
 
 
 @pytest.mark.parametrize("dtype_", [bool, np.complex128, object, "U3"])
@@ -105,7 +105,7 @@ def test_another_shape_never_passes_even_when_it_would_broadcast(shape):
     ones = np.ones((4, 3, 5))
     for got, want in ((np.ones(shape), ones), (ones, np.ones(shape))):
         assert not passes(got, want, ANYTHING)
-        assert measure(got, want).fault == f"shape: got {got.shape}, want {want.shape}"
+        assert measure(got, want).fault == f"shape: expected {want.shape}, got {got.shape}"
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3, 5)])
@@ -215,7 +215,7 @@ def test_tolerance_is_never_under_four_ulp_of_the_scale():
     ("distances", "shown"),
     [
         ([], "none"),
-        ([Difference(0.1, 0.1), Difference(math.inf, math.inf, "shape: got (1,), want ()")], "shape: got"),
+        ([Difference(0.1, 0.1), Difference(math.inf, math.inf, "shape: expected (), got (1,)")], "shape: expected"),
         ([Difference(0.0, 0.0, "empty: nothing to compare")], "empty: nothing"),
         ([Difference(math.inf, 1.0)], "error inf"),
         ([Difference(0.1, math.inf)], "worst inf"),
@@ -235,10 +235,10 @@ def test_check_raises_with_label_numbers_place_and_limits():
     got, want = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
     label = "micro-llama/l0.q_rope numpy"
     with refuses(
-        CheckpointMismatch, "error 1.8e-01", "worst 2.5e-01", "(1, 1)", "want 4", got=5, where=label
+        CheckpointMismatch, "error 1.8e-01", "worst 2.5e-01", "(1, 1)", expected=4, got=5, where=label
     ) as caught:
         check(got, want, Tolerance(1e-6, 2e-5), label=label)
-    assert_tells(str(caught.value).partition("allowed")[2], "error 1.0e-06", "worst 2.0e-05")
+    assert_tells(str(caught.value).partition("tolerance")[2], "error 1.0e-06", "worst 2.0e-05")
 
 
 @pytest.mark.parametrize("factor", [1.01, 0.5, -2.0])

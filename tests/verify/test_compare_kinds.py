@@ -85,7 +85,7 @@ def test_integers_are_told_apart_beyond_float64_without_wrapping_and_by_their_wi
     assert measure(got, want).index == (0,)
     assert not measure(got, want).within(Tolerance(1e-5, 1e-4))
     assert measure(np.array([0], np.uint8), np.array([255], np.uint8)).worst == 1
-    assert measure(np.array([1], np.int32), np.array([1])).fault == "dtype: got int32, want int64"
+    assert measure(np.array([1], np.int32), np.array([1])).fault == "dtype: expected int64, got int32"
 
 
 def test_equal_traces_agree(rng):
@@ -152,7 +152,7 @@ def test_a_report_is_judged_by_its_own_tolerance():
 
 
 def test_check_names_a_fault_instead_of_numbers():
-    with refuses(CheckpointMismatch, "shape", "want (3,)", "error inf", "worst inf", got="(2,)", where="here"):
+    with refuses(CheckpointMismatch, "shape", "error inf", "worst inf", expected="(3,)", got="(2,)", where="here"):
         check(np.ones(2), np.ones(3), ANYTHING, label="here")
 
 

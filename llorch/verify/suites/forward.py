@@ -319,7 +319,7 @@ class ForwardSuite:
         )  # fmt: skip
         row = judge(claim, runner.free(self.cases[case]), model=self.model, backend=runner.name)  # type: ignore[attr-defined]
         n_flips = sum(each.flips for each in chained)
-        said = f"{n_flips} values flip; as it runs, with nothing replaced: error {row.error:.1e}"
+        said = f"{n_flips} values flip; without replacing them, the error is {row.error:.1e}"
         return replace(row, note=row.note or said)
 
     def _beside_one_pass(self, runner: Runner, row: Row, ours: np.ndarray, golden: Evidence) -> Row:

@@ -323,7 +323,7 @@ def test_another_token_or_one_that_the_model_does_not_have_is_no_tie(at: int, to
 def test_a_text_of_another_form_fails_and_is_no_tie(change: Callable[[np.ndarray], np.ndarray]):
     row = sampler_rows(replace(THEIRS, greedy=change(THEIRS.greedy)))["generation"]
     assert row.verdict == FAIL
-    assert row.note.startswith(("empty: ", "shape: got", "dtype: got"))
+    assert row.note.startswith(("empty: ", "shape: ", "dtype: "))
 
 
 def test_a_token_less_fails_in_every_filter():
