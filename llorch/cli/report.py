@@ -17,7 +17,10 @@ from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.witnesses import Route
 
-_ROWS = "rows: llorch in float32; with every sum in float32, as in larger models; and in float64 (tolerance 1e-12)\n"
+_ROWS = (
+    "rows: three runs of llorch: in float32, in float32 with every sum in float32 (as in larger models), and\n"
+    "in float64 (tolerance 1e-12)\n"
+)
 _TORCH_ROWS = (
     "rows: the torch reference implementation{split}\n"
     "in a batch with padding, texts are compared with the golden text, token by token\n"
@@ -33,8 +36,8 @@ _COLUMNS = (
 )
 _DERIVED = "\nnumerics ggml: llama.cpp replaces the float64 reference; tolerances are derived from llama.cpp's numbers"
 _TRAINING = (
-    "\n18 parameters: errors in learning rates; for a gradient near eps,\n"
-    "rounding moves a parameter by a part of the rate"
+    "\n18 parameters: the unit of errors is the learning rate; if a gradient is near eps,\n"
+    "rounding alone moves a parameter by a part of the learning rate"
 )
 _DUMP = (
     "error: distance of the engine from llorch's float64, in the row closest to its tolerance\n"
@@ -181,8 +184,8 @@ def closing_line(counts: Mapping) -> str:
     others = "the reference engines of each model" if len(numbers) > 1 else one_or_both
     return (
         f"{line}; llorch's float32 is at least as close to the float64 reference as {others} in {as_run} of "
-        f"{closer['numpy']['all']['places']} chained (stage, layer, model) rows; with every sum in float32, "
-        f"as for matrices above {WIDE_LIMIT:,} elements, in {large}"
+        f"{closer['numpy']['all']['places']} chained (stage, layer, model) rows; if every sum is in float32, which "
+        f"llorch does for matrices above {WIDE_LIMIT:,} elements, in {large}"
     )
 
 

@@ -19,7 +19,7 @@ from llorch.cli.output import to_json
 @group(
     "Input",
     page_option("--no-special", is_flag=True, help="No beginning and end tokens."),
-    page_option("--parse-special", is_flag=True, help="Control tokens from their text, such as <|eot_id|>."),
+    page_option("--parse-special", is_flag=True, help="Control tokens read from the text, such as <|eot_id|>."),
 )
 @json_option("One object: ids, and tokens with id, bytes (hexadecimal) and text (null if the bytes are not UTF-8).")
 def command(*, model: str, text: str | None, no_special: bool, parse_special: bool, as_json: bool) -> None:

@@ -136,7 +136,7 @@ def flat(given: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
 
 def _ended(status: int) -> str:
     if status == UNWRITTEN:
-        return f"ended with {UNWRITTEN} (not written) only when it got arguments; end before reading arguments"
+        return f"ended with {UNWRITTEN} (not written) after it read its arguments; end with {UNWRITTEN} before that"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"

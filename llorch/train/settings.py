@@ -122,10 +122,10 @@ class TrainSettings:
     )
     train_on: str = _setting(
         "assistant",
-        "Learned tokens of a chat.",
+        "Tokens of a chat in the loss.",
         get_args(TrainOn),
     )
-    parse_special: bool = _setting(False, "Control tokens from their text, in plain text.")
+    parse_special: bool = _setting(False, "Control tokens read from plain text.")
     template_date: str | None = _setting(None, "Date, as YYYY-MM-DD.  [default: today]")
     chat_template_kwargs: Mapping[str, object] = _setting(dict, "Variables, as in '{\"enable_thinking\": false}'.")
     packing: bool = _setting(False, "Several separate documents per row.")

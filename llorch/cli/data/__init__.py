@@ -6,6 +6,6 @@ command = Verbs(
     package="llorch.cli.data",
     verbs={"Commands": ("show",)},
     help="Show training data as the model will see it.",
-    short_help="Show which tokens of training data are learned.",
+    short_help="Show which tokens of training data count in the loss.",
     examples=("llorch data show story path/to/data",),
 )

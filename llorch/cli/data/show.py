@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "Show which tokens of training data are learned.",
+    "Show which tokens of training data count in the loss.",
     "llorch data show story pirate -n 1",
     "llorch data show story path/to/train.jsonl",
     "llorch data show story path/to/folder --split valid --max-length 512",
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         "--train-on", type=click.Choice(["assistant", "last", "all"]), default="assistant", show_default=True,
         help="Tokens to learn: all turns of the assistant or the completion, the last turn only, or all tokens.",
     ),
-    page_option("--parse-special", is_flag=True, help="Control tokens from their text, in plain text."),
+    page_option("--parse-special", is_flag=True, help="Control tokens read from plain text."),
 )  # fmt: skip
 @template_options
 @group(
