@@ -309,7 +309,7 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
             return "the dump has neither its stage nor a later one"
         if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
             return ""
-        return f"no larger than rounding, with {len(first.ids)} tokens from position {first.first_position}"
+        return f"from position {first.first_position} on, the effect is no larger than rounding in {len(first.ids)} tokens"
 
     for mistake in trials.mistakes:
         if said := reason(mistake):
