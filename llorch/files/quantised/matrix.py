@@ -9,10 +9,10 @@ difference of two codes is exact in float32; the product is rounded once, and is
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float32, Shaped, UInt8
 
 from llorch.errors import FormatError
 from llorch.files.packed import Packed, Rows
@@ -54,6 +54,7 @@ class Part:
 Parts = Mapping[str, Part]  # by what the format calls them: qweight, scales, ...
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Reads something of some rows out of the parts of a matrix."""
 
@@ -91,6 +92,12 @@ class QuantisedMatrix(Packed):
         return sum(part.raw.size for part in self.parts.values())
 
     @property
+    def values(self) -> np.ndarray:
+        """The number of each code, before zero point and scale."""
+        values = self.recipe.values
+        return values(self.parts) if callable(values) else values
+
+    @property
     def by_row(self) -> np.ndarray:
         """Refused: rows of these formats are no rows of bytes."""
         raise TypeError(f"{self.name}: {self.ggml_type.name} has no bytes of one row")
@@ -104,10 +111,9 @@ class QuantisedMatrix(Packed):
 
     def decode_rows(self, rows: Rows) -> np.ndarray:
         """Some rows as float32."""
-        recipe, rows = self.recipe, self._stored(rows)
-        values = recipe.values(self.parts) if callable(recipe.values) else recipe.values
+        recipe, rows = self.recipe, self.stored(rows)
         with np.errstate(all="ignore"):  # looked for by the caller
-            made = values[recipe.codes(self.parts, rows)]
+            made = self.values[recipe.codes(self.parts, rows)]
             if recipe.zero is not None:
                 made -= self.spread(recipe.zero(self.parts, rows))
             made = made * self.spread(recipe.scale(self.parts, rows))
@@ -123,7 +129,7 @@ class QuantisedMatrix(Packed):
 
     def picked(self, rows: Rows) -> "QuantisedMatrix":
         """The matrix of some rows, still as stored."""
-        stored = self._stored(rows)
+        stored = self.stored(rows)
         stored = np.arange(self.shape[0])[stored] if isinstance(stored, slice) else stored
         return replace(self, own_rows=stored, shape=(len(stored), self.shape[1]))
 
@@ -138,7 +144,7 @@ class QuantisedMatrix(Packed):
         for reader, may_be_zero in ((self.recipe.scale, self.recipe.zero_scales), (self.recipe.minimum, True)):
             if reader is None:
                 continue
-            numbers = reader(self.parts, self._stored(slice(None)))
+            numbers = reader(self.parts, self.stored(slice(None)))
             wrong = ~np.isfinite(numbers) if may_be_zero else ~np.isfinite(numbers) | (numbers == 0)
             if wrong.any():
                 row, group = (int(axis) for axis in np.argwhere(wrong)[0])
@@ -147,7 +153,7 @@ class QuantisedMatrix(Packed):
                 message = f"{self.name}: expected a finite scale{'' if may_be_zero else ' other than 0'}, got {got}"
                 raise FormatError(code, f"{message} in row {row}, group {group}", path=self.path)
 
-    def spread(self, numbers: Float[np.ndarray, "rows groups"]) -> np.ndarray:
+    def spread(self, numbers: Shaped[np.ndarray, "rows groups"]) -> np.ndarray:
         """Numbers of the groups, for each column."""
         group, n_in = self.recipe.group, self.shape[1]
         if callable(group):
@@ -156,7 +162,8 @@ class QuantisedMatrix(Packed):
             return numbers
         return np.repeat(numbers, group, axis=1)[:, :n_in]
 
-    def _stored(self, rows: Rows) -> Rows:
+    def stored(self, rows: Rows) -> Rows:
+        """Translate rows of this matrix to rows of the stored one."""
         if self.own_rows is not None:
             return self.own_rows[rows]
         return slice(*rows.indices(self.shape[0])[:2]) if isinstance(rows, slice) else rows
