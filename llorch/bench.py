@@ -119,7 +119,9 @@ class NumpyEngine:
         """See `Engine`."""
         from llorch.cache import KVCache
 
-        self._cache = KVCache(self._model.config, self._model.weights.cache_dtype)
+        self._cache = KVCache(
+            self._model.config, self._model.weights.cache_dtype, rounding=self._model.weights.cache_rounding
+        )
         self._model.forward(prompts(self._load, self._model.config.vocab_size)[0], cache=self._cache, last_only=True)
 
     def decode(self) -> None:

@@ -4,8 +4,10 @@ Storage grows by doubling: its size follows the tokens that were seen, never a n
 net has one size for any number of tokens.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ from jaxtyping import Float, Int
 
 from llorch.architecture import DeltaNet
 from llorch.config import ModelConfig
+from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
 NewRows = Float[np.ndarray, "seq kv_heads head_dim"]
 Context = Float[np.ndarray, "kv_heads ctx head_dim"]
+CacheRounding = Mapping[int, tuple[SchemeRounding, SchemeRounding]]  # of keys and of values, by layer
 
 
 @dataclass
@@ -37,8 +41,15 @@ class DeltaState:
 class KVCache:
     """The cache of one sequence."""
 
-    def __init__(self, config: ModelConfig, dtype: type[np.floating], *, first_position: int = 0) -> None:
-        """Start empty."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: type[np.floating],
+        *,
+        first_position: int = 0,
+        rounding: CacheRounding = MappingProxyType({}),
+    ) -> None:
+        """Start empty; `rounding` says how keys and values of a layer are rounded before they are stored."""
         shape = (config.n_kv_heads, 0, config.head_dim)
         self._keys = [np.empty(shape, dtype) for _ in range(config.n_layers)]
         self._values = [np.empty(shape, dtype) for _ in range(config.n_layers)]
@@ -50,6 +61,7 @@ class KVCache:
         }
         self._new_states: dict[int, DeltaState] = {}  # of the pass that runs
         self._first_position = first_position
+        self._rounding = rounding
         self._max_positions = config.max_position_embeddings
         self.length = 0  # tokens whose keys and values every layer holds
 
@@ -72,6 +84,9 @@ class KVCache:
     def append(self, layer: int, k: NewRows, v: NewRows) -> tuple[Context, Context]:
         """Add rotated keys and values of the new tokens; returns views of the whole context."""
         end = self.length + len(k)
+        if layer in self._rounding:
+            of_keys, of_values = self._rounding[layer]
+            k, v = round_as_scheme(k, of_keys), round_as_scheme(v, of_values)
         for store, new in ((self._keys, k), (self._values, v)):
             if end > store[layer].shape[1]:
                 store[layer] = _grown(store[layer], self.length, end)

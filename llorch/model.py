@@ -265,7 +265,12 @@ class Model(Opened):
     ) -> Float[np.ndarray, "rows vocab"]:
         ids = self.checked_ids(ids)
         if cache is None:
-            cache = KVCache(self.config, self.weights.cache_dtype, first_position=first_position)
+            cache = KVCache(
+                self.config,
+                self.weights.cache_dtype,
+                rounding=self.weights.cache_rounding,
+                first_position=first_position,
+            )
         cache.next_positions(len(ids))  # refuses what does not fit before any work is done
         if trace is not None:
 
@@ -333,7 +338,10 @@ class Model(Opened):
         Raises:
             ValueError: No such adapter was added.
         """
-        weights, cache = self._weights_for(adapter), KVCache(self.config, self.weights.cache_dtype)
+        weights, cache = (
+            self._weights_for(adapter),
+            KVCache(self.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding),
+        )
         seen: list[int] = []
 
         @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused below
@@ -354,7 +362,7 @@ class Model(Opened):
                 look(name, array)
                 return array
 
-            cache = KVCache(self.config, weights.cache_dtype)
+            cache = KVCache(self.config, weights.cache_dtype, rounding=weights.cache_rounding)
             for start in range(0, len(ids), PREFILL_CHUNK):
                 forward(np.array(ids[start : start + PREFILL_CHUNK]), weights, cache, keep=keep, last_only=True)
 

@@ -3,8 +3,11 @@
 `exact` multiplies decoded weights with float32 (or float64) activations: what the weights mean.
 `ggml` rounds activations first, as the CPU backend of llama.cpp does for every weight type but F32, and keeps keys
 and values in float16 where that is asked for: what llama.cpp computes from these weights.
+`scheme` rounds activations, and keys and values, as the settings of a quantised Hugging Face folder say: what an engine
+with kernels for that scheme computes. A folder whose settings quantise weights alone computes the same as `exact`.
 
-Source: llama.cpp ggml/src/ggml-cpu/ggml-cpu.c (`ggml_compute_forward_mul_mat`, `vec_dot_type`).
+Source: llama.cpp ggml/src/ggml-cpu/ggml-cpu.c (`ggml_compute_forward_mul_mat`, `vec_dot_type`); for schemes see
+`llorch.ops.scheme_rounding`.
 """
 
 from dataclasses import dataclass
@@ -24,13 +27,13 @@ class Numerics:
     products.
     """
 
-    name: Literal["exact", "ggml"] = "exact"
+    name: Literal["exact", "ggml", "scheme"] = "exact"
     kv_cache: Literal["f32", "f16"] = "f32"
 
     @property
     def rounds_activations(self) -> bool:
         """Whether a matrix rounds what it is multiplied with."""
-        return self.name == "ggml"
+        return self.name != "exact"
 
     def cache_dtype(self, dtype: type[np.floating]) -> type[np.floating]:
         """Dtype of keys and values in a run of this dtype."""
@@ -43,6 +46,7 @@ class Numerics:
 
 EXACT = Numerics("exact")
 GGML = Numerics("ggml")
+SCHEME = Numerics("scheme")
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """Matrices that multiply themselves, because they lie packed or because their inputs are rounded first.
 
-Packed ones are decoded tile by tile at every use. Inputs are rounded as ggml does it, when that is asked for:
+Packed ones are decoded tile by tile at every use. Inputs are rounded when that is asked for, as ggml does it or as the
+scheme of a quantised folder says:
 
     y = round(x) @ decode(blocks).T
 
@@ -20,7 +21,8 @@ from llorch.files.names import undo_interleave
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.ops.linear import product
-from llorch.ops.rounding import ActivationKind, block_sums, round_activations
+from llorch.ops.rounding import block_sums, round_activations
+from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
 _SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
 
@@ -34,6 +36,7 @@ class Matrix:
         *,
         dtype: type[np.floating] = np.float32,
         round_inputs: bool,
+        scheme: SchemeRounding | None = None,
         decoded: np.ndarray | None = None,
         interleaved_heads: int = 0,
         columns: np.ndarray | None = None,
@@ -41,9 +44,9 @@ class Matrix:
         """Wrap a stored matrix; FormatError NonFinite for a block scale that means NaN.
 
         `dtype` is that of the run, in which rows of an embedding are handed out; `round_inputs` rounds activations as
-        ggml does for this type; `decoded` is the whole matrix in Hugging Face's order, None decodes at every use; the
-        file holds the rows of `interleaved_heads` in pairs. `columns` says where in the file each of Hugging Face's
-        columns is; `decoded` has those of the file then.
+        ggml does for this type, `scheme` as a quantised folder says; `decoded` is the whole matrix in Hugging Face's
+        order, None decodes at every use; the file holds the rows of `interleaved_heads` in pairs. `columns` says where
+        in the file each of Hugging Face's columns is; `decoded` has those of the file then.
         """
         self.packed = packed
         self._dtype = dtype
@@ -53,13 +56,15 @@ class Matrix:
         self._back = None if columns is None else np.argsort(columns)
         self.shape = packed.shape
         self.n_bytes = packed.n_bytes
-        self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
+        self._kind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
+        self._scheme = scheme
+        self.activations: str = self._kind if scheme is None else str(scheme)
         packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
         """Round, multiply tile by tile, in the dtype of `x`; FormatError NonFinite when a weight is NaN or infinite."""
         x = self.arranged(x)
-        rounded = x if self.activations == "F32" else round_activations(x, self.activations)
+        rounded = self._rounded(x)
         if self._decoded is not None:
             return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
         y = np.empty((len(x), self.shape[0]), x.dtype)
@@ -71,6 +76,11 @@ class Matrix:
             y[:, start : start + len(tile)] = part
         y = self._with_sums(x, rounded, y).astype(x.dtype, copy=False)
         return undo_interleave(y.T, self._heads).T if self._heads else y
+
+    def _rounded(self, x: np.ndarray) -> np.ndarray:
+        if self._scheme is not None:
+            return round_as_scheme(x, self._scheme)
+        return x if self._kind == "F32" else round_activations(x, self._kind)
 
     def arranged(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
         """Inputs in the order that the file has the columns in, which is that of their blocks."""
@@ -96,7 +106,7 @@ class Matrix:
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
-        if self.activations != _SUMMED:
+        if self._kind != _SUMMED:
             return y
         block = BLOCK_SIZES[self.packed.ggml][0]
         sums = rounded.reshape(len(x), -1, block).sum(axis=-1, dtype=np.float64)

@@ -18,7 +18,10 @@ from llorch.files.matrix import Matrix
 from llorch.files.names import undo_interleave
 from llorch.files.packed import Packed, StoredType, require_finite
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType
-from llorch.numerics import EXACT, Numerics
+from llorch.files.quantised import QuantisedFolder
+from llorch.files.quantised.activations import Activations
+from llorch.numerics import EXACT, SCHEME, Numerics
+from llorch.ops.scheme_rounding import SchemeRounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Weights(Mapping):
         self.dtype: type[np.floating] = np.float32
         self.numerics = EXACT
         self.packed = False
+        self._activations = Activations()
         self.slots = slots
         self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
         self._matrices: dict[str, Matrix | np.ndarray] = {}
@@ -179,8 +183,11 @@ class Weights(Mapping):
         """Choose how matrices are multiplied, and whether they stay packed; None keeps it."""
         other = copy(self)
         other.numerics = self.numerics if numerics is None else numerics
-        if other.numerics.rounds_activations:
+        other._activations = Activations()
+        if other.numerics.name == "ggml":
             self._require_products()
+        elif other.numerics == SCHEME:
+            other._activations = self._scheme()
         other.packed = self.packed if packed is None else packed
         other._matrices = {}
         return other
@@ -189,6 +196,22 @@ class Weights(Mapping):
     def cache_dtype(self) -> type[np.floating]:
         """Dtype of keys and values in the cache of a run."""
         return self.numerics.cache_dtype(self.dtype)
+
+    @property
+    def cache_rounding(self) -> Mapping[int, tuple[SchemeRounding, SchemeRounding]]:
+        """How keys and values of each layer are rounded before they are stored."""
+        return self._activations.caches
+
+    @property
+    def rounds_nothing(self) -> bool:
+        """Whether scheme numerics are exact, since the folder quantises weights alone."""
+        return not self._activations.inputs and not self._activations.caches
+
+    def _scheme(self) -> Activations:
+        if isinstance(self.source, QuantisedFolder):
+            return self.source.activations
+        message = "scheme numerics: expected a quantised Hugging Face folder, got none; use exact numerics"
+        raise FormatError("Unsupported", message, path=self.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, without reading it."""
@@ -255,7 +278,8 @@ class Weights(Mapping):
         return Matrix(
             packed,
             dtype=self.dtype,
-            round_inputs=self.numerics.rounds_activations,
+            round_inputs=self.numerics.name == "ggml",
+            scheme=self._activations.inputs.get(packed.name),
             decoded=decoded,
             interleaved_heads=heads,
             columns=columns,

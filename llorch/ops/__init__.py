@@ -9,4 +9,5 @@ gradient by the result, then what the forward op took. In the order of the forwa
     lora  dora          what is trained beside a frozen matrix
     precision           when sums are taken in float64: whenever that costs next to nothing
     rounding            activations as ggml's matrix products see them; only under `--numerics ggml`
+    scheme_rounding     activations as the scheme of a quantised folder rounds them; only under `--numerics scheme`
 """

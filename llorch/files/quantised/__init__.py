@@ -4,6 +4,7 @@
     matrix               a matrix as its folder stores it; all formats have one form
     source               settings and tensors of a folder, as a reader looks at them
     gptq, float8, ...    the readers
+    activations          how a folder rounds activations, for scheme numerics
     folder               the folder with its matrices in place of their tensors
 
 The rest of llorch sees a folder of matrices: `model.layers.0.self_attn.q_proj.weight` is one, however many tensors it

@@ -8,7 +8,7 @@
     mxfp8-quantized        E4M3, E8M0 exponents of 32 columns
 
 Codes of 3 bits lie without gaps, in files before 2026 ten in a word; the width of the tensor tells which. Scales of
-activations and of the cache are left out: exact numerics do not need them.
+activations and of the cache are left out here: only scheme numerics need them, see `activations`.
 
 Source: compressed-tensors 0.20 `compressors/` and `quantization/quant_args.py`.
 """
@@ -30,11 +30,12 @@ _MARKS = ("weight_packed", "weight_scale")  # a module that has one of them is q
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """One group of modules."""
 
     name: str  # of its key
     targets: list[str]
+    settings: Fields
     weights: Fields
     format: str
 
@@ -42,9 +43,9 @@ class _Group:
 def read_compressed_tensors(source: Source) -> None:
     """Find the matrices of a folder of `quant_method: "compressed-tensors"`."""
     _refuse_transforms(source.settings)
-    groups, ignored = _groups(source.settings), names_in(source, "ignore")
+    groups, ignored = groups_of(source.settings), names_in(source, "ignore")
     for module in dict.fromkeys(module for mark in _MARKS for module in source.modules(mark)):
-        group = _group_of(source, groups, module)
+        group = group_of(source, groups, module)
         if group.format not in _FORMATS:
             raise source.settings.error("Unsupported", "format", " or ".join(sorted(_FORMATS)), group.format)
         _FORMATS[group.format](source, module, group.weights)
@@ -66,7 +67,8 @@ def _refuse_transforms(settings: Fields) -> None:
             raise settings.error("Unsupported", key, "nothing, or a dense format", values)
 
 
-def _groups(settings: Fields) -> list[_Group]:
+def groups_of(settings: Fields) -> list[Group]:
+    """Read the groups of modules that have quantised weights."""
     section = settings.section("config_groups")
     if section is None:
         raise settings.error("Missing", "config_groups", "groups of modules", None)
@@ -80,7 +82,7 @@ def _groups(settings: Fields) -> list[_Group]:
         if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
             raise group.error("Malformed", f"config_groups.{name}.targets", "a list of names", targets)
         stated = group if group.has("format") else settings
-        groups.append(_Group(name, targets, weights, _exact_format(stated.text("format"), weights)))
+        groups.append(Group(name, targets, group, weights, _exact_format(stated.text("format"), weights)))
     return groups
 
 
@@ -91,7 +93,7 @@ def _exact_format(name: str, weights: Fields) -> str:
     return "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
 
 
-def _group_of(source: Source, groups: list[_Group], module: str) -> _Group:
+def group_of(source: Source, groups: list[Group], module: str) -> Group:
     """The group of a module: by its name or an expression first, by its class last."""
     for group in groups:
         if any(matches_module(target, module) for target in group.targets):
@@ -102,7 +104,7 @@ def _group_of(source: Source, groups: list[_Group], module: str) -> _Group:
     raise source.error("Inconsistent", f"config_groups: no target names {module}, which has quantised tensors")
 
 
-def _require_whole(source: Source, groups: list[_Group], ignored: list[str]) -> None:
+def _require_whole(source: Source, groups: list[Group], ignored: list[str]) -> None:
     """Refuse a projection of floats that the settings call quantised."""
     targets = [target for group in groups for target in group.targets]
     for name in source.tensors:

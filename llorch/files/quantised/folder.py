@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,6 +12,7 @@ from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.folder import SafetensorsFolder, file_inside
 from llorch.files.packed import Packed
+from llorch.files.quantised.activations import Activations, read_activations
 from llorch.files.quantised.bitsandbytes import read_bitsandbytes
 from llorch.files.quantised.compressed_tensors import read_compressed_tensors
 from llorch.files.quantised.float8 import read_fbgemm, read_fp8
@@ -111,7 +113,7 @@ class QuantisedFolder(SafetensorsFolder):
             raise
         self.tensors = self._matrices() | self._floats()
         if scales := sorted(self.source.unused & {name for name in self.stored if name.endswith("_scale")}):
-            logger.info("%s: %d scales of activations are left out, as %s", path, len(scales), scales[0])
+            logger.info("%s: %d scales that exact numerics leave out, as %s", path, len(scales), scales[0])
 
     @property
     def matrices(self) -> Mapping[str, Found]:
@@ -150,6 +152,11 @@ class QuantisedFolder(SafetensorsFolder):
         parts = {role: self._part(part) for role, part in found.parts.items()}
         first = next(iter(parts.values()))
         return QuantisedMatrix(name, self.path, first.raw, found.scheme, found.shape, parts, found.recipe)
+
+    @cached_property
+    def activations(self) -> Activations:
+        """How the folder rounds activations; FormatError as `read_activations`."""
+        return read_activations(self.method, self.source)
 
     def require_whole(self, name: str) -> None:
         """Refuse to go on with a tensor whose file was cut since; of a matrix, with its tensors."""

@@ -1,0 +1,168 @@
+"""Rounding of activations as the settings of a quantised folder say: inputs of its matrices, keys and values.
+
+    compressed-tensors   input_activations of each group of modules; kv_cache_scheme with k_scale and v_scale
+    fp8                  activation_scheme: per token and block of columns, or one activation_scale for each matrix
+
+Methods that store weights alone round nothing. A scheme that no library on a CPU can judge is refused.
+
+Source: compressed-tensors 0.20 `quantization/quant_args.py` and `modeling/kvcache.py`; transformers
+`integrations/finegrained_fp8.py`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from llorch.fields import Fields
+from llorch.files.quantised.compressed_tensors import group_of, groups_of
+from llorch.files.quantised.source import Found, Source
+from llorch.ops.scheme_rounding import CodesName, SchemeRounding
+
+_FLOATS = ("F32", "BF16", "F16")
+_ATTENTION = re.compile(r"(.*\blayers\.(\d+)\.self_attn)\.[qk]_proj\.weight")
+_CODES: Mapping[tuple[str, int], CodesName] = MappingProxyType(
+    {("int", 4): "int4", ("int", 8): "int8", ("float", 4): "E2M1", ("float", 8): "E4M3"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a scheme rounds; empty where it quantises weights alone."""
+
+    inputs: dict[str, SchemeRounding] = field(default_factory=dict)  # by the name of the weight
+    caches: dict[int, tuple[SchemeRounding, SchemeRounding]] = field(default_factory=dict)  # keys, values; by layer
+
+
+def read_activations(method: str, source: Source) -> Activations:
+    """Read how a folder rounds activations.
+
+    Args:
+        method: The name of its `quant_method`.
+        source: Its settings, and the matrices that were found.
+
+    Returns:
+        The rounding of every matrix and layer that has one.
+
+    Raises:
+        FormatError: Unsupported for a scheme that llorch does not compute; Missing, Shape, OutOfRange or Inconsistent
+            for scales and groups that do not fit.
+    """
+    made = Activations()
+    if method in _READERS:
+        _READERS[method](source, made)
+    elif not _WEIGHTS_ALONE.get(method, lambda settings: False)(source.settings):
+        expected = "compressed-tensors, fp8, or a method that quantises weights alone, for scheme numerics"
+        raise source.settings.error("Unsupported", "quant_method", f"{expected} (use exact numerics)", method)
+    return made
+
+
+def _is_true(settings: Fields) -> bool:
+    return True
+
+
+_WEIGHTS_ALONE: Mapping[str, Callable[[Fields], bool]] = MappingProxyType(
+    {
+        "gptq": _is_true,
+        "awq": _is_true,
+        "mlx": _is_true,
+        "torchao": _is_true,  # float8 and int8 of weights; those of activations have other tensors
+        "auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
+        "intel/auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
+        "bitsandbytes": lambda settings: settings.boolean("load_in_4bit", default=False),
+    }
+)
+
+
+def _read_compressed_tensors(source: Source, made: Activations) -> None:
+    groups = groups_of(source.settings)
+    for name, found in source.found.items():
+        module = name.removesuffix(".weight")
+        group = group_of(source, groups, module)
+        if group.settings.has("output_activations"):
+            raise group.settings.error("Unsupported", "output_activations", "null", group.settings.values)
+        if (settings := group.settings.section("input_activations")) is not None:
+            made.inputs[name] = _rounding_of(source, settings, module, found)
+    _read_caches(source, made)
+
+
+def _rounding_of(source: Source, settings: Fields, module: str, found: Found) -> SchemeRounding:
+    """The rounding that `input_activations` mean for a module."""
+    codes, strategy = _codes_of(settings), settings.text("strategy", default="tensor")
+    size = settings.integer("group_size", default=None) if strategy in ("group", "tensor_group") else None
+    if size is not None:
+        _require_groups(source, module, found, size)
+    match strategy, settings.values.get("dynamic"), str(settings.values.get("scale_dtype")).removeprefix("torch."):
+        case "tensor", False | None, "None":
+            return SchemeRounding(codes, "static", number=_number(source, module, "input_scale"))
+        case "token", True, "None":
+            return SchemeRounding(codes, "dynamic")
+        case "group", True, "None":
+            return SchemeRounding(codes, "dynamic", size)
+        case "group", True, "uint8" if size == 32 and codes in ("E2M1", "E4M3"):
+            return SchemeRounding(codes, "e8m0", size)
+        case "tensor_group", "local", "float8_e4m3fn" if codes == "E2M1":
+            return SchemeRounding(codes, "e4m3", size, _number(source, module, "input_global_scale"))
+    expected = "a static scale, dynamic scales of tokens or groups, or those of MXFP4, MXFP8 and NVFP4"
+    raise settings.error("Unsupported", "input_activations", expected, settings.values)
+
+
+def _codes_of(settings: Fields) -> CodesName:
+    key = settings.text("type", default="int"), settings.integer("num_bits", default=8)
+    if key not in _CODES or not settings.boolean("symmetric", default=True):
+        raise settings.error("Unsupported", "num_bits", "symmetric int or float of 4 or 8 bits", settings.values)
+    return _CODES[key]
+
+
+def _read_caches(source: Source, made: Activations) -> None:
+    settings = source.settings.section("kv_cache_scheme")
+    if settings is None:
+        return
+    codes = _codes_of(settings)
+    settings.refuse("strategy", unless=("tensor",), default="tensor")
+    settings.refuse("dynamic", unless=(False,), default=False)
+    for name in source.found.keys() | source.tensors.keys():
+        if match := _ATTENTION.fullmatch(name):
+            keys, values = (_number(source, match[1], suffix) for suffix in ("k_scale", "v_scale"))
+            one, other = (SchemeRounding(codes, "static", number=number) for number in (keys, values))
+            made.caches[int(match[2])] = one, other
+
+
+def _read_fp8(source: Source, made: Activations) -> None:
+    settings = source.settings
+    kind, block = settings.text("activation_scheme", default="dynamic"), settings.values.get("weight_block_size")
+    if kind not in ("dynamic", "static") or (kind == "dynamic" and not isinstance(block, list)):
+        expected = "'static', or 'dynamic' with a weight_block_size, for scheme numerics (use exact numerics)"
+        raise settings.error("Unsupported", "activation_scheme", expected, kind)
+    for name, found in source.found.items():
+        module = name.removesuffix(".weight")
+        if kind == "static":
+            suffix = "activation_scale" if source.has(module, "activation_scale") else "input_scale"
+            made.inputs[name] = SchemeRounding("E4M3", "static", number=_number(source, module, suffix))
+        elif isinstance(block, list):
+            _require_groups(source, module, found, block[1])
+            made.inputs[name] = SchemeRounding("E4M3", "dynamic", block[1])
+
+
+def _require_groups(source: Source, module: str, found: Found, size: int) -> None:
+    """Refuse groups of columns that are no whole groups: engines do not run them."""
+    if size < 1 or found.shape[1] % size:
+        message = f"{module}: expected a multiple of {size} columns, the group of its activations, got {found.shape[1]}"
+        raise source.error("Unsupported", f"{message}; use exact numerics")
+
+
+def _number(source: Source, module: str, suffix: str) -> float:
+    """A scale of the folder, one positive number."""
+    part = source.part(source.take(module, suffix, _FLOATS))
+    if math.prod(part.shape) != 1:
+        raise source.error("Shape", f"{part.name}: expected one number, got {part.shape}")
+    number = float(part.floats().reshape(-1)[0])
+    if not (math.isfinite(number) and number > 0):
+        raise source.error("OutOfRange", f"{part.name}: expected a positive finite scale, got {number}")
+    return number
+
+
+_READERS: Mapping[str, Callable[[Source, Activations], None]] = MappingProxyType(
+    {"compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8}
+)

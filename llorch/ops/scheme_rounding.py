@@ -1,0 +1,117 @@
+"""Activations as the scheme of a quantised Hugging Face folder rounds them: inputs of products, cached keys and values.
+
+    s   the scale of a matrix, of a row, or of a group of neighbouring columns
+    q   round(clip(x / s)), a number that the format of the codes has; ties to even
+    x'  q * s, which is multiplied in place of x
+
+A scale is a number of the folder (static), or it comes from amax, the largest magnitude of its row or group:
+
+    dynamic   s = amax / half, half of the range of the codes: 127.5 for int8, 448 for E4M3
+    e8m0      s = 2^(e - o), 2^e = amax rounded down to a power of two (up from 1.75 * 2^e), o = 8 for E4M3, 2 for E2M1
+    e4m3      s = E4M3(G * amax / 6) / G with the global scale G of the folder
+
+A scale of 0 becomes the epsilon of the dtype; an E4M3 scale of 0 becomes 1/8. A number is rounded to float32 before it
+is rounded to E4M3, since engines have no cast from float64.
+
+Source: compressed-tensors 0.20 `quantization/utils/helpers.py` (calculate_qparams), `mxfp_utils.py`, `fp4_utils.py` and
+`lifecycle/forward_helpers.py` (_quantize_dequantize); OCP Microscaling Formats (MX) v1.0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+
+CodesName = Literal["int4", "int8", "E2M1", "E4M3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Numbers that a code can hold."""
+
+    lowest: float
+    highest: float
+    exponent: int  # floor(log2(highest)): the power of two that E8M0 scales leave to the codes
+    rounded: Callable[[np.ndarray], np.ndarray]  # numbers in range to the nearest code
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeRounding:
+    """How a scheme rounds activations."""
+
+    codes: CodesName
+    scales: Literal["static", "dynamic", "e8m0", "e4m3"]
+    group: int | None = None  # columns that share a scale; None: the whole row
+    number: float = 1.0  # the static scale, or the global scale of E4M3 scales
+
+    def __str__(self) -> str:
+        """Name it for people, as `int8, dynamic scale per token`."""
+        if self.scales == "static":
+            return f"{self.codes}, static scale"
+        return f"{self.codes}, {self.scales} scale per {'token' if self.group is None else f'{self.group} columns'}"
+
+
+def round_as_scheme(x: Float[np.ndarray, "*rows width"], how: SchemeRounding) -> Float[np.ndarray, "*rows width"]:
+    """Replace every activation by the value that the scheme multiplies with, computed in the dtype of `x`.
+
+    Args:
+        x: Activations; the width is a whole number of groups.
+        how: The codes and their scales.
+
+    Returns:
+        Code times scale. NaN stays NaN.
+    """
+    codes, groups = CODES[how.codes], x.reshape(*x.shape[:-1], -1, how.group or x.shape[-1])
+    with np.errstate(all="ignore"):
+        scale = _scales(groups, how, codes)
+        made = codes.rounded(np.clip(groups / scale, codes.lowest, codes.highest)) * scale
+    return made.astype(x.dtype, copy=False).reshape(x.shape)
+
+
+def _scales(groups: np.ndarray, how: SchemeRounding, codes: Codes) -> np.ndarray | float:
+    """Scales of the groups, with an axis of one for their columns."""
+    if how.scales == "static":
+        return how.number
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    if how.scales == "e8m0":
+        return _power_of_two(largest, codes.exponent)
+    scale = largest / ((codes.highest - codes.lowest) / 2)
+    if how.scales == "dynamic":
+        return np.where(scale == 0, np.finfo(scale.dtype).eps, scale)
+    stored = to_e4m3(np.clip(scale * how.number, -448, 448))
+    return np.where(stored == 0, scale.dtype.type(0.125), stored) / how.number
+
+
+def _power_of_two(largest: np.ndarray, exponent: int) -> np.ndarray:
+    mantissa, power = np.frexp(largest)  # mantissa in [0.5, 1)
+    power = np.where(largest > 0, power - 1 + (mantissa >= 0.875) - exponent, -127)
+    return np.ldexp(largest.dtype.type(1), np.clip(power, -127, 128))
+
+
+def to_e4m3(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """Round numbers of magnitude 448 and less to the nearest E4M3, by way of float32."""
+    return _to_minifloat(x.astype(np.float32, copy=False), mantissa_bits=3, least_exponent=-6).astype(x.dtype)
+
+
+def to_e2m1(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """Round numbers of magnitude 6 and less to the nearest E2M1."""
+    return _to_minifloat(x, mantissa_bits=1, least_exponent=0)
+
+
+def _to_minifloat(x: np.ndarray, *, mantissa_bits: int, least_exponent: int) -> np.ndarray:
+    """Round to the multiples of 2^(e - mantissa_bits) that lie in the binade 2^e of each number."""
+    step = np.maximum(np.frexp(x)[1] - 1, least_exponent) - mantissa_bits
+    return np.ldexp(np.rint(np.ldexp(x, -step)), step)
+
+
+CODES: Mapping[CodesName, Codes] = MappingProxyType(
+    {
+        "int4": Codes(-8, 7, 2, np.rint),
+        "int8": Codes(-128, 127, 6, np.rint),
+        "E2M1": Codes(-6, 6, 2, to_e2m1),
+        "E4M3": Codes(-448, 448, 8, to_e4m3),
+    }
+)
