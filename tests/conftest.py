@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llorch.config import ModelConfig
 
 OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
+WITHOUT_CASE = pytest.StashKey[list[tuple[str, str]]]()
 shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
@@ -63,6 +65,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that `plain_cases` does not name are slow, and so are those that `slow_cases` names."""
+    named: dict[tuple[str, str], bool] = {}  # function and pattern: has it a case?
+    for item in items:
+        function, _, case = item.nodeid.removesuffix("]").partition("[")
+        for mark in [mark for mark in item.iter_markers() if mark.name in ("plain_cases", "slow_cases")]:
+            fits = {pattern: fnmatchcase(case, pattern) for pattern in mark.args}
+            for pattern, fit in fits.items():
+                named[function, pattern] = fit or named.get((function, pattern), False)
+            if any(fits.values()) == (mark.name == "slow_cases"):
+                item.add_marker("slow")
+    config.stash[WITHOUT_CASE] = [function_and_pattern for function_and_pattern, fit in named.items() if not fit]
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture

@@ -125,6 +125,14 @@ def assert_step_is_torch_s(weights: Weights, adapter: Adapter, batches: Sequence
     return max(float(rows.detach().abs().max()) for rows in logits)
 
 
+@pytest.mark.slow_cases(
+    "micro-llama-dora",
+    "micro-llama-plain",
+    "micro-llama-rslora",
+    "micro-llama3-dora",
+    "micro-llama3-plain",
+    "micro-qwen2-dora",
+)
 def test_a_step_of_packed_documents_in_several_batches_has_the_loss_and_gradients_of_torch(weights, adapter, rng):
     batches = [batch_of(rng, weights, (5, 2), (8,)), batch_of(rng, weights, (4,))]
     assert_step_is_torch_s(weights, adapter, batches, 0.1)

@@ -53,6 +53,7 @@ def tab(folder: Path, *words: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.plain_cases("words6-offered6", "words9-offered9")
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

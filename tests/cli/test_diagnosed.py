@@ -62,6 +62,7 @@ def test_a_right_dump_has_a_line_for_each_stage_of_the_table():
     )
 
 
+@pytest.mark.slow_cases("every_layer", "logits_only", "two_passes")
 @pytest.mark.parametrize(
     "make",
     [

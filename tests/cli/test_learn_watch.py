@@ -134,6 +134,7 @@ def test_keys_do_what_the_verbs_do(terminal: Terminal, tmp_path: Path):
     assert_ends(terminal, 0)
 
 
+@pytest.mark.slow_cases("late")
 @pytest.mark.parametrize("terminal", STARTS, indirect=True)
 def test_a_terminal_is_put_back_when_the_loop_is_ended(terminal: Terminal):
     assert not terminal.is_cooked()

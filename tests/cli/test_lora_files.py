@@ -80,6 +80,7 @@ def test_inspect_with_another_base_is_refused(made, tmp_path):
     assert_tells(result.stderr.splitlines()[-1], adapter, "BaseMismatch", tmp_path / "base", "micro-llama.gguf")
 
 
+@pytest.mark.plain_cases("lora export BASE ADAPTER OUT", "run BASE x --adapter ADAPTER -n 4")
 @pytest.mark.parametrize(
     "words",
     [

@@ -132,6 +132,7 @@ def shell(command: str) -> tuple[int, str]:
 VERIFY = "verify micro-llama3"  # costs most
 
 
+@pytest.mark.plain_cases("inspect story-2>&-", "run story Once -n 2->&-")
 @pytest.mark.parametrize(
     ("words", "closed"),
     [
@@ -143,6 +144,7 @@ def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
     assert shell(f"{sys.executable} -m llorch {words} {closed}") == (0, "")
 
 
+@pytest.mark.plain_cases("-run story Once -n 2", "1-inspect story")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize(
     ("buffered", "words"),
@@ -174,6 +176,7 @@ def test_a_disk_that_fails_under_stdout_is_told_from_one_under_a_file(code: int)
     assert "stdout" not in error_line(OSError(code, f"rank 1: {reason}"))
 
 
+@pytest.mark.slow_cases("inspect story-0", "serve story -v --port 0-74")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize(
     ("words", "code"),

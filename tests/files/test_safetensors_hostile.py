@@ -104,6 +104,7 @@ EXPECTED: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {  # large files 
 }
 
 
+@pytest.mark.slow_cases("70,000 entries of something else", "70,000 tensors")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str):
     code, data = EXPECTED[name]

@@ -64,6 +64,7 @@ def reference(lesson: Lesson) -> dict[str, Callable[..., Any]]:
     return {part.name: part.reference for part in lesson.parts}
 
 
+@pytest.mark.slow_cases("17")
 @pytest.mark.parametrize(
     "number",
     ["03", "11", "17", pytest.param("01b", marks=pytest.mark.slow), pytest.param("07", marks=pytest.mark.slow)],

@@ -31,6 +31,7 @@ def said_of(outcome: Outcome) -> str:
     return outcome.record["fault"]
 
 
+@pytest.mark.plain_cases("EOFError", "MemoryError")
 @pytest.mark.parametrize(
     ("body", "facts"),
     [  # as a learner may write it
@@ -67,6 +68,7 @@ def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
     assert "llorch/learn/guard.py" in found[0].traceback
 
 
+@pytest.mark.slow_cases("import numpy as np\\ndef *", "while True:\\n    pass\\n-TookTooLong: -None")
 @pytest.mark.parametrize(
     ("head", "raised", "line"),
     [

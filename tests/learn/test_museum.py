@@ -44,6 +44,12 @@ ANSWERS = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "Blaizzy/mlx-vlm#1548-1 + weight",
+    "ggml-org/llama.cpp#2373-1e-6",
+    "nntile/nntile#347-o_proj transposed",
+    "sbryngelson/ANEForge#253-the bias is missing",
+)
 @pytest.mark.parametrize(
     ("thread", "answer", "is_right", "facts"), ANSWERS, ids=[f"{thread}-{answer}" for thread, answer, *_ in ANSWERS]
 )

@@ -169,6 +169,25 @@ def test_only_files_that_no_keyword_can_ask_for_are_left_out(hooks: Any, keyword
     assert not hooks.pytest_ignore_collect(tmp_path, config)
 
 
+def item_of(case: str, *marks: pytest.Mark) -> Any:
+    added: list[str] = []
+    return SimpleNamespace(nodeid=case, iter_markers=lambda: marks, add_marker=added.append, added=added)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_cases_are_slow_that_a_mark_names_or_does_not_name(hooks: Any, slow: bool):
+    mark = (pytest.mark.slow_cases if slow else pytest.mark.plain_cases)("micro-*", "gone").mark
+    items = [item_of("f.py::test_a[micro-llama]", mark), item_of("f.py::test_a[story]", mark), item_of("f.py::test_b")]
+    config = SimpleNamespace(stash=pytest.Stash())
+    hooks.pytest_collection_modifyitems(config, items)
+    assert [item.added == ["slow"] for item in items] == [slow, not slow, False]
+    assert config.stash[hooks.WITHOUT_CASE] == [("f.py::test_a", "gone")]
+
+
+def test_every_pattern_of_cases_has_a_case(hooks: Any, request: pytest.FixtureRequest):
+    assert request.config.stash[hooks.WITHOUT_CASE] == []
+
+
 def test_every_test_that_a_keyword_asks_for_is_in_a_file_that_says_it(request: pytest.FixtureRequest):
     """Or `pytest_ignore_collect` would lose it: shown in a run of all tests."""
     for word in ("checkpoint", "checkpoint_", "teeth"):

@@ -87,6 +87,7 @@ def feed(made: Guide, text: str, name: str = "story") -> bool:
     return True
 
 
+@pytest.mark.plain_cases("both-story", "either-micro-llama", "either-story", "multiple-micro-qwen3")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("which", SCHEMAS)
 def test_every_answer_that_ends_is_of_the_schema(which: str, name: str):
@@ -222,6 +223,7 @@ def too_large(name: str, make: Callable[[], dict[str, Any]], limit: str, value: 
     return row(name, lambda: guide(make()), "TooLarge", "json schema", expected=(limit, value), got=got)
 
 
+@pytest.mark.slow_cases("deep")
 @pytest.mark.parametrize(
     "refusal",
     [

@@ -96,6 +96,7 @@ def text(answer: dict[str, Any]) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
+@pytest.mark.slow_cases("/v1/completions")
 @pytest.mark.parametrize("route", ASKED)
 def test_each_field_of_another_server_has_its_fate(http: httpx.Client, plain: dict[str, str], route: str):
     for name, value, fate in ROWS:
@@ -114,6 +115,7 @@ def test_each_field_of_another_server_has_its_fate(http: httpx.Client, plain: di
         assert named == (list(names) if fate == "ignored" else [""])
 
 
+@pytest.mark.plain_cases("max_completion_tokens", "n_predict")
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", *(name for name, _ in LIMITS)])
 def test_a_limit_of_minus_one_is_the_context(http: httpx.Client, name: str):
     for route in (CHAT, COMPLETION) if name != "max_completion_tokens" else (CHAT,):

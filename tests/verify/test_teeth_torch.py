@@ -67,6 +67,12 @@ def test_mistake_in_torch_goes_red_by_far_at_its_checkpoint_first(name: str, mon
     assert all(over(row) >= VISIBLE for row in alike), [over(row) for row in alike]
 
 
+@pytest.mark.plain_cases(
+    "checkpoint_14_01b_positi*",
+    "checkpoint_14_01b_rope-of-keys-missing",
+    "checkpoint_14_04_mask-of*",
+    "checkpoint_14_08_tied-head-not-tied",
+)
 @pytest.mark.parametrize("name", [name for name in PLANTED if not PLANTED[name].of_rounding], ids=by_name)
 def test_mistake_in_torch_goes_red_at_its_checkpoint_in_bfloat16_too(name: str, monkeypatch: pytest.MonkeyPatch):
     planted = PLANTED[name]

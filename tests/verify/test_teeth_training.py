@@ -57,6 +57,14 @@ def by_name(mistake: TrainingMistake) -> str:
     return "_".join((*(f"checkpoint_{number}" for number in mistake.checkpoints), mistake.name))
 
 
+@pytest.mark.plain_cases(
+    "checkpoint_15_lora-not-scaled",
+    "checkpoint_16_loss-labels-shifted-twice",
+    "checkpoint_17_gradient-f*",
+    "checkpoint_18_adamw-decay-after-update",
+    "checkpoint_18_schedule-decays-from-the-start",
+    "checkpoint_20_export-one-alpha",
+)
 @pytest.mark.parametrize("mistake", SHOWN, ids=by_name)
 def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(mistake: TrainingMistake):
     owner, name = owner_of(mistake.part)
@@ -83,6 +91,12 @@ def test_page_17_names_the_mistakes_that_bfloat16_hardly_shows():
     assert f"{len(SHOWN) - len(LESS_IN_HALF | NOT_IN_HALF)} of {len(SHOWN)}" in text
 
 
+@pytest.mark.plain_cases(
+    "lora-alpha-not-divided-float32",
+    "lora-scaled-twice-bfloat16",
+    "loss-labels-not-shifted-float32",
+    "loss-smoothing-missing-bfloat16",
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANTED)
 def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
@@ -154,6 +168,14 @@ def worst_in_float64(runner: NumpyRunner | TorchRunner, group: str) -> float:
     return max(over(row) for row in found if not row.note)
 
 
+@pytest.mark.slow_cases(
+    "llorch.ops.attention.att*",
+    "llorch.ops.cross_entropy.cross_entropy_*",
+    "llorch.ops.lora.lora_backward-gradient",
+    "llorch.ops.rms_norm.rms_*",
+    "llorch.ops.rope.rope_backward-gradient",
+    "llorch.ops.swiglu.swiglu_backward-gradient",
+)
 @pytest.mark.parametrize(("part", "group"), SHARED.items())
 def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_the_limit(part: str, group: str):
     weights = weights_of(MODELS[-1]).astype(np.float64)
@@ -161,6 +183,9 @@ def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_th
         assert worst_in_float64(NumpyRunner(weights, training_golden_of(MODELS[-1])), group) > LEAST
 
 
+@pytest.mark.plain_cases(
+    "llorch.pytorch.lora.leaves.delta-lora_delta-F*", "llorch.pytorch.train.adamw.AdamW.step-parameters-T*"
+)
 @pytest.mark.parametrize("as_trainer", [False, True])
 @pytest.mark.parametrize(("part", "group"), SHARED_TORCH.items())
 def test_one_part_in_a_million_in_what_the_trainer_runs_is_far_over_the_limit(

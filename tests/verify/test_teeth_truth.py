@@ -82,6 +82,7 @@ def test_float64_is_far_below_its_limit_of_the_truth():
     assert max(row.error for row in rows) < MATHEMATICS.error / 4
 
 
+@pytest.mark.plain_cases("cache", "eps")
 @planted
 def test_a_mistake_of_every_precision_fails_exactly_its_stages_in_float64(name: str, monkeypatch: pytest.MonkeyPatch):
     plant, stages = PLANTED[name]

@@ -117,6 +117,7 @@ def test_a_matrix_is_decoded_to_the_bits_of_the_twin(ggml_type, shape, dtype, de
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.slow_cases("interpreter-1", "interpreter-2", "interpreter-3", "interpreter-32")
 @pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
 def test_every_number_of_rows_has_its_way(rows, device):
     fields, x = packed_matrix(GGMLType.Q4_K, 40, 256, device), activations(rows, 256, torch.float32, device)

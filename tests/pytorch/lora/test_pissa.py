@@ -19,6 +19,7 @@ from llorch.verify.suites.quantised_models import write_model
 EVERY = (*ALL, "embed_tokens", "lm_head")
 
 
+@pytest.mark.slow_cases("packed-False", "packed-True")
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_it_starts_as_the_base_learns_and_comes_out_as_a_plain_adapter(kind: str, rslora: bool, tmp_path: Path):

@@ -168,6 +168,7 @@ def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
     assert abs(one[2]["loss"] / other[2]["loss"] - 1) > 1e-6
 
 
+@pytest.mark.slow_cases("given0-facts0")
 @pytest.mark.parametrize(
     ("given", "facts"),
     [

@@ -133,6 +133,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return settings, folder / "run"
 
 
+@pytest.mark.slow_cases("1", "2")
 @pytest.mark.parametrize("step", [1, 2, 4, 7])  # first, with a validation, the end of an epoch, last
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, straight: tuple[Any, Path], step: int

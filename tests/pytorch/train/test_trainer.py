@@ -123,6 +123,7 @@ def test_chunks_of_logits_give_the_same_steps(tmp_path: Path):
     assert chunked.validate() == pytest.approx(whole.validate(), rel=1e-6)
 
 
+@pytest.mark.slow_cases("more1", "more2")
 @pytest.mark.parametrize("more", [{}, {"dora": True}, {"eight_bit": True, "lora_plus_ratio": 4.0}, {"init": "pissa"}])
 def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[str, Any]):
     how = {"dropout": 0.1, "schedule": "linear", "batch_size": 3, **more}
@@ -219,6 +220,7 @@ def usual_identity(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return identity(tmp_path_factory.mktemp("usual"))
 
 
+@pytest.mark.slow_cases("chat_template_kwargs", "max_length", "model", "target_parameters", "valid")
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainSettings) if field.name != "device"])
 def test_every_setting_is_in_the_identity_or_changes_no_bit(tmp_path: Path, usual_identity: dict[str, Any], name: str):
     given, changed = OTHER[name]

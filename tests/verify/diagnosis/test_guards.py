@@ -35,6 +35,7 @@ def bf16(array: np.ndarray) -> np.ndarray:
     return round_activations(array, "BF16")
 
 
+@pytest.mark.slow_cases("micro-qwen3-llamacpp", "micro-qwen3-transformers", "story-llamacpp", "story-transformers")
 @pytest.mark.parametrize("engine", ["llamacpp", "transformers"])
 @pytest.mark.parametrize("name", BUILTIN)
 def test_the_run_of_an_engine_is_compared_without_a_note(name: str, engine: str):

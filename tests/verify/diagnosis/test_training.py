@@ -29,6 +29,7 @@ def scored(name: str, style: str = "whole") -> TrainingScore:
         return score(TrainingCase(BY_NAME.get(name), "micro-qwen3", style))
 
 
+@pytest.mark.slow_cases("max-norm-0.5-whole")
 @pytest.mark.parametrize(
     ("name", "style"),
     [
