@@ -203,6 +203,7 @@ def test_a_dump_goes_alone(words: str, expected: tuple[str, ...], right: Path):
     assert_cli_refuses(result, 2, *(fact.replace("{}", str(right.parent)) for fact in expected))
 
 
+@pytest.mark.slow
 def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
     weights = open_weights(builtin_path("micro-qwen3"))
     write_peft(make_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))

@@ -20,6 +20,7 @@ def test_where_all_works_the_exit_code_is_0_and_every_part_is_looked_at():
     assert all(one.keys() == {"part", "name", "state", "text", "repair"} for one in said["findings"])
 
 
+@pytest.mark.slow
 def test_packages_that_end_the_process_do_not_end_this_one(tmp_path: Path):
     (tmp_path / "watchfiles.py").write_text("import os; os.abort()")
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")

@@ -87,6 +87,7 @@ def assert_ends(terminal: Terminal, code: int) -> None:
     assert terminal.is_cooked()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", ["watchfiles"], indirect=True)
 def test_what_is_saved_is_checked_whatever_it_does(terminal: Terminal, tmp_path: Path):
     for text, said in (

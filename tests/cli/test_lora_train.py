@@ -174,6 +174,7 @@ def test_token_ids_and_models_without_a_template_are_asked_in_plain_text(tmp_pat
     assert "### Instruction:\nSay" in asked
 
 
+@pytest.mark.slow
 def test_the_command_that_training_on_chats_prints_says_what_was_learned(folder: Path, tmp_path: Path):
     data = written(tmp_path / "chats.jsonl", {"messages": [SYSTEM, *CHAT]})
     how = ("--steps", "40", "--lr", "0.02", "--r", "4", "--schedule", "constant")

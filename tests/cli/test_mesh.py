@@ -10,6 +10,7 @@ from refusals import assert_cli_refuses
 START = "Once upon a time"
 
 
+@pytest.mark.slow
 def test_a_prompt_on_stdin_is_continued_as_by_one_process(tmp_path: Path):
     from mesh_programs import invoke_on_mesh
 

@@ -33,6 +33,7 @@ def rows(stdout: str) -> dict[str, list[str]]:
     return {parts[0].strip(): parts[1:] for parts in split}
 
 
+@pytest.mark.slow
 def test_a_coarse_copy_is_told_from_the_reference(text: Path, coarse: Path):
     words = ("story", str(coarse), "--text", str(text), "--context", "64", "--windows", "16")
     result = invoke("quality", *words)

@@ -130,6 +130,7 @@ main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorc
     assert done.stdout.splitlines() == [" ".join((name, *want)) for name in ("numpy", "torch")], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_run_is_gone_on_with_by_as_many_threads_as_began_it(tmp_path: Path):
     data, output = small_data(tmp_path), str(tmp_path / "run")

@@ -172,17 +172,17 @@ def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
     assert [failure["stage"] for failure in summary["first_failures"]] == ["tensors"]
 
 
+@pytest.mark.parametrize("form", [pytest.param((), id="lines"), pytest.param(("--json",), marks=pytest.mark.slow)])
 def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
-    changed_weight: str, monkeypatch: pytest.MonkeyPatch
+    changed_weight: str, form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    for form in ((), ("--json",)):
-        two = invoke("verify", changed_weight, "micro-llama3", "--threads", "2", *form)
-        with monkeypatch.context() as patch:
-            patch.setattr("llorch.cli.judging.verify_stored", rows_of)
-            one = invoke("verify", changed_weight, "micro-llama3", *ALONE, *form)
-        assert (one.exit_code, two.exit_code, two.stderr) == (1, 1, one.stderr)
-        assert two.stdout == one.stdout.replace("threads: 1", "threads: 2; processes: 2")
-        assert "micro-llama3/golden.json is missing" in two.stdout
+    two = invoke("verify", changed_weight, "micro-llama3", "--threads", "2", *form)
+    with monkeypatch.context() as patch:
+        patch.setattr("llorch.cli.judging.verify_stored", rows_of)
+        one = invoke("verify", changed_weight, "micro-llama3", *ALONE, *form)
+    assert (one.exit_code, two.exit_code, two.stderr) == (1, 1, one.stderr)
+    assert two.stdout == one.stdout.replace("threads: 1", "threads: 2; processes: 2")
+    assert "micro-llama3/golden.json is missing" in two.stdout
 
 
 def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):

@@ -41,6 +41,7 @@ def test_a_built_in_model_agrees_on_torch_and_cuda_is_counted_as_not_run():
     assert last.endswith(" 0 failed, 1 backend not run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cuda", "few_variants")
 def test_json_names_backends_and_what_was_not_run(monkeypatch: pytest.MonkeyPatch):
     from llorch.verify.runners import torch
@@ -72,6 +73,7 @@ def test_packed_matrices_agree_on_torch():
     assert "1 model, " in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_variants")
 def test_detail_says_which_variant_a_row_is_of():
     result = invoke("verify", "micro-llama3", "--backend", "torch", "--dtype", "float32", "--detail")

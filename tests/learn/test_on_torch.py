@@ -92,6 +92,7 @@ def test_the_parts_run_in_the_model_that_users_hold():
     assert seen == ["torch_rms_norm"]
 
 
+@pytest.mark.slow
 def test_without_torch_it_is_not_run_and_all_others_are(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     for number in ("13", "14", "15"):

@@ -114,6 +114,7 @@ def test_what_nothing_can_go_on_with_is_said(lesson: str, part: str, function: C
     assert_tells(found.fault.splitlines()[0], part, *facts)
 
 
+@pytest.mark.slow
 def test_fault_after_a_known_mistake_is_a_note():
     def text_again(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
         text = [*prompt]

@@ -123,6 +123,7 @@ def test_arithmetic_is_no_bug(linear: Callable[..., Array], facts: list[str]):
     assert_tells(str(found), *facts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_models")
 def test_a_mistake_beside_arithmetic_fails():
     def qkv(h: Array, **given: Array) -> tuple[Array, Array, Array]:

@@ -198,6 +198,7 @@ def measured() -> dict[str, tuple[int, int]]:
     return {dtype: (int(predicted), int(taken)) for dtype, predicted, taken in found}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells what is no mapped file")
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_a_run_takes_no_more_than_was_predicted_and_not_much_less(dtype: str):

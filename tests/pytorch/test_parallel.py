@@ -128,6 +128,7 @@ def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
     assert (part.n_heads, part.n_kv_heads, part.head_dim, part.layer(0)) == (5, 1, config.head_dim, Layer())
 
 
+@pytest.mark.slow
 def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
     done = invoke_on_mesh(tmp_path, "verify", "--mesh", "tp=2", "micro-qwen3-moe", "--dtype", "float64")
     assert (done.exit_code, done.stdout.count("1 model, ")) == (0, 1), done.stderr

@@ -63,6 +63,12 @@ def test_blocks_that_ranks_do_not_divide_are_named(tmp_path: Path):
     torn = str(torn_blocks(weights, 2))
     assert_tells(torn, "layers.0.o_proj", expected="2 ranks", got=("3 blocks", 256, "Q4_K"))
     assert torn_blocks(open_weights(written(tmp_path, GGMLType.Q8_0, n_heads=24)), 2) is None
+
+
+@pytest.mark.slow  # the refusal of a command; the plain test of each fact is the one before
+def test_the_command_refuses_blocks_that_ranks_do_not_divide(tmp_path: Path):
+    weights = open_weights(written(tmp_path, GGMLType.Q4_K, n_heads=24))
+    torn = str(torn_blocks(weights, 2))
     done = spawn("run", str(weights.path), "x", "--mesh", "tp=2", "--weights", "packed")
     assert (done.returncode, done.stdout) == (2, "")
     assert_tells(done.stderr, torn.partition(":")[0], "3 blocks", "--weights decoded")

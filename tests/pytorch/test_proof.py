@@ -171,6 +171,7 @@ def test_a_leaf_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch):
     assert_tells(found["waits"].died, "0 s")
 
 
+@pytest.mark.slow
 def test_the_process_of_trials_tries_leaves():
     found = try_apart(target(), ["norm", "rotate"])
     assert {kind: one.fault(timed=False) for kind, one in found.items()} == {"norm": "", "rotate": ""}
@@ -265,6 +266,7 @@ def test_a_model_has_the_kernels_that_were_asked_for(kernels: Any, ours: bool, m
     assert model.target.kernels == kernels
 
 
+@pytest.mark.slow
 def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
     code = (
         "import sys, llorch, llorch.pytorch.bench, llorch.verify.runners.torch\n"

@@ -74,6 +74,7 @@ def test_packages_of_other_extras_are_blocked():
     assert {*blocked} & {"pytest", "ruff", "_pytest"}
 
 
+@pytest.mark.slow
 def test_reference_pages_need_no_package_beyond_docs():
     done = run_with("docs", NAMES)
     assert done.returncode == 0, done.stderr

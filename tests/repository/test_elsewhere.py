@@ -71,10 +71,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen({*done.stdout.split()}, dict(zip(COMMANDS, zip(codes, said, strict=True), strict=True)))
 
 
+@pytest.mark.slow
 def test_every_module_that_needs_no_torch_is_imported(seen: Seen):
     assert {"llorch.verify.models", "llorch.train.snapshots", "llorch.tokenizer.template_worker"} <= seen.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_the_command_line_works(arguments: tuple[str, ...], seen: Seen):
     exit_code, stderr = seen.commands[arguments]

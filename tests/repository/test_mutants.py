@@ -103,6 +103,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_bug_that_no_test_sees_survives_and_one_that_cannot_be_imported_does_not_count(repository: Path):
     tree = Tree(repository.parent / "copy", THING)
     tree.baseline()

@@ -104,6 +104,7 @@ def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     models_of.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_the_rest(
     monkeypatch: pytest.MonkeyPatch,

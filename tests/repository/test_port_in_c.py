@@ -94,6 +94,7 @@ def test_its_bug_is_named(model: str, compiled: Callable[[str], Path], tmp_path:
     assert finding.key == "l0.q_rope"
 
 
+@pytest.mark.slow
 def test_the_three_commands_of_the_readme_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require_compiler()
     commands, shown = readme_block("port"), readme_block("port", kind="printed")

@@ -228,6 +228,7 @@ def test_check_of_a_missing_golden_is_an_error(
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_without_check_the_goldens_are_written(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

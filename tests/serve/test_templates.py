@@ -52,6 +52,7 @@ def test_what_a_template_does_is_told_to_one_request_and_not_where_its_file_lies
     assert str(tmp_path) not in error.message
 
 
+@pytest.mark.slow
 def test_nobody_else_waits_for_a_template_that_takes_its_time(tmp_path: Path):
     with served(chat_model(tmp_path / "story", "story", LLAMA_3)) as server:
         enough = threading.Event()

@@ -24,6 +24,7 @@ from llorch.verify.limits import MATHEMATICS, SCORES
 from llorch.verify.runners.torch import VARIANTS
 from llorch.verify.truth import WITNESS
 
+SMALLEST = pytest.mark.plain_cases("*micro-llama")
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
 
 
@@ -58,6 +59,7 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
         yield "12", "exact", "generation", producer
 
 
+@SMALLEST
 @pytest.mark.parametrize(
     ("target", "suffix", "model"),
     [(target, suffix, model) for target, model in product(CPU, BUILTIN) for suffix in suffixes(target, model)],
@@ -90,33 +92,39 @@ def belongs(row: Row, target: str, suffix: str, model: str) -> bool:
     return suffix == suffixes(target, model)[0] if of_the_file else row.backend == f"{target}{suffix}"
 
 
+@SMALLEST
+@pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
-def test_checkpoint_14_rows_are_all_looked_at(target: str):
-    for model in BUILTIN:
-        backends = {row.backend for row in rows(target, model) if row.stage not in ("tensors", "token_ids")}
-        assert backends == {f"{target}{suffix}" for suffix in suffixes(target, model)}
+def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
+    backends = {row.backend for row in rows(target, model) if row.stage not in ("tensors", "token_ids")}
+    assert backends == {f"{target}{suffix}" for suffix in suffixes(target, model)}
 
 
+@SMALLEST
+@pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
-def test_checkpoint_14_rows_cover_every_layer_and_case(target: str):
-    for model in BUILTIN:
-        n_layers = config_of(model).n_layers
-        places: dict[tuple[str, str, str], set[tuple[str, int | None]]] = {}
-        for row in rows(target, model):
-            if row.mode in ("isolated", "chained") and row.stage in IN_LAYERS:
-                places.setdefault((row.backend, row.stage, row.mode), set()).add((row.case, row.layer))
-        for found in places.values():
-            assert found == {(case, layer) for case in ("near", "far") for layer in range(n_layers)}
+def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
+    n_layers = config_of(model).n_layers
+    places: dict[tuple[str, str, str], set[tuple[str, int | None]]] = {}
+    for row in rows(target, model):
+        if row.mode in ("isolated", "chained") and row.stage in IN_LAYERS:
+            places.setdefault((row.backend, row.stage, row.mode), set()).add((row.case, row.layer))
+    for found in places.values():
+        assert found == {(case, layer) for case in ("near", "far") for layer in range(n_layers)}
 
 
+@SMALLEST
+@pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
-def test_checkpoint_14_ties_are_of_half_precision_alone(target: str):
-    ties = [row for model in BUILTIN for row in rows(target, model) if row.verdict == TIE]
+def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str):
+    ties = [row for row in rows(target, model) if row.verdict == TIE]
     assert {row.stage for row in ties} <= ({"generation", "argmax"} if target.endswith("16") else set())
 
 
-def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth():
-    every = [row for model in BUILTIN for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
+@SMALLEST
+@pytest.mark.parametrize("model", BUILTIN)
+def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth(model: str):
+    every = [row for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
     assert {row.tolerance for row in every if row.place.n_cached < 7} == {0.0, MATHEMATICS.error}
     assert max(row.tolerance for row in every) <= 1e-11  # of one token alone
     assert max(row.error for row in every) < MATHEMATICS.error / 4

@@ -40,6 +40,7 @@ def every_page():
     return pytest.mark.parametrize("path", ALL, ids=lambda path: "index" if path.parent == FOLDER else path.parent.name)
 
 
+@pytest.mark.slow
 @every_page()
 def test_generated_parts_are_current(path, blocks):
     text = path.read_text(encoding="utf-8")

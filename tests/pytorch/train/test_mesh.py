@@ -46,6 +46,7 @@ def assert_same_run(one: Path, other: Path, *, rel: float) -> None:
         assert np.linalg.norm(got[name] - want[name]) <= max(rel, 2**-22) * np.linalg.norm(want[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=4)
     want, got = alone(settings, tmp_path / "one"), tmp_path / "mesh"
@@ -139,6 +140,7 @@ def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, i
     assert n_rows > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "axes", "first", "most"),
     [

@@ -13,6 +13,7 @@ from refusals import assert_tells
 from llorch.train.snapshots import SnapshotStore
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path: Path):
     code, said = failed(tmp_path, "killed:1")
     assert code == 3
@@ -103,6 +104,7 @@ def test_a_run_that_a_launcher_starts_again_has_the_bits_of_one_that_was_not_dis
     assert adapter(tmp_path / "a") == adapter(tmp_path / "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "launcher"),
     [

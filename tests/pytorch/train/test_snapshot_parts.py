@@ -87,6 +87,7 @@ def test_what_torch_cannot_read_is_refused(name: str, error: str, folder: Path):
         read_parts(folder)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_several_processes_saved(tmp_path: Path):
     settings = small_settings(tmp_path, dropout=0.2, save_every=2)
     Run(settings, tmp_path / "straight", Silent()).run()

@@ -137,6 +137,7 @@ def test_a_value_is_recovered(family: str, value: float, said: str, places: tupl
     assert said in [each.value for each in (*found.suspects, *found.alternatives)]
 
 
+@pytest.mark.slow
 def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
     first, second = mistake("rope-interleaved-pairs", MODEL), mistake("swiglu-gelu", MODEL)
     plants = {**first.change(("l0.q_rope", "l1.q_rope")).plants, **second.change(("l0.ffn_act", "l1.ffn_act")).plants}

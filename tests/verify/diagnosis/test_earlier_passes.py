@@ -133,6 +133,7 @@ def test_an_error_of_a_later_step_without_any_cache_is_not_run(model: str):
     assert [result.key for result in found.results] == ["embed", "l0.attn_norm", "logits"]
 
 
+@pytest.mark.slow
 def test_blocks_of_a_second_chunk_without_any_cache_are_not_run():
     dump = dumped(LLAMA, passes(LLAMA, 7, 5), shown=BLOCKS)
     found = diagnose(wide(LLAMA), part(dump, 1, None))
@@ -140,6 +141,7 @@ def test_blocks_of_a_second_chunk_without_any_cache_are_not_run():
     assert [key for _, key in found.not_run[EARLIER_PASSES]] == ["l0.block_out", "l1.block_out", "l2.block_out"]
 
 
+@pytest.mark.slow
 def test_an_unknown_error_in_a_text_that_starts_late_is_found():
     noise = np.random.default_rng(7).normal(scale=1e-2, size=5000)
 

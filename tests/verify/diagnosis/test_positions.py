@@ -65,6 +65,7 @@ def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Cal
     assert [suspect.name for suspect in found.suspects] == [name]
 
 
+@pytest.mark.slow
 def test_hypotheses_that_exclude_each_other_are_no_crash():
     """Where no single one explains an error pairs are tried: a mistake of YaRN beside one that leaves YaRN out."""
     dump = dumped("micro-ministral3", passes("micro-ministral3"), shown=lambda place: place == "logits")

@@ -16,7 +16,7 @@ from llorch.verify.mistakes import TRAINING, TrainingMistake
 from llorch.verify.mistakes.planting import planted
 from llorch.verify.training.recipe import Rows
 
-MODELS, SLOW = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5"), pytest.mark.slow
+MODELS = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5")
 ROWS = Rows([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10, 11]], [1, 3])
 FIRST = {"micro-qwen2-moe": "l1.", "micro-qwen3-moe": "l1.", "micro-qwen3.5": "l0."}  # the last layer that has it
 
@@ -40,20 +40,14 @@ def found_in(model: str, folder: Path, *mistakes: TrainingMistake) -> list[Findi
         return list(diagnose_training(weights, adapter, open_raw(path)).findings)
 
 
-@SLOW
+@pytest.mark.plain_cases("micro-qwen3-moe")
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
     assert found_in(model, tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(each, marks=() if each.name == "gradient-router-left-out" else SLOW, id=each.name)
-        for each in TRAINING
-        if not models_of(each)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [pytest.param(each, id=each.name) for each in TRAINING if not models_of(each)])
 def test_a_mistake_in_a_gradient_is_named(mistake: TrainingMistake, tmp_path: Path):
     (finding,) = found_in(able(mistake), tmp_path, mistake)
     assert [suspect.name for suspect in finding.suspects] == [mistake.name]

@@ -152,6 +152,7 @@ def test_a_real_browser_shows_it_without_overflow_error_or_request(
     assert [sent["request"]["url"] for sent in browser.seen("Network.requestWillBeSent")] == [path.as_uri()]
 
 
+@pytest.mark.slow
 def test_a_page_is_dark_where_its_reader_wants_that(browser: Browser, tmp_path: Path):
     path = tmp_path / "page.html"
     path.write_text(page(diagnoses.one_bug()), encoding="utf-8")
