@@ -111,6 +111,7 @@ def test_what_is_saved_is_checked_whatever_it_does(terminal: Terminal, tmp_path:
     assert_ends(terminal, 0)
 
 
+@pytest.mark.slow_cases("polling")
 @pytest.mark.parametrize("terminal", ["polling", "late"], indirect=True)
 def test_a_save_is_seen_however_the_folder_is_watched(terminal: Terminal, tmp_path: Path):
     write(tmp_path, "def rms_norm(x, weight, eps:\n")

@@ -30,6 +30,7 @@ def write(folder: Path, but: str = "") -> None:
         (folder / f"{lesson.module}.py").write_text("".join(OURS.format(name) for name in parts))
 
 
+@pytest.mark.slow_cases("without the block")
 @pytest.mark.parametrize("but", ["", "block"], ids=["all", "without the block"])  # which hides what it is made of
 def test_the_reference_as_implementation_says_the_same(folder: Path, but: str):
     write(folder, but)
@@ -42,6 +43,7 @@ def test_the_reference_as_implementation_says_the_same(folder: Path, but: str):
     assert invoke(*drawn, "--impl", str(folder)).stdout == invoke(*drawn).stdout
 
 
+@pytest.mark.slow_cases("block")
 @pytest.mark.parametrize("but", ["", "block"])
 def test_and_the_same_as_both_engines(folder: Path, but: str):
     write(folder, but)

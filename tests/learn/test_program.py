@@ -81,6 +81,7 @@ int main(int argc, char **argv) {
 """
 
 
+@pytest.mark.slow
 def test_a_program_in_c_is_judged_as_functions_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = shutil.which("cc")
     if compiler is None:

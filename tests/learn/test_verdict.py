@@ -105,6 +105,7 @@ def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable]
     assert found.record()["first"]
 
 
+@pytest.mark.slow_cases("bfloat16")
 @pytest.mark.parametrize(
     ("linear", "facts"),
     [

@@ -27,6 +27,7 @@ SIZES: Any = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("micro-qwen2-2")
 @pytest.mark.parametrize(
     ("model", "n_ranks"),
     [
@@ -89,6 +90,7 @@ def raises() -> None:
     raise ValueError("on every rank")
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_that_dies_ends_the_run(rank: str):
     with refuses(EngineDied, f"rank {rank} of 2", "Signal 9 (SIGKILL)"):

@@ -34,6 +34,7 @@ def test_every_choice_and_slot_of_the_templates_was_filled():
     assert not {character for split in SPLITS for text in texts(split) for character in text} & set("[]{}|_")
 
 
+@pytest.mark.slow
 def test_tales_fit_the_context_of_story_and_use_tokens_that_it_was_trained_on(monkeypatch: pytest.MonkeyPatch):
     from llorch.model import load
 

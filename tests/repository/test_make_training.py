@@ -70,6 +70,7 @@ def one_number(array: np.ndarray) -> np.ndarray:
     return array
 
 
+@pytest.mark.slow
 def test_goldens_made_again_without_a_change_have_no_differences(differences: Differences, golden: TrainingGolden):
     assert differences(golden, golden) == []
 

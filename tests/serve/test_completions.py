@@ -81,6 +81,7 @@ def test_log_probabilities_in_the_older_form(server: Served, story: Model):
     assert [offset for one in chunks for offset in one.choices[0].logprobs.text_offset] == got.logprobs.text_offset
 
 
+@pytest.mark.slow_cases("/v1/completions")
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/trace"])
 def test_a_raw_prompt_holds_control_tokens_unless_told_otherwise(server: Served, story: Model, path: str):
     prompt = "".join(f"{control}hi" for control in sorted(story.tokenizer.control_texts))

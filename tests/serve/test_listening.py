@@ -194,6 +194,7 @@ def test_more_connections_than_the_process_may_open_are_not_promised():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.slow
 def test_one_thousand_half_open_connections_leave_others_alone():
     with served(nothing) as running:
         half = [connect(running.port, b"GET / HTTP/1.1\r\n") for _ in range(1000)]

@@ -104,6 +104,7 @@ def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
             long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(error, error)}})
 
 
+@pytest.mark.slow_cases("long.safetensors.xz")
 @pytest.mark.parametrize("missing", ["long.json", "long.safetensors.xz"])
 def test_a_missing_golden_of_long_contexts_is_an_error(tmp_path: Path, missing: str):
     save_long(tmp_path, stored_long(MODEL, stored(MODEL)[0]).golden)

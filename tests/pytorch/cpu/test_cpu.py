@@ -179,6 +179,7 @@ def fresh() -> ctypes.CDLL | None:
     return cpu_library.library.__wrapped__()
 
 
+@pytest.mark.slow
 def test_what_was_built_is_kept_for_the_next_process(counted, tmp_path):
     assert [fresh() is None, fresh() is None, counted()] == [False, False, 1]
     (folder,) = (tmp_path / "cache").iterdir()

@@ -64,6 +64,7 @@ def with_merged(adapter: Adapter) -> TorchModel:
     return model
 
 
+@pytest.mark.slow_cases("all")
 @pytest.mark.parametrize(("targets", "alpha"), [(ALL, 0.5), (("q_proj", "v_proj"), 3.0)], ids=["all", "q and v"])
 def test_generation_with_an_adapter_is_that_of_the_merged_model_token_for_token(targets: tuple[str, ...], alpha: float):
     plain = load_torch("story")

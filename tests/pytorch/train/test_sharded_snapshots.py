@@ -91,6 +91,7 @@ def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(tmp_path:
     assert_holds(SnapshotStore(tmp_path / "elsewhere").newest(read_parts), 40)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_a_rank_is_killed_while_it_writes_the_snapshot_before_is_there(rank: int, tmp_path: Path):
     with refuses(EngineDied, f"rank {rank} of 2", "Signal 9"):

@@ -26,6 +26,7 @@ from llorch.train.data import batches
 from llorch.train.settings import TrainSettings
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_training_learns_what_the_rows_have_in_common(tmp_path: Path, eight_bit: bool):
     settings = small_settings(tmp_path, steps=12, lr=3e-2, r=64, alpha=128.0, eight_bit=eight_bit)

@@ -66,6 +66,7 @@ def test_an_unknown_gradient_is_told_by_its_tensor_and_what_it_came_through():
     assert finding.places == ((1, finding.key), (2, finding.key))
 
 
+@pytest.mark.slow_cases("whole")
 @pytest.mark.parametrize("style", ["whole", "usual", pytest.param("unclear", marks=SLOW)])
 def test_a_right_trainer_is_accused_of_nothing(style: str):
     found = scored("right", style).found
