@@ -309,7 +309,8 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
             return "the dump has neither its stage nor a later one"
         if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
             return ""
-        return f"from position {first.first_position} on, the effect is no larger than rounding in {len(first.ids)} tokens"
+        span = f"{len(first.ids)} tokens from position {first.first_position} on"
+        return f"the effect is no larger than rounding in {span}"
 
     for mistake in trials.mistakes:
         if said := reason(mistake):

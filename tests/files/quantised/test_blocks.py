@@ -7,14 +7,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from quantised_folders import FOLDERS, NAMES
 
-from llorch.builtin import goldens_folder
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.blocks import block_type, blocks, group_size
 from llorch.files.quantised.matrix import QuantisedMatrix
 
-FOLDERS = sorted(path.name for path in (goldens_folder() / "quantised_folders").iterdir() if path.name != "float")
 EXPECTED = {
     "gptq-4bit": {GGMLType.Q4_0},
     "gptq-4bit-asym": {GGMLType.Q5_0},
@@ -34,7 +33,7 @@ EXPECTED = {
 
 
 def matrices(folder: str) -> Iterator[QuantisedMatrix]:
-    weights = open_weights(goldens_folder() / "quantised_folders" / folder)
+    weights = open_weights(FOLDERS / folder)
     with closing(weights.source):
         for name in weights:
             stored = weights.as_stored(name)
@@ -54,7 +53,7 @@ def scaled(matrix: QuantisedMatrix, factor: float) -> QuantisedMatrix:
     return replace(matrix, recipe=recipe)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", NAMES)
 def test_blocks_of_every_folder_decode_to_the_numbers_of_the_matrix(folder):
     for matrix in matrices(folder):
         kind = block_type(matrix)
