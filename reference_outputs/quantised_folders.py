@@ -11,6 +11,7 @@ library's own dequantiser, never from code of this repository.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from hashlib import sha256
@@ -22,11 +23,13 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from quantised_writers import base, by_libraries, by_script, dequantise
+from quantised_writers import base, by_libraries, by_script, dequantise, forward
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).resolve().parent / "quantised_folders"
-GOLDENS = FOLDER / "goldens.json"
+GOLDENS, LOGITS = FOLDER / "goldens.json", FOLDER / "logits.safetensors"
+LIMITS = {"float64": 1e-12, "float32": 1e-5}  # distance of logits that are made again, relative to their norm
 N_SAMPLES = 16
 Rows = dict[str, tuple[tuple[str, ...], Callable[[Path], None]]]  # packages that write it, function
 Golden = dict[str, Any]
@@ -48,18 +51,27 @@ def rows() -> Rows:
 def main(names: tuple[str, ...], check: bool) -> None:
     """Entry point."""
     goldens: dict[str, Golden] = json.loads(GOLDENS.read_text(encoding="utf-8")) if GOLDENS.is_file() else {}
-    failures = 0
+    stored_logits = load_file(LOGITS) if LOGITS.is_file() else {}
+    logits, failures = dict(stored_logits), 0
     for name, (packages, make) in rows().items():
         if names and not name.startswith(names):
             continue
-        lines, report = check_folder(name, packages, make) if check else write_folder(name, packages, make)
+        lines, report = make_again(name, packages, make, replace=not check)
         made, said = golden_of(name, goldens.get(name, {}))
+        about, run = forward_of(name, goldens.get(name, {}).get("forward"))
+        made |= {"forward": about} if about else {}
+        logits |= run
+        if check:
+            lines += [f"logits {key} differ" for key, new in run.items() if far(new, stored_logits.get(key))]
         if check and made != {key: value for key, value in goldens.get(name, {}).items() if key != "writer"}:
             lines.append("golden differs")
         goldens[name] = {"writer": said_by(packages) or goldens.get(name, {}).get("writer")} | made
         failures += len(lines)
-        click.echo("\n".join(f"{name}: {line}" for line in lines) or f"{name}: {report}; golden {said}")
+        report += f"; golden {said}" + (f"; logits {'made' if run else 'NOT RUN'}" if about else "")
+        click.echo("\n".join(f"{name}: {line}" for line in lines) or f"{name}: {report}")
     if not check:
+        save_file(dict(sorted(logits.items())), LOGITS)
+        goldens = {name: goldens[name] for name in rows() if name in goldens}
         GOLDENS.write_text(dump(goldens), encoding="utf-8", newline="\n")
         (FOLDER / "README.md").write_text(readme(goldens), encoding="utf-8", newline="\n")
     sys.exit(1 if failures else 0)
@@ -95,28 +107,23 @@ def said_by(packages: tuple[str, ...]) -> str | None:
     return ", ".join(f"{name} {installed(name)}" for name in names) or "this script"
 
 
-def write_folder(name: str, packages: tuple[str, ...], make: Callable[[Path], None]) -> tuple[list[str], str]:
-    """Write a folder; return no complaint and a report."""
+def make_again(
+    name: str, packages: tuple[str, ...], make: Callable[[Path], None], *, replace: bool
+) -> tuple[list[str], str]:
+    """Make a folder and compare it with the stored one, bit by bit; return the differences and a report."""
     if reason := missing(packages):
         return [], f"NOT RUN, {reason}"
-    make(FOLDER / name)
-    return [], f"written by {said_by(packages)}"
-
-
-def check_folder(name: str, packages: tuple[str, ...], make: Callable[[Path], None]) -> tuple[list[str], str]:
-    """Make a folder again and compare config.json and every tensor bit by bit; return complaints and a report."""
-    if reason := missing(packages):
-        return [], f"NOT RUN, {reason}"
-    stored, lines = FOLDER / name, []
+    stored = FOLDER / name
     with TemporaryDirectory() as temporary:
         made = Path(temporary)
         make(made)
-        lines += [file.name for file in stored.glob("*.json") if json.loads(file.read_text()) != read(made / file.name)]
+        lines = [file.name for file in made.glob("*.json") if read(file) != read(stored / file.name)]
         new, old = tensors(made), tensors(stored)
-    lines += [
-        f"tensor {tensor} differs" for tensor in sorted(new.keys() | old.keys()) if new.get(tensor) != old.get(tensor)
-    ]
-    return lines, "reproduced"
+        lines += [f"tensor {key} differs" for key in sorted(new.keys() | old.keys()) if new.get(key) != old.get(key)]
+        if lines and replace:
+            shutil.copytree(made, stored, dirs_exist_ok=True)
+            return [], f"written by {said_by(packages)}"
+    return lines, f"reproduced by {said_by(packages)}"
 
 
 def read(path: Path) -> object:
@@ -126,6 +133,8 @@ def read(path: Path) -> object:
 
 def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return dtype, shape and bytes of every tensor."""
+    if not (folder / "model.safetensors").is_file():
+        return {}
     with safe_open(folder / "model.safetensors", "pt") as file:
         read_tensors = {name: file.get_tensor(name) for name in file.keys()}
     return {
@@ -136,7 +145,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def golden_of(name: str, stored: Golden) -> tuple[Golden, str]:
     """Dequantise the stored folder by the library of its row; keep the stored golden where that library is missing."""
-    row = next((row for key, row in dequantise.BY_NAME.items() if name.startswith(key)), None)
+    row = dequantise.row_of(name)
     if row is None:
         reason = dequantise.WITHOUT.get(name, "its weights are not quantised")
         return {"dequantiser": None, "reason": reason}, f"none: {reason}"
@@ -146,6 +155,25 @@ def golden_of(name: str, stored: Golden) -> tuple[Golden, str]:
     about = {"dequantiser": f"{said_by(row.packages)}: {row.function}", "rounds_to": row.rounds_to}
     about |= {"note": row.note} if row.note else {}
     return about | {"weights": {key: fingerprint(weights[key]) for key in sorted(weights)}}, "made"
+
+
+def forward_of(name: str, stored: Golden | None) -> tuple[Golden | None, dict[str, torch.Tensor]]:
+    """Run the engine of a folder; keep the stored facts where the engine is missing."""
+    engine = forward.ENGINES.get(name)
+    if engine is None or missing(engine.packages):
+        return stored, {}
+    run = engine.run(FOLDER / name)
+    about = {"engine": said_by(engine.packages), "dtype": engine.dtype, "numerics": list(run), "tokens": forward.TOKENS}
+    about["positions"] = list(range(len(forward.TOKENS)))[forward.POSITIONS]
+    return about, {f"{name}/{numerics}": value.contiguous() for numerics, value in run.items()}
+
+
+def far(new: torch.Tensor, stored: torch.Tensor | None) -> bool:
+    """Tell whether logits that are made again are not the stored ones."""
+    if stored is None or stored.shape != new.shape or stored.dtype != new.dtype:
+        return True
+    limit = LIMITS[str(new.dtype).removeprefix("torch.")]
+    return bool((new - stored).norm() > limit * stored.norm())
 
 
 def fingerprint(weight: torch.Tensor) -> dict[str, object]:

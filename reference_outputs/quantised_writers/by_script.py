@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quantised_writers.base import Config, Tensors, config, float_tensors, shapes
+from quantised_writers.base import LAYER, Config, Tensors, config, float_tensors, shapes
 from quantised_writers.base import write as write_folder
 
 Folder = tuple[Config, Tensors]
@@ -75,6 +75,18 @@ def gptq(
         "static_groups": False, "true_sequential": True, "lm_head": False,
     }  # fmt: skip
     return replaced(size, auto_round(bits, group, symmetric, "auto_gptq") if auto else quantisation, pack, dtype)
+
+
+def gptq_with_biases() -> Folder:
+    """Write the GPTQ tensors of a Qwen2, whose q, k and v have biases."""
+    settings, tensors = gptq(4, 32)
+    settings |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    del settings["attention_bias"], settings["mlp_bias"], settings["head_dim"]
+    draw = np.random.default_rng(41)
+    for name, shape in shapes("small").items():
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            tensors[f"{name}.bias"] = torch.from_numpy(draw.normal(0, 0.1, shape[0])).to(torch.float16)
+    return settings, tensors
 
 
 def awq(group: int, *, version="gemm", size="small", auto=False) -> Folder:
@@ -207,6 +219,34 @@ def bitnet(linear_class: str) -> Folder:
     return replaced("small", quantisation, pack, "bfloat16")
 
 
+def gpt_oss() -> Folder:
+    """Write a gpt-oss with two experts in MXFP4, [experts, outputs, blocks, 16 bytes], and one exponent per block."""
+    hidden, width, draw = 64, 32, np.random.default_rng(42)
+    settings = config("small") | {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "intermediate_size": width, "sliding_window": 128, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention"],
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                                       "lm_head"],
+        },
+    }  # fmt: skip
+    tensors = {name: tensor for name, tensor in float_tensors("small").items() if ".mlp." not in name}
+    attention, experts = f"{LAYER}.self_attn", f"{LAYER}.mlp.experts"
+    sizes = {f"{name}.bias": shape[:1] for name, shape in shapes("small").items() if "self_attn" in name}
+    sizes |= {f"{attention}.sinks": (4,), f"{LAYER}.mlp.router.weight": (2, hidden), f"{LAYER}.mlp.router.bias": (2,)}
+    sizes |= {f"{experts}.gate_up_proj_bias": (2, 2 * width), f"{experts}.down_proj_bias": (2, hidden)}
+    tensors |= {name: torch.from_numpy(draw.normal(0, 0.1, size)).to(torch.bfloat16) for name, size in sizes.items()}
+    for name, shape in {"gate_up_proj": (2, 2 * width, hidden), "down_proj": (2, hidden, width)}.items():
+        blocks = draw.normal(0, 0.03, (*shape[:2], shape[2] // 32, 32))
+        exponent = np.floor(np.log2(abs(blocks).max(-1))) - 2
+        codes = to_e2m1(blocks / 2 ** exponent[..., None]).reshape(-1, 32)
+        tensors[f"{experts}.{name}_blocks"] = nibbles(codes).reshape(*blocks.shape[:3], 16)
+        tensors[f"{experts}.{name}_scales"] = torch.from_numpy((exponent + 127).astype(np.uint8))
+    return settings, tensors
+
+
 def compressed(bits: int, group: int, *, act_order=False, words="stream") -> Folder:
     """Write older `pack-quantized` files: `weight_g_idx`, or 10 codes of 3 bits per word."""
     draw = np.random.default_rng(40)
@@ -265,6 +305,7 @@ FOLDERS: dict[str, Callable[[], Folder]] = {
     "gptq-4bit-asym": lambda: gptq(4, 32, symmetric=False),
     "gptq-v2-4bit": lambda: gptq(4, 32, version=2),
     "gptq-v2-4bit-asym-act-order": lambda: gptq(4, 32, symmetric=False, act_order=True, version=2),
+    "gptq-4bit-qwen2": gptq_with_biases,
     "awq-gemm": lambda: awq(32),
     "awq-gemv": lambda: awq(32, version="gemv"),
     "auto-round-gptq": lambda: gptq(4, 32, auto=True),
@@ -275,6 +316,7 @@ FOLDERS: dict[str, Callable[[], Folder]] = {
     "fbgemm-fp8": fbgemm,
     "modelopt-nvfp4": lambda: modelopt("NVFP4"),
     "modelopt-fp8": lambda: modelopt("FP8"),
+    "gpt-oss-mxfp4": gpt_oss,
     "bitnet-autobitlinear": lambda: bitnet("autobitlinear"),
     "bitnet-bitlinear": lambda: bitnet("bitlinear"),
     "ct-w4a16-weight-g-idx": lambda: compressed(4, 32, act_order=True),

@@ -122,6 +122,16 @@ def modelopt_nvfp4(folder: Path) -> Weights:
     return weights
 
 
+def transformers_mxfp4(folder: Path) -> Weights:
+    """Call transformers' dequantiser of gpt-oss; it returns [experts, inputs, outputs]."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = load_file(folder / "model.safetensors")
+    names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
+    chosen = {name: (tensors[f"{name}_blocks"], tensors[f"{name}_scales"]) for name in names}
+    return {name: convert_moe_packed_tensors(*each, dtype=torch.float32) for name, each in chosen.items()}
+
+
 def transformers_autobitlinear(folder: Path) -> Weights:
     """Multiply the identity by transformers' AutoBitLinear; its quantisation of activations keeps 0 and 1."""
     from transformers.integrations.bitnet import AutoBitLinear, unpack_weights
@@ -266,6 +276,10 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
         note="two roundings: weight_scale * weight_scale_2 in float32, then times the E2M1 number",
     ),
     "modelopt-fp8": LLAMACPP,
+    "gpt-oss-mxfp4": Dequantiser(
+        transformers_mxfp4, ("transformers",), "integrations.mxfp4.convert_moe_packed_tensors, float32",
+        note="each tensor is [experts, inputs, outputs]",
+    ),
     "bitnet-autobitlinear": Dequantiser(transformers_autobitlinear, ("transformers",), "AutoBitLinear of the identity"),
     "bitnet-bitlinear": LLAMACPP,
     "ct-w4a16-weight-g-idx": OLDER,
@@ -281,3 +295,8 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
     "torchao": TORCHAO,
 }  # fmt: skip
 WITHOUT = {"awq-gemv": "AutoAWQ and gptqmodel read gemv files in CUDA kernels only"}
+
+
+def row_of(name: str) -> Dequantiser | None:
+    """Return the dequantiser of a folder."""
+    return next((row for key, row in BY_NAME.items() if name.startswith(key)), None)
