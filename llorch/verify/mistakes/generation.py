@@ -20,7 +20,7 @@ class GenerationInputs:
 
     def empty_cache(self) -> KVCache:
         """A cache of nothing."""
-        return KVCache(self.weights.config, self.weights.cache_dtype)
+        return KVCache(self.weights.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding)
 
     def best(self, ids: tuple[int, ...], cache: KVCache) -> int:
         """The greedy token after some new ids."""

@@ -112,7 +112,9 @@ def _passes(
     after_failure: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """One pass, or two when some tokens are cached; logits of the last."""
-    cache = KVCache(weights.config, weights.cache_dtype, first_position=this.first_position)
+    cache = KVCache(
+        weights.config, weights.cache_dtype, rounding=weights.cache_rounding, first_position=this.first_position
+    )
     ids, bounds = np.asarray(this.ids), [0, *([n_cached] if n_cached else []), len(this.ids)]
     logits = np.empty(0)
     for start, stop in pairwise(bounds):
@@ -165,7 +167,12 @@ class NumpyRunner:
 
     def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
         """See `Runner.in_parts`."""
-        cache = KVCache(self.weights.config, self.weights.cache_dtype, first_position=this.first_position)
+        cache = KVCache(
+            self.weights.config,
+            self.weights.cache_dtype,
+            rounding=self.weights.cache_rounding,
+            first_position=this.first_position,
+        )
         for start, stop in pairwise(bounds):
 
             def keep(name: str, array: np.ndarray, stop: int = stop) -> np.ndarray:
@@ -190,7 +197,7 @@ class NumpyRunner:
         return np.asarray([token for token, _ in sampled], np.int64)
 
     def _cache(self) -> KVCache:
-        return KVCache(self.weights.config, self.weights.cache_dtype)
+        return KVCache(self.weights.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding)
 
     def _step(self, cache: KVCache) -> Callable[[Sequence[int]], np.ndarray]:
         return lambda new: forward(np.asarray(new), self.weights, cache, last_only=True)[0]
