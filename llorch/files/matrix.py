@@ -21,7 +21,7 @@ from llorch.files.names import undo_interleave
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.ops.linear import product
-from llorch.ops.rounding import block_sums, round_activations
+from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
 _SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
@@ -56,7 +56,7 @@ class Matrix:
         self._back = None if columns is None else np.argsort(columns)
         self.shape = packed.shape
         self.n_bytes = packed.n_bytes
-        self._kind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
+        self._kind: ActivationKind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
         self._scheme = scheme
         self.activations: str = self._kind if scheme is None else str(scheme)
         packed.require_scales()

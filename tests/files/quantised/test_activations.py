@@ -1,0 +1,175 @@
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import refuses
+
+from llorch.files import open_weights
+from llorch.files.quantised.activations import read_activations
+from llorch.numerics import SCHEME
+from llorch.ops.scheme_rounding import SchemeRounding
+from llorch.verify.places import Pass
+from llorch.verify.runners.numpy import run
+
+FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
+RUN = [
+    "ct-w8a8", "ct-fp8-dynamic", "ct-fp8-static-kv", "ct-mixed", "ct-fp8-block", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4",
+]  # fmt: skip
+INPUTS = ("attn_norm", "attn_context", "ffn_norm", "ffn_act")  # of products
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def changed(name: str, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy a folder and change the quantisation settings of the copy."""
+    copy = Path(shutil.copytree(FOLDERS / name, folder / name))
+    config = json.loads((copy / "config.json").read_text())
+    change(config["quantization_config"])
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def inputs_changed(name: str, folder: Path, **values: object) -> Path:
+    """Copy a folder and change `input_activations` of its first group."""
+    return changed(name, folder, lambda q: q["config_groups"]["group_0"]["input_activations"].update(values))
+
+
+def golden_of(name: str) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+    ids = tuple(json.loads((FOLDERS / "scheme.json").read_text())["ids"])
+    with np.load(FOLDERS / "scheme.npz") as arrays:
+        return ids, {key.removeprefix(f"{name}/"): arrays[key] for key in arrays if key.startswith(f"{name}/")}
+
+
+def farthest(got: dict[str, np.ndarray], golden: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(got[name] - want).max() / np.abs(want).max()) for name, want in golden.items())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["decoded", "packed"])
+@pytest.mark.parametrize("name", RUN)
+def test_scheme_run_in_float64_equals_compressed_tensors(name: str, packed: bool, tmp_path: Path):
+    path = inputs_changed(name, tmp_path, group_size=32) if name == "ct-fp8-block" else FOLDERS / name
+    ids, golden = golden_of(name)
+    given = {key: golden[key] for key in golden if key.removeprefix("l0.") in INPUTS}
+    weights = open_weights(path)
+    assert not weights.using(SCHEME).rounds_nothing
+    wide = weights.using(packed=packed).astype(np.float64)
+    assert farthest(run(wide.using(SCHEME), Pass(ids), golden=given), golden) < 1e-12
+    assert farthest(run(wide, Pass(ids), golden=given), golden) > 1e-4  # exact numerics are seen to differ
+
+
+def test_scheme_run_with_cached_tokens_equals_one_pass():
+    ids, golden = golden_of("ct-fp8-static-kv")
+    weights = open_weights(FOLDERS / "ct-fp8-static-kv").using(SCHEME).astype(np.float64)
+    trace = run(weights, Pass(ids), n_cached=20)
+    assert np.abs(trace["logits"] - golden["logits"][20:]).max() < 1e-12
+    np.testing.assert_array_equal(trace["l0.k_cache"], golden["l0.k_cache"])
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16", "gptq-4bit", "awq-gemm", "mlx-4bit", "bnb-nf4", "auto-round-gptq"])
+def test_scheme_of_weights_alone_is_exact(name: str):
+    weights = open_weights(FOLDERS / name)
+    scheme = weights.using(SCHEME)
+    assert scheme.rounds_nothing
+    ids = Pass((1, 7, 3, 12))
+    np.testing.assert_array_equal(run(scheme, ids)["logits"], run(weights, ids)["logits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ct-w8a8", SchemeRounding("int8", "dynamic")),
+        ("ct-fp8-dynamic", SchemeRounding("E4M3", "dynamic")),
+        ("ct-mxfp4", SchemeRounding("E2M1", "e8m0", 32)),
+        ("ct-mxfp8", SchemeRounding("E4M3", "e8m0", 32)),
+    ],
+)
+def test_activations_of_a_folder_follow_its_settings(name: str, wanted: SchemeRounding):
+    folder: Any = open_weights(FOLDERS / name).source
+    assert folder.activations.inputs == dict.fromkeys(folder.source.found, wanted)
+    assert folder.activations.caches == {}
+
+
+def test_static_scales_are_those_of_each_matrix():
+    folder: Any = open_weights(FOLDERS / "fp8-tensor-static").source
+    numbers = {name: how.number for name, how in folder.activations.inputs.items()}
+    assert numbers.keys() == folder.source.found.keys()
+    for name, number in numbers.items():
+        suffix = next(s for s in ("activation_scale", "input_scale") if folder.source.has(name[:-7], s))
+        assert number == folder.array(f"{name.removesuffix('.weight')}.{suffix}").item()
+    assert {(how.codes, how.scales) for how in folder.activations.inputs.values()} == {("E4M3", "static")}
+
+
+def test_fp8_blocks_have_a_scale_per_token_and_block_of_columns():
+    folder: Any = open_weights(FOLDERS / "fp8-block-partial").source
+    with refuses("Unsupported", expected="128", got="160"):  # 128 divides no width of its matrices
+        _ = folder.activations
+    whole = {name: replace(found, shape=(64, 256)) for name, found in folder.source.found.items()}
+    made = read_activations("fp8", replace(folder.source, found=whole))
+    assert made.inputs == dict.fromkeys(whole, SchemeRounding("E4M3", "dynamic", 128))
+
+
+def test_fp8_with_dynamic_scales_and_no_blocks_is_refused(tmp_path: Path):
+    weights = open_weights(changed("fp8-tensor-static", tmp_path, lambda q: q.update(activation_scheme="dynamic")))
+    with refuses("Unsupported", "activation_scheme", got="dynamic"):
+        weights.using(SCHEME)
+
+
+@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-nvfp4", "fbgemm-fp8", "bnb-int8", "bitnet-bitlinear"])
+def test_scheme_of_a_method_that_nobody_judges_is_refused(name: str):
+    weights = open_weights(FOLDERS / name)
+    with refuses("Unsupported", "quant_method"):
+        weights.using(SCHEME)
+
+
+def test_scheme_of_a_float_folder_is_refused():
+    with refuses("Unsupported"):
+        open_weights(FOLDERS / "float").using(SCHEME)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_bits": 6},
+        {"symmetric": False},
+        {"strategy": "tensor"},  # dynamic scales of all tokens of a pass
+        {"strategy": "channel"},
+        {"strategy": "group", "group_size": 48},
+        {"type": "bfp"},
+        {"dynamic": "local"},
+        {"scale_dtype": "torch.uint8"},
+    ],
+    ids=str,
+)
+def test_input_activations_that_llorch_does_not_compute_are_refused(values: dict[str, object], tmp_path: Path):
+    weights = open_weights(inputs_changed("ct-w8a8", tmp_path, **values))
+    with refuses("Unsupported"):
+        weights.using(SCHEME)
+    run(weights, Pass((1, 2)))  # exact numerics do not need them
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kv_cache_scheme", {"dynamic": True}), ("kv_cache_scheme", {"strategy": "attn_head"})],
+)
+def test_caches_that_llorch_does_not_compute_are_refused(key: str, value: dict[str, object], tmp_path: Path):
+    path = changed("ct-fp8-static-kv", tmp_path, lambda q: q[key].update(value))
+    with refuses("Unsupported", *value):
+        open_weights(path).using(SCHEME)
+
+
+def test_a_cache_without_scales_is_refused(tmp_path: Path):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    path = changed("ct-fp8-dynamic", tmp_path, lambda q: q.update(kv_cache_scheme=scheme))
+    with refuses("Missing", "model.layers.0.self_attn.k_scale"):
+        open_weights(path).using(SCHEME)
+
+
+def test_output_activations_are_refused(tmp_path: Path):
+    made = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    path = changed("ct-w8a8", tmp_path, lambda q: q["config_groups"]["group_0"].update(output_activations=made))
+    with refuses("Unsupported", "output_activations"):
+        open_weights(path).using(SCHEME)
