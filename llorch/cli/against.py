@@ -9,7 +9,7 @@ import numpy as np
 from llorch.cli.dumped import read_stages
 from llorch.cli.inputs import chosen_numerics, model_path
 from llorch.cli.judged import Judged
-from llorch.cli.judging import Arithmetic, refuse_residency, reported
+from llorch.cli.judging import Arithmetic, refuse_residency, refuse_scheme, reported
 from llorch.cli.options import use_threads
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
@@ -30,6 +30,7 @@ def judge_dump(
             "--against with a dump: expected one MODEL and the NumPy path; give one MODEL, without --backend"
         )
     refuse_residency(arithmetic)
+    refuse_scheme(arithmetic)
     weights = open_weights(model_path(models[0]))
     threads, numerics = use_threads(weights.config), chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)
     ids = Model(weights).prompt_ids(prompt) if prompt is not None else tokens

@@ -80,7 +80,7 @@ def command(
     from llorch.sampling import SamplingSettings
 
     refuse_misplaced(
-        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, ggml=numerics == "ggml",
+        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,
         f16=kv_cache == "f16",
     )  # fmt: skip
     if any_base and adapter is None:

@@ -13,7 +13,7 @@ from llorch.errors import decode_utf8
 from llorch.files import GGUFFile, SafetensorsFolder
 from llorch.hub import find
 from llorch.model import Model
-from llorch.numerics import Numerics
+from llorch.numerics import SCHEME, Numerics
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
 SPREAD = {12: 5, 66: 25}  # into so many stretches a vocabulary is cut, of which every fifth is next, round and round
@@ -54,9 +54,11 @@ def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:
 
 
 def say_plan(model: Model) -> None:
-    """Tell where the matrices of a model lie and what that needs, when there was a choice."""
+    """Tell where the matrices of a model lie and what that needs, when there was a choice; note an empty scheme."""
     if model.plan is not None and model.plan.types.keys() != {"F32"}:
         say(f"{model.name}: {model.plan.describe()}")
+    if model.weights.numerics == SCHEME and model.weights.rounds_nothing:
+        say(f"note: {model.name} quantises no activations, so scheme numerics equal exact numerics")
 
 
 def prompt_text(prompt: str | None) -> str:

@@ -130,6 +130,7 @@ def reported(done: Sequence[Judged], absent: Mapping[str, str], used: str, *, st
 
 def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
     """The targets on the torch path, none for NumPy; and those that are left out, with the reason."""
+    refuse_scheme(arithmetic)
     if arithmetic.backend == "numpy":
         if arithmetic.device or arithmetic.dtype or arithmetic.kernels != "auto":
             raise click.UsageError(
@@ -299,6 +300,14 @@ def _suits_ggml(weights: Weights) -> bool:
     """Whether llama.cpp rounds inputs for a file, and computes the model that it holds."""
     config = weights.config
     return bool(emulated(weights.using(GGML))) and not cannot_judge("llamacpp", config, config.max_position_embeddings)
+
+
+def refuse_scheme(wanted: Arithmetic) -> None:
+    """No engine that `verify` runs computes a scheme, and no tolerance is derived for it."""
+    if wanted.numerics == "scheme":
+        raise click.UsageError(
+            "--numerics scheme goes with run, chat, serve and quality; verify judges exact and ggml numerics"
+        )
 
 
 def refuse_residency(wanted: Arithmetic) -> None:

@@ -105,7 +105,7 @@ def command(
         axes, {"--device": device not in (None, "cpu"), "--compile": compiled, "--adapter": adapter, "--impl": impl}
     )
     refuse_misplaced(
-        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=compiled, ggml=numerics == "ggml",
+        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=compiled, numerics=numerics,
         f16=kv_cache == "f16",
     )  # fmt: skip
     if any_base and adapter is None:
@@ -161,14 +161,21 @@ def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
 
 
 def refuse_misplaced(
-    backend: str, *, device: str | None, dtype: str | None, kernels: bool, compiled: bool, ggml: bool, f16: bool
+    backend: str,
+    *,
+    device: str | None,
+    dtype: str | None,
+    kernels: bool,
+    compiled: bool,
+    numerics: str | None,
+    f16: bool,
 ) -> None:
     """Raise a usage error for options that mean nothing to the backend."""
     if backend == "numpy":
         given = {"--device": device, "--dtype": dtype, "--kernels": kernels, "--compile": compiled}
         other = "torch; the NumPy path runs on the CPU in float32"
     else:
-        given = {"--numerics ggml": ggml, "--kv-cache f16": f16}
+        given = {f"--numerics {numerics}": numerics not in (None, "exact"), "--kv-cache f16": f16}
         other = "numpy; the torch path always computes in exact numerics"
     for option, value in given.items():
         if value:

@@ -178,7 +178,7 @@ def _opened(
     from llorch.serve.turns import Turns
 
     refuse_misplaced(
-        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, ggml=numerics == "ggml",
+        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,
         f16=kv_cache == "f16",
     )  # fmt: skip
     arithmetic, path, n_tokens = chosen_numerics(numerics, kv_cache), model_path(model), n_jobs * context

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from command_line import invoke
-from refusals import assert_cli_refuses
+from refusals import assert_cli_refuses, refuses
 
 from llorch.builtin import builtin_path
+from llorch.cli.inputs import say_plan
 from llorch.files import GGUFFile, open_weights
 from llorch.files.export import write_gguf
 from llorch.files.gguf import open_gguf
 from llorch.files.quant import GGMLType
+from llorch.model import load
+from llorch.numerics import SCHEME
 from llorch.verify.suites.quantised_models import write_model
 
 TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
@@ -96,3 +99,29 @@ def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: P
     path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :] + grown)
     result = invoke("verify", str(path), TOKENS, *wanted)
     assert_cli_refuses(result, 2, f"llorch: {path}: Unsupported: ", last.name, kind.name, "llama.cpp")
+
+
+FOLDERS = Path(__file__).parents[2] / "reference_outputs" / "quantised_folders"
+
+
+@pytest.mark.parametrize("model", ["micro-llama", str(FOLDERS / "ct-w8a8")], ids=["built in", "folder"])
+def test_verify_with_scheme_numerics_is_refused(model: str):
+    assert_cli_refuses(invoke("verify", model, "--numerics", "scheme"), 2, "--numerics scheme")
+
+
+@pytest.mark.parametrize("words", [["--numerics", "scheme", "--backend", "torch"]], ids=" ".join)
+def test_scheme_numerics_go_with_numpy(words: list[str]):
+    result = invoke("run", str(FOLDERS / "ct-w8a8"), "a", *words)
+    assert_cli_refuses(result, 2, "--numerics scheme", "--backend numpy")
+
+
+@pytest.mark.parametrize("name", ["float", "modelopt-fp8"])
+def test_scheme_numerics_of_a_model_without_a_known_scheme_are_refused(name: str):
+    with refuses("Unsupported"):
+        load(FOLDERS / name, numerics=SCHEME)
+
+
+@pytest.mark.parametrize(("name", "noted"), [("ct-w8a8", False), ("gptq-4bit", True)])
+def test_a_note_says_that_a_scheme_is_exact(name: str, noted: bool, capsys: pytest.CaptureFixture[str]):
+    say_plan(load(FOLDERS / name, numerics=SCHEME))
+    assert ("note: " in capsys.readouterr().err) == noted
