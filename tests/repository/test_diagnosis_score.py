@@ -175,7 +175,7 @@ def test_the_readme_shows_as_many_bugs_reports_and_right_engines_as_there_are():
     n_wrong = total["place"] + total["layer"]
     assert total["name"] + total["unknown"] == n_wrong
     assert len(BUGS) + total["second"] + len(REPORTS) < n_wrong <= 2 * len(BUGS) + total["second"] + len(REPORTS)
-    said = re.search(r"plants (\d+) bugs .{,60} re-enacts (\d+) reports, runs (\d+) right variants", page)
+    said = re.search(r"injects (\d+) bugs .{,60} repeats (\d+) bug reports, and runs (\d+) correct variants", page)
     assert said is not None
     assert [*map(int, said.groups())] == [len(BUGS), len(REPORTS), len(HONEST)]
     assert f"{n_wrong + N_RIGHT} dumps, " in page

@@ -8,7 +8,8 @@ from typing import Any
 from safetensors_bytes import safetensors_bytes
 
 FOLDERS = Path(__file__).parents[2] / "reference_outputs" / "quantised_folders"
-NAMES = sorted(path.parent.name for path in FOLDERS.glob("*/config.json") if path.parent.name != "float")
+NOT_READ = ("float", "gpt-oss-mxfp4")  # of floats; of a family that llorch refuses
+NAMES = sorted(path.parent.name for path in FOLDERS.glob("*/config.json") if path.parent.name not in NOT_READ)
 
 Tensor = tuple[str, list[int], bytes]  # dtype, shape, data
 Tensors = dict[str, Tensor]

@@ -56,6 +56,10 @@ class Hybrid(Weights):
     def cache_dtype(self) -> type[np.floating]:
         return self.dtype
 
+    @property
+    def cache_rounding(self) -> dict[int, Any]:
+        return {}
+
     def __getitem__(self, name: str) -> Any:
         return self.one[name]
 
