@@ -192,7 +192,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=("q_tempered|q_head_norm|q_rope|q_norm|q_proj|q_gate_proj", "k_cache"),
         formula="q k^T / sqrt(head_dim), -inf for later keys", function="llorch.ops.attention.attention_scores",
         llamacpp="kq-{i} (MUL_MAT) times the scale, plus the mask of kq_soft_max-{i}",
-        transformers="input of the softmax of layer {i}",
+        transformers="scores that the softmax of layer {i} gets",
         needs=("attention",),
     ),
     Stage(

@@ -156,9 +156,9 @@ def numerics_group(default: str) -> Callable[[Callable], Callable]:
     return group(
         "Numerics",
         page_option(
-            "--numerics", type=click.Choice(["exact", "ggml", "scheme"]),
-            help="Exact products, or inputs rounded as on llama.cpp's CPU path (ggml) or as a quantised Hugging Face "
-            f"folder says (scheme).  [default: {default}]",
+            "--numerics", type=click.Choice(["exact", "ggml", "scheme"]), metavar="KIND",
+            help="exact; ggml: rounds inputs as llama.cpp does; scheme: as a quantised folder says.  "
+            f"[default: {default}]",
         ),
         page_option(
             "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,

@@ -269,7 +269,7 @@ def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     (header,) = [line for line in detail.splitlines() if line.startswith("checkpoint ") and " peft " in line]
     assert "transformers" not in header
     assert "18  second_moment" in detail
-    assert "18 parameters: errors in learning" in detail
+    assert "\n18 parameters: " in detail
     shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
     (tmp_path / "micro-qwen3" / "training.json").unlink()
     monkeypatch.setattr("llorch.verify.training.claims.goldens_folder", lambda: tmp_path)
