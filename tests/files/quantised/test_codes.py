@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from llorch.files.quantised.codes import E2M1, E4M3, E8M0, INT8, across, awq, high_first, stream, ten_per_word
 
@@ -56,6 +55,8 @@ def test_the_upper_half_of_a_byte_may_come_first():
 
 
 def test_tables_of_small_floats_are_those_of_torch():
+    import torch
+
     data = torch.arange(256, dtype=torch.uint8)
     np.testing.assert_array_equal(E4M3, data.view(torch.float8_e4m3fn).float().numpy())
     np.testing.assert_array_equal(E8M0, data.view(torch.float8_e8m0fnu).float().numpy())
