@@ -370,7 +370,7 @@ STAGES: tuple[Stage, ...] = (
         name="expert_in", checkpoint="06b", axes="seq topk hidden", inputs=("ffn_norm", "topk_ids", "topk_weights"),
         formula="ffn_norm * topk_weight, once per chosen expert", function="llorch.families.experts.experts",
         llamacpp="ffn_moe_weighted-{i} (MUL)",
-        transformers="input of the first product in layers.{i}.mlp.experts", needs=("scaled_inputs",),
+        transformers="rows given to the first product in layers.{i}.mlp.experts", needs=("scaled_inputs",),
     ),
     Stage(
         name="expert_gate", checkpoint="06b", axes="seq topk expert_inter", inputs=("expert_in|ffn_norm", "topk_ids"),
