@@ -245,7 +245,7 @@ def _sampling(values: Fields, names: Mapping[str, str]) -> dict[str, float]:
 
 
 def _stores_codes(folder: Path) -> bool:
-    """Whether a folder is quantised, so that one of floats can be made of it."""
+    """Tell if a folder is quantised: then a folder of floats can be made of it."""
     path = folder / CONFIG
     return path.is_file() and is_quantised(read_settings(path), folder)
 

@@ -18,7 +18,7 @@ Rows = slice | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a quantised Hugging Face folder stores a matrix; stands where a ggml type stands in a GGUF file."""
+    """The type of a matrix in a quantised Hugging Face folder, in place of a ggml type."""
 
     name: str  # for people: method, bits, and columns of one scale
 
@@ -27,7 +27,7 @@ StoredType = GGMLType | Scheme
 
 
 def has_codes(kind: StoredType) -> bool:
-    """Whether a type stores codes with scales: it cannot hold any float."""
+    """Tell if a type stores codes with scales, so that it cannot hold every float."""
     return not isinstance(kind, GGMLType) or BLOCK_SIZES[kind][0] > 1
 
 
@@ -70,7 +70,7 @@ class Packed:
         return replace(self, raw=part.reshape(-1), shape=(len(part), *self.shape[1:]))
 
     def holds_the_same(self, other: "Packed") -> bool:
-        """Whether the numbers are equal; those of equal bytes are not decoded."""
+        """Tell if the numbers of both are equal; equal bytes are not decoded."""
         same_bytes = self.ggml_type is other.ggml_type and np.array_equal(self.raw, other.raw)
         return same_bytes or np.array_equal(self.decode(), other.decode())
 

@@ -50,7 +50,7 @@ class SafetensorsInfo(Entry):
 
     @property
     def holds_floats(self) -> bool:
-        """Whether the tensor can be a weight: floats, or a matrix of a quantised folder."""
+        """Tell if the tensor can be a weight: floats, or a matrix of a quantised folder."""
         return self.dtype in _FLOATS or self.dtype not in _BITS
 
 

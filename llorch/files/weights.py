@@ -199,12 +199,12 @@ class Weights(Mapping):
 
     @property
     def cache_rounding(self) -> Mapping[int, tuple[SchemeRounding, SchemeRounding]]:
-        """How keys and values of each layer are rounded before they are stored."""
+        """The roundings of keys and values, by layer, before they are stored."""
         return self._activations.caches
 
     @property
     def rounds_nothing(self) -> bool:
-        """Whether scheme numerics are exact, since the folder quantises weights alone."""
+        """Tell if scheme numerics equal exact ones, because the folder quantises weights alone."""
         return not self._activations.inputs and not self._activations.caches
 
     def _scheme(self) -> Activations:

@@ -40,7 +40,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class SchemeRounding:
-    """How a scheme rounds activations."""
+    """The rule by which a scheme rounds activations: codes, and the origin of their scales."""
 
     codes: CodesName
     scales: Literal["static", "dynamic", "e8m0", "e4m3"]

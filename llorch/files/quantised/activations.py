@@ -29,7 +29,7 @@ _CODES: Mapping[tuple[str, int], CodesName] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a scheme rounds; empty where it quantises weights alone."""
+    """The roundings of a scheme; empty if it quantises weights alone."""
 
     inputs: dict[str, SchemeRounding] = field(default_factory=dict)  # by the name of the weight
     caches: dict[int, tuple[SchemeRounding, SchemeRounding]] = field(default_factory=dict)  # keys, values; by layer

@@ -91,7 +91,7 @@ def _stated_shape(source: Source, state: Fields) -> Shape:
 
 
 def _span(rows: Rows, shape: Shape) -> np.ndarray:
-    """Where in the whole matrix the numbers of some rows are, (rows, in)."""
+    """Give the places of the numbers of some rows in the flat matrix, (rows, in)."""
     ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     return ids[:, None] * shape[1] + np.arange(shape[1])
 

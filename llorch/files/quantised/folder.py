@@ -89,7 +89,7 @@ def _beside(folder: Path) -> Fields | None:
 
 
 def is_quantised(values: Mapping[str, object], folder: Path) -> bool:
-    """Whether the folder of these settings stores codes; FormatError as `settings_of`."""
+    """Tell if the folder of these settings is quantised; FormatError as `settings_of`."""
     return settings_of(values, folder) is not None
 
 
@@ -117,7 +117,7 @@ class QuantisedFolder(SafetensorsFolder):
 
     @property
     def matrices(self) -> Mapping[str, Found]:
-        """What its reader found, by the name of the weight."""
+        """The matrices that the reader of the method found, by the name of the weight."""
         return self.source.found
 
     def _matrices(self) -> dict[str, SafetensorsInfo]:
@@ -155,7 +155,7 @@ class QuantisedFolder(SafetensorsFolder):
 
     @cached_property
     def activations(self) -> Activations:
-        """How the folder rounds activations; FormatError as `read_activations`."""
+        """The roundings of activations that the settings ask for; FormatError as `read_activations`."""
         return read_activations(self.method, self.source)
 
     def require_whole(self, name: str) -> None:

@@ -65,7 +65,10 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the numbers of a matrix are made; `group` is how many columns share a scale, or the group of each column."""
+    """The rule that makes the numbers of a matrix.
+
+    `group` is the number of columns that share a scale, or gives the group of each column.
+    """
 
     codes: Reader  # (rows, in) uint8
     values: np.ndarray | Callable[[Parts], np.ndarray]  # float32 by code; the table may be a part
@@ -134,7 +137,7 @@ class QuantisedMatrix(Packed):
         return replace(self, own_rows=stored, shape=(len(stored), self.shape[1]))
 
     def holds_the_same(self, other: Packed) -> bool:
-        """Whether the numbers are equal."""
+        """Tell if the numbers of both are equal."""
         return np.array_equal(self.decode(), other.decode())
 
     def require_scales(self) -> None:

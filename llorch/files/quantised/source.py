@@ -38,7 +38,7 @@ class Source:
         return [name.removesuffix(f".{suffix}") for name in self.tensors if name.endswith(f".{suffix}")]
 
     def has(self, module: str, suffix: str) -> bool:
-        """Whether a module has a tensor of this name."""
+        """Tell if a module has a tensor of this name."""
         return f"{module}.{suffix}" in self.tensors
 
     def take(self, module: str, suffix: str, dtypes: Iterable[str], shape: Shape | None = None, key: str = "") -> str:
@@ -95,12 +95,12 @@ def n_groups(source: Source, module: str, n_in: int, group_size: int, *, partial
 
 
 def matches_part(pattern: str, module: str) -> bool:
-    """Whether a name is that of a module or of parts of it that follow one another, as transformers compares."""
+    """Tell if a name equals a module's name or some of its parts in a row, as transformers compares."""
     return re.search(rf"(^|\.){re.escape(pattern)}($|\.)", module) is not None
 
 
 def matches_module(pattern: str, module: str) -> bool:
-    """Whether compressed-tensors would match: an expression after `re:` from the start, else the whole name."""
+    """Tell if compressed-tensors would match: an expression after `re:` from the start, else the whole name."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
