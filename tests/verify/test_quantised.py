@@ -126,7 +126,7 @@ def test_flips_are_counted_and_what_they_would_do_is_said(folder: Path):
     rows = judged(folder, "BF16")
     (near,) = (row for row in rows if (row.stage, row.mode, row.case) == ("logits", "free", "near"))
     flips = sum(row.flips for row in rows if (row.mode, row.case) == ("chained", "near"))
-    assert_tells(near.note, f"{flips} values", f"error {near.error:.1e}")
+    assert_tells(near.note, f"{flips} values", f"{near.error:.1e}")
     assert flips > 0
 
 

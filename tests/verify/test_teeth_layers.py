@@ -71,7 +71,7 @@ def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, For
     window = next(family for family in FAMILIES if family.name == "mask-window").made(value, weights.config)
     (found,) = diagnose(weights, dump_of(weights, [Tokens(IDS, 0)], everywhere(window, weights))).findings
     assert (found.suspects[0].name, found.suspects[0].value) == ("mask-window", str(value))
-    assert "config says otherwise" in found.sentence
+    assert "config has another" in found.sentence
 
 
 def alone(mistake: Mistake[StageInputs], suite: ForwardSuite, stage: str, layer: int | None) -> float:
