@@ -40,7 +40,7 @@ class Timed:
 
 def foreign(kind: str, path: Path, *args: object) -> Any:
     """Load an engine of others, `LlamaCpp` or `Transformers`, in a process of its own: a `Timed` there."""
-    from llorch.verify.witnesses.process import EngineInChild
+    from llorch.engines.process import EngineInChild
 
     return EngineInChild({"LlamaCpp": "llama.cpp"}.get(kind, kind.lower()), path, "engines:Timed", kind, path, *args)
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.convert import convert
+from llorch.engines.process import in_child
 from llorch.files import Weights
 from llorch.files.names import inventory
 from llorch.model import load
@@ -33,7 +34,6 @@ from llorch.verify.models import verify_as_stored, verify_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import numpy_runners
 from llorch.verify.truth import WITNESS
-from llorch.verify.witnesses.process import in_child
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -92,7 +92,7 @@ def judged_quantised(folder: Path, config: dict[str, Any], number: int, *, faile
     twin, kind = folder.with_suffix(".gguf"), list(FILE_TYPES)[number % len(FILE_TYPES)]
     convert(folder, twin)
     path = twin.with_name(f"{folder.name}-{kind}.gguf")
-    in_child("llamacpp", twin, "llorch.verify.witnesses.f32_copy:write_by_llamacpp", twin, path, FILE_TYPES[kind])
+    in_child("llamacpp", twin, "llorch.engines.f32_copy:write_by_llamacpp", twin, path, FILE_TYPES[kind])
     numerics = replace(GGML, kv_cache="f16" if number % 3 == 0 else "f32")
     model = load(path, numerics=numerics, residency="packed" if number % 5 < 2 else "decoded")
     yield from verify_as_stored(model, prompt(config, number), failed=failed)

@@ -85,7 +85,7 @@ AREAS = (
     ),
     Area("quality", "verify/quality/* bench", "verify/quality/[sw]* cli/quality bench cli/bench"),
     Area("report", "verify/report/*", "verify/pages verify/report/* repository/readme cli/verify"),
-    Area("producers", "verify/witnesses/*", "verify/witnesses/* verify/evidence", live=True),
+    Area("producers", "engines/*", "engines/* verify/evidence", live=True),
     Area("serve", "serve/*", "serve/*"),
     Area("atlas", "atlas/* atlas/engines/*", "atlas/*", live=True),
     Area("cli", "__init__ __main__ launched threads cli/*", "cli/* repository/layers"),

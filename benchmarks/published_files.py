@@ -33,8 +33,8 @@ def file_types(full: bool) -> dict[str, int]:
 
 def types(full: bool, n_threads: int) -> Iterator[Line]:
     """Judge a file of every type that llama.cpp writes of the model."""
+    from llorch.engines.process import in_child
     from llorch.errors import EngineDied
-    from llorch.verify.witnesses.process import in_child
 
     source = decoded()
     for name, number in file_types(full).items():
@@ -75,7 +75,7 @@ def folder(n_threads: int) -> Iterator[Line]:
     from llama_vocabulary import LlamaVocabulary
 
     from llorch.convert import convert
-    from llorch.verify.witnesses.process import in_child
+    from llorch.engines.process import in_child
     from tests.tokenizer.test_published import strings_for
 
     there, back, theirs = decoded_folder(), work("back.gguf"), work("by-llamacpp.gguf")
@@ -118,7 +118,7 @@ def folder_texts(there: Path, back: Path, n_threads: int) -> Line:
     import torch
     import transformers
 
-    from llorch.verify.witnesses.process import EngineInChild
+    from llorch.engines.process import EngineInChild
 
     torch.set_num_threads(n_threads)
     library = transformers.AutoTokenizer.from_pretrained(there)

@@ -10,7 +10,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from llorch.verify.witnesses import llamacpp
+from llorch.engines import llamacpp
 
 
 class Texts:

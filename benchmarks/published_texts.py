@@ -70,8 +70,8 @@ def texts(name: str, path: Path, n_prompts: int, n_threads: int) -> Iterator[Lin
     """Compare greedy texts of an F32 file."""
     import torch
 
+    from llorch.engines.process import EngineInChild
     from llorch.pytorch.model import load_torch
-    from llorch.verify.witnesses.process import EngineInChild
 
     exact = load(path)
     ids = [exact.tokenizer.encode(text) for text in prompts(n_prompts)]

@@ -88,9 +88,9 @@ def train_by_peft(base: Path, training: Any) -> Iterator[float]:
 
 def adapter_line(base: Path, run: Path) -> Line:
     """Compare logits with the adapter, loaded by PEFT and by llorch."""
+    from llorch.engines.peft import peft_logits
     from llorch.model import load
     from llorch.verify.training.limits import of_dump
-    from llorch.verify.witnesses.peft import peft_logits
 
     model = load(base)
     ids = model.tokenizer.encode(PROMPT)

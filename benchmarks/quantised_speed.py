@@ -75,8 +75,8 @@ def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Cal
 
 def quantised(source: Path, name: str, n_threads: int) -> Path:
     """Have llama.cpp write a quantised copy; ends with 3 where it does not survive that."""
+    from llorch.engines.process import in_child
     from llorch.errors import EngineDied
-    from llorch.verify.witnesses.process import in_child
 
     click.echo(f"quantising to {name}", err=True)
     path = source.with_name(f"{name}.gguf")

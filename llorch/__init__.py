@@ -23,7 +23,8 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     train/                  data, loss, update, snapshots: a training run without its model
     dumps/                  what a run of anybody's engine showed, as stages of the table
     pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
-    verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others,
+    engines/                engines of others, each in a process of its own: llama.cpp, transformers, PEFT
+    verify/                 claims from goldens, runners, one judge, mistakes;
                             diagnosis/ names the mistake of an engine that has a dump alone
     machine/                packages, processor, engines and caches of this machine: what is broken, and its repair
     learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.numerics import GGML
@@ -23,7 +24,6 @@ from llorch.verify.suites.files import fingerprint
 from llorch.verify.suites.quantised import stage_rows
 from llorch.verify.suites.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
 from llorch.verify.suites.quantised_models import MODELS, SCALES, random_blocks, write_model
-from llorch.verify.witnesses import open_producer
 
 IDS = (5, 17, 33, 80, 71, 42, 8, 93)  # of 96
 N_RANDOM = 4
@@ -95,7 +95,7 @@ def rows_of(width: int) -> np.ndarray:
 
 def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
     """Rows, and their bytes by every variant that this build of ggml has."""
-    from llorch.verify.witnesses.ggml_tensor import quantize, variants
+    from llorch.engines.ggml_tensor import quantize, variants
 
     rows = rows_of(BLOCK_SIZE.get(kind, 32))
     return {f"{kind}.rows": rows} | {f"{kind}.{v}": quantize(rows, kind, v) for v in variants(kind)}
@@ -164,7 +164,7 @@ def _edge_blocks(kind: GGMLType) -> np.ndarray:
 
 
 def _decoded(kind: GGMLType, blocks: np.ndarray) -> np.ndarray:
-    from llorch.verify.witnesses.ggml_tensor import decode
+    from llorch.engines.ggml_tensor import decode
 
     return decode(blocks, int(kind), len(blocks) * BLOCK_SIZES[kind][0]).reshape(len(blocks), -1)
 

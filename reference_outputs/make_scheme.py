@@ -33,9 +33,9 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers import AutoModelForCausalLM
 
+from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.transformers_capture import captured
 from llorch.files import open_weights
-from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-from llorch.verify.witnesses.transformers_capture import captured
 
 FOLDER = Path(__file__).resolve().parent / "quantised_folders"
 ARRAYS, RECORD = FOLDER / "scheme.npz", FOLDER / "scheme.json"

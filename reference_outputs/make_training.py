@@ -15,6 +15,7 @@ import numpy as np
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
+from llorch.engines import ProducerName, open_producer
 from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter
 from llorch.model import Model
@@ -59,10 +60,9 @@ from llorch.verify.training.recipe import (
     step_batches,
     with_zero_b,
 )
-from llorch.verify.witnesses import ProducerName, open_producer
 
 if TYPE_CHECKING:
-    from llorch.verify.witnesses.peft import Peft
+    from llorch.engines.peft import Peft
 
 TEXTS = (  # beginning and number of tokens, number of those that are not learned
     (("Once upon a time, Mia the little fox", 10, 4), ("The fox ran home to the river.", 7, 3)),
@@ -76,8 +76,8 @@ def make_training(name: str) -> TrainingGolden:
 
     A producer that is further from the truth than is ever granted is refused.
     """
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-    from llorch.verify.witnesses.peft import Peft
+    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.peft import Peft
 
     path = builtin_path(name)
     weights = open_weights(path)
@@ -122,8 +122,8 @@ def make_training(name: str) -> TrainingGolden:
 
 def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """PEFT, unmodified, in pure float64, by name: each stage on what the golden was fed, and all from the beginning."""
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-    from llorch.verify.witnesses.peft import Peft
+    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.peft import Peft
 
     adapter, config = golden.adapter_for(weights.config), weights.config
     with float64_everywhere():
@@ -141,9 +141,9 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
 
 def isolated_truth(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """The part of `truth_of` that depends on what the golden was fed."""
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-    from llorch.verify.witnesses.peft import Peft
-    from llorch.verify.witnesses.peft_isolated import Isolated
+    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.peft import Peft
+    from llorch.engines.peft_isolated import Isolated
 
     with float64_everywhere():
         made = Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
@@ -169,7 +169,7 @@ def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarra
 
 def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> TrainingGolden:
     """The golden as PEFT shows it on a base in half precision, and the truth of what that was fed."""
-    from llorch.verify.witnesses.peft import Peft
+    from llorch.engines.peft import Peft
 
     made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
     half = replace(golden, arrays=golden.arrays | {name_of(place): array for place, array in made.items()})
@@ -208,7 +208,7 @@ def export_arrays(
     PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
     the one that llama.cpp made the right logits from.
     """
-    from llorch.verify.witnesses.llamacpp import logits_with_adapter
+    from llorch.engines.llamacpp import logits_with_adapter
 
     export_all(weights, adapter, folder)
     ids = [document for document, _ in batch.each_document()]

@@ -24,6 +24,7 @@ import make_training
 import numpy as np
 
 from llorch.builtin import EVERY, OTHERS, builtin_path
+from llorch.engines import Producer, open_producer
 from llorch.files import Weights, open_weights
 from llorch.model import Model
 from llorch.stages import keys
@@ -54,7 +55,6 @@ from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.goldens import read as read_training
 from llorch.verify.training.goldens import save as save_training
 from llorch.verify.truth import take_truth
-from llorch.verify.witnesses import Producer, open_producer
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."

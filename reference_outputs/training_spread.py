@@ -15,6 +15,8 @@ import torch
 from make_training import apart
 
 from llorch.config import ModelConfig
+from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.peft import Peft, gradient_of, trained
 from llorch.train.batch import Batch
 from llorch.verify.compare import FACTOR, Difference, Tolerance, tolerance_from
 from llorch.verify.places import Place
@@ -23,8 +25,6 @@ from llorch.verify.training.claims import tolerances
 from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.places import CHAINED, Arrays
 from llorch.verify.training.recipe import OPTIMIZER, STEPS_SHOWN, step_batches
-from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-from llorch.verify.witnesses.peft import Peft, gradient_of, trained
 
 N_RUNS = 4
 

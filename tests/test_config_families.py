@@ -9,7 +9,7 @@ from refusals import Refusal, assert_tells, row
 from llorch.architecture import DeltaNet, Experts, Layer, Temperature
 from llorch.config import ModelConfig, YarnScaling
 from llorch.config.llamacpp import cannot_express
-from llorch.verify.witnesses.abilities import cannot_judge, unturned
+from llorch.engines.abilities import cannot_judge, unturned
 
 DENSE: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 6,

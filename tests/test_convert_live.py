@@ -69,7 +69,7 @@ def transformers_logits(folder: Path) -> np.ndarray:
 
 
 def llama_logits(path: Path) -> np.ndarray:
-    from llorch.verify.witnesses import open_producer
+    from llorch.engines import open_producer
 
     with open_producer("llamacpp", path) as engine:
         return engine.logits(IDS)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from llorch import engines
 from llorch.threads import VARIABLES, limited, n_asked
-from llorch.verify import witnesses
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +33,9 @@ def test_an_engine_gets_the_threads_that_the_user_asks_for(
     told: int | None, given: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     found: list[Any] = []
-    monkeypatch.setattr(witnesses, "EngineInChild", lambda *_args, n_threads, **_how: found.append(n_threads))
-    monkeypatch.setattr(witnesses, "find_spec", lambda name: True)
+    monkeypatch.setattr(engines, "EngineInChild", lambda *_args, n_threads, **_how: found.append(n_threads))
+    monkeypatch.setattr(engines, "find_spec", lambda name: True)
     with limited(2):
-        witnesses.open_producer("llamacpp", tmp_path, n_threads=told)
-    witnesses.open_producer("llamacpp", tmp_path, n_threads=told)
+        engines.open_producer("llamacpp", tmp_path, n_threads=told)
+    engines.open_producer("llamacpp", tmp_path, n_threads=told)
     assert found == [given, told]

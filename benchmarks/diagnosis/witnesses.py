@@ -143,9 +143,9 @@ LLAMA_CPP = {  # dtype of the weights, of the cache, and whether with flash atte
 def _llamacpp(folder: Path, model: str, dtype: str, kv_cache: str, flash: bool) -> Written:
     import llama_cpp
 
+    from llorch.engines import llamacpp
+    from llorch.engines.llamacpp_graph import GraphCapture, Watcher
     from llorch.numerics import EXACT, Numerics
-    from llorch.verify.witnesses import llamacpp
-    from llorch.verify.witnesses.llamacpp_graph import GraphCapture, Watcher
 
     switch = "LLAMA_FLASH_ATTN_TYPE_DISABLED"  # what the witness asks for; no other way to have it on
     before = getattr(llama_cpp, switch)

@@ -198,7 +198,7 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 # %% [markdown]
 # - `model.double()` in transformers is no float64 reference: RMSNorm, RoPE, softmax and loss pass through float32.
 #   For the float64 reference, llorch turns every requested float dtype, in any operator, into float64
-#   ([`wide.py`](../../llorch/verify/witnesses/transformers_capture.py)).
+#   ([`wide.py`](../../llorch/engines/transformers_capture.py)).
 # - Autograd has no gradient for frozen tensors. Block inputs get one because a hook requests it.
 # - `-trainer` on the torch path is the mode of `llorch lora train` that saves memory: fused attention, products of
 #   frozen weights by oneDNN, each block run again for its gradient, logits in chunks. Running a block again changes

@@ -14,8 +14,8 @@ from llorch.atlas.inputs import Input, write_input
 from llorch.atlas.judging import judge
 from llorch.atlas.runs import Ended, Request, run_all
 from llorch.atlas.verdicts import NOT_RUN, UNREADABLE, Verdict, confirmed, word_of
+from llorch.engines import open_producer
 from llorch.errors import FormatError, GuardFailed
-from llorch.verify.witnesses import open_producer
 
 Say = Callable[[str], None]
 

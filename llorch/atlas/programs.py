@@ -19,9 +19,9 @@ from llorch.atlas.catalogue import Engine
 from llorch.atlas.inputs import FAMILIES, IDS, NO_WINDOW, SEED, Input, write_input
 from llorch.atlas.runs import run_program
 from llorch.config import ModelConfig
+from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.files.names import inventory
-from llorch.verify.witnesses import open_producer
 
 N_SHOWN = 4  # logits of the last token
 _CLOSE, _APART = 2e-4, 2e-3  # both sides are rounded to four digits

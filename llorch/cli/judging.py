@@ -20,6 +20,8 @@ from llorch.cli.report import print_end, print_model
 from llorch.cli.tables import console
 from llorch.cli.workers import Workers
 from llorch.config import ModelConfig
+from llorch.engines import ProducerName
+from llorch.engines.abilities import cannot_judge
 from llorch.errors import LeftOut, MissingExtra
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
@@ -34,8 +36,6 @@ from llorch.verify.suites.quantised import CHECKPOINT, block_rows, model_rows
 from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.witnesses import ProducerName
-from llorch.verify.witnesses.abilities import cannot_judge
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend

@@ -98,8 +98,8 @@ def _check_place(output: Path, model: Path) -> None:
 
 
 def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:
+    from llorch.engines import open_producer
     from llorch.model import load
-    from llorch.verify.witnesses import open_producer
 
     if producer is None:
         trace: dict = {}

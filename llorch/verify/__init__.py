@@ -1,6 +1,6 @@
 """Verification: what engines that others wrote show, what ours makes of the same, and the verdict.
 
-In comes a model: a built-in name with its stored goldens, or a file that engines run now. Out come rows, one per
+In comes a model: a built-in name with its stored goldens, or a file that `engines` run now. Out come rows, one per
 comparison. On the way, and in the order to read:
 
     places     where an array stands: tokens of a pass; case, stage, layer, part
@@ -10,7 +10,6 @@ comparison. On the way, and in the order to read:
     goldens    what producers showed; `truth` is what transformers computes in pure float64
     suites/    the claims: of the forward pass, its tokens, files, quantised blocks; `training/` those of training
     runners/   what computes ours: NumPy as it runs and under ggml numerics, torch in each way it runs
-    witnesses/ the engines, each in a process of its own
     models     a model judged from end to end
     mistakes/  known mistakes; `variants` plants them
     diagnosis/ the first wrong stage of an engine that gave a dump alone, and the mistake; `diff` of two dumps

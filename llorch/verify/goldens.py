@@ -17,13 +17,13 @@ import numpy as np
 
 from llorch.builtin import missing_golden
 from llorch.config import ModelConfig
+from llorch.engines import Call, Producer, Route, stored_route
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file
 from llorch.sampling import SamplingSettings
 from llorch.verify.compare import Difference
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.places import Pass
-from llorch.verify.witnesses import Call, Producer, Route, stored_route
 
 PRODUCERS = ("llamacpp", "transformers")
 TRUTH = "truth"

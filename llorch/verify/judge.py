@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+from llorch.engines import Route
 from llorch.verify.choices import Choice
 from llorch.verify.compare import Difference, Tolerance, measure, measure_in
 from llorch.verify.places import Place
-from llorch.verify.witnesses import Route
 
 PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
 

@@ -12,6 +12,9 @@ import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder, is_wheel
 from llorch.config import ModelConfig
+from llorch.engines import ProducerName, Route, Say, open_producer
+from llorch.engines.abilities import cannot_judge
+from llorch.engines.process import start
 from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.residency import plan
@@ -50,9 +53,6 @@ from llorch.verify.suites.files import (
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.long_contexts import LongSuite
 from llorch.verify.truth import WITNESS, require_numbers, take_truth
-from llorch.verify.witnesses import ProducerName, Route, Say, open_producer
-from llorch.verify.witnesses.abilities import cannot_judge
-from llorch.verify.witnesses.process import start
 
 Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.engines import Call, Say, open_producer
+from llorch.engines.abilities import not_a_number
 from llorch.stages import Stage
 from llorch.verify.compare import Difference, measure
 from llorch.verify.goldens import Evidence, Truth, calls_for, shown_by
 from llorch.verify.places import Pass
-from llorch.verify.witnesses import Call, Say, open_producer
-from llorch.verify.witnesses.abilities import not_a_number
 
 WITNESS = "transformers-float64"  # its name in rows
 ATTENTION = "attention"  # stands for scores, probabilities and context as one op

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from llorch.verify.witnesses.transformers import CLASSES
+from llorch.engines.transformers import CLASSES
 from small_models.corpus import stories
 from small_models.shapes import Recipe
 from small_models.vocabulary import Vocabulary

@@ -9,16 +9,16 @@ from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray
-from llorch.verify.witnesses.process import GGML_VARIABLES
+from llorch.engines.process import GGML_VARIABLES
 
 pytestmark = pytest.mark.live
 
 
 def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArray]:
     os.environ |= GGML_VARIABLES
-    from llorch.verify.witnesses import ggml_tensor
-    from llorch.verify.witnesses.llamacpp import LlamaCpp
-    from llorch.verify.witnesses.llamacpp_graph import Watcher
+    from llorch.engines import ggml_tensor
+    from llorch.engines.llamacpp import LlamaCpp
+    from llorch.engines.llamacpp_graph import Watcher
 
     nodes: list[RawArray] = []
 

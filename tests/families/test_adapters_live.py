@@ -45,7 +45,7 @@ def assert_alike(got: np.ndarray, want: np.ndarray, limit: float) -> None:
 
 def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the_same(weights, adapter, tmp_path):
     from llorch.convert import convert
-    from llorch.verify.witnesses.llamacpp import logits_with_adapter
+    from llorch.engines.llamacpp import logits_with_adapter
 
     twin = convert(weights.path, tmp_path / "twin.gguf").target
     write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config)

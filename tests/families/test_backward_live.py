@@ -29,7 +29,7 @@ def of_peft(base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attenti
     """Loss and gradients, by our names, of PEFT in float64."""
     import torch
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     model, given = float64_peft(base, folder, attention), torch.from_numpy(ids)[None]
     with float64_everywhere(refuse=False):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llorch.architecture import Experts
+from llorch.engines.float64_everywhere import float64_everywhere
 from llorch.families.experts import experts
-from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
 pytestmark = pytest.mark.live  # transformers makes the models
 

@@ -69,7 +69,7 @@ def theirs(request) -> Theirs:
     import torch
     import transformers
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     name, torch_modules = request.param, transformers.models
     module = {
@@ -114,7 +114,7 @@ def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
     import torch
     import transformers
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(SEQ, 40)) * 2, DeltaState.empty(NET, np.float64)
     cache = transformers.DynamicCache(config=theirs.config)
@@ -134,7 +134,7 @@ def test_short_passes_leave_the_states_of_transformers(theirs, seq):
     import torch
     import transformers
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(seq, 40)), DeltaState.empty(NET, np.float64)
     cache = transformers.DynamicCache(config=theirs.config)
@@ -149,7 +149,7 @@ def test_short_passes_leave_the_states_of_transformers(theirs, seq):
 def test_gated_attention_is_that_of_transformers(theirs, cuts):
     import torch
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     h, first = np.random.default_rng(2).normal(size=(SEQ, 40)), 7
     positions = np.arange(first, first + SEQ)

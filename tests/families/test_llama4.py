@@ -24,7 +24,7 @@ def test_every_variant_is_that_of_transformers(tmp_path: Path, settings: dict):
     import torch
     from transformers import Llama4ForCausalLM
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     folder = random_folder("llama4", tmp_path / "llama4", 0, **settings)
     with float64_everywhere(refuse=False):

@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str
     import transformers
     from families import random_folder
 
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     folder, ids = random_folder(family, tmp_path / family, seed), ids_of(seed, LENGTHS[seed])
     with float64_everywhere(), torch.no_grad():

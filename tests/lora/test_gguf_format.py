@@ -36,7 +36,7 @@ CASES = [("llama", kind) for kind in KINDS] + [("qwen2", "every matrix"), ("qwen
 @pytest.mark.live
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_llamacpp_computes_what_we_compute(tmp_path, family, kind):
-    from llorch.verify.witnesses.llamacpp import logits_with_adapter
+    from llorch.engines.llamacpp import logits_with_adapter
 
     base = tiny_base(tmp_path / "base", family)
     weights = open_weights(base)
@@ -58,9 +58,7 @@ def test_llamacpp_aborts_on_an_embedding_adapter_of_a_tied_base_which_is_why_we_
     weights = open_weights(tiny_base(tmp_path / "base", tied=True))
     adapter = random_adapter(weights.config, target_modules=("embed_tokens",))
     write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config)
-    script = (
-        "import sys; from llorch.verify.witnesses.llamacpp import logits_with_adapter as f; f(*sys.argv[1:3], [1, 2])"
-    )
+    script = "import sys; from llorch.engines.llamacpp import logits_with_adapter as f; f(*sys.argv[1:3], [1, 2])"
     command = [sys.executable, "-c", script, str(tmp_path / "base"), str(tmp_path / "adapter.gguf")]
     ended = subprocess.run(command, capture_output=True, check=False, cwd=Path(__file__).parents[2])
     assert ended.returncode < 0  # a signal: no error message can be given any more

@@ -27,7 +27,7 @@ PISSA = {
 def peft_pissa(name: str, **settings: Any) -> Any:
     import peft
 
-    from llorch.verify.witnesses.transformers import Transformers
+    from llorch.engines.transformers import Transformers
 
     config: Any = {"r": 4, "lora_alpha": 16.0} | settings
     config["target_modules"] = list(config["target_modules"])

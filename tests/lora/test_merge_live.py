@@ -33,7 +33,7 @@ CASES = [
 def test_all_engines_agree_on_an_adapter_and_on_the_merged_model(tmp_path, family, tied, settings):
     from transformers import AutoModelForCausalLM
 
-    from llorch.verify.witnesses.llamacpp import LlamaCpp, logits_with_adapter
+    from llorch.engines.llamacpp import LlamaCpp, logits_with_adapter
 
     base = tiny_base(tmp_path / "base", family, tied=tied)
     weights = open_weights(base)
@@ -59,7 +59,7 @@ def test_all_engines_agree_on_an_adapter_and_on_the_merged_model(tmp_path, famil
 def test_a_tied_base_merges_into_what_peft_computes(tmp_path, modules):
     from transformers import AutoModelForCausalLM
 
-    from llorch.verify.witnesses.llamacpp import LlamaCpp
+    from llorch.engines.llamacpp import LlamaCpp
 
     base = tiny_base(tmp_path / "base", tied=True)
     weights = open_weights(base)

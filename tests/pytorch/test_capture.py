@@ -18,11 +18,11 @@ from llorch.builtin import builtin_path, goldens_folder
 from llorch.convert import convert
 from llorch.dumps.raw import digest
 from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.stages import keys
 from llorch.verify.compare import Tolerance
 from llorch.verify.goldens import Golden, read
-from llorch.verify.witnesses import open_producer
 
 NAME = "micro-llama"
 CLOSE = Tolerance(3e-6, 1e-5)  # two ways to order the sums of float32

@@ -95,7 +95,7 @@ def test_a_snapshot_is_written_and_nothing_locks_its_folder(tmp_path: Path):
 
 
 def test_an_engine_that_cannot_be_asked_is_one_sentence(tmp_path: Path):
-    code = "from llorch.verify.witnesses.process import EngineProcess\nEngineProcess('llamacpp')"
+    code = "from llorch.engines.process import EngineProcess\nEngineProcess('llamacpp')"
     kind, said = elsewhere(code, tmp_path).stderr.splitlines()[-1].split(": ", 1)
     assert kind == "llorch.errors.EngineDied"
     assert_tells(said, "llamacpp", "system", "built-in")

@@ -85,7 +85,7 @@ def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
 def test_a_processor_that_rounds_otherwise_has_no_differences(
     disturbed: ModuleType, lenient: Differences, golden: TrainingGolden
 ):
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     with float64_everywhere():
         producer = disturbed.DisturbedPeft(weights_of(MODEL).path, dtype="float64")

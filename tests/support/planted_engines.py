@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from llorch.engines.child import tell
 from llorch.errors import FormatError, MissingExtra
-from llorch.verify.witnesses.child import tell
 
 
 class OwnError(RuntimeError):

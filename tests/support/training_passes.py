@@ -92,7 +92,7 @@ def in_peft(name: str, adapter: Adapter, **settings: Any) -> Any:
     """A built-in model in transformers with an adapter in PEFT, in evaluation mode."""
     import peft
 
-    from llorch.verify.witnesses.transformers import Transformers
+    from llorch.engines.transformers import Transformers
 
     config: Any = {"r": 3, "lora_alpha": 5.0} | settings
     config["target_modules"] = list(config["target_modules"])

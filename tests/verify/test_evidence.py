@@ -11,6 +11,7 @@ from refusals import refuses
 
 from llorch.architecture import Layer, Temperature
 from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
+from llorch.engines import Producer, Route, one_by_one
 from llorch.files import open_weights
 from llorch.verify.goldens import (
     FAR_POSITION,
@@ -30,7 +31,6 @@ from llorch.verify.models import stored, unable_for
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
 from llorch.verify.truth import require_numbers
-from llorch.verify.witnesses import Producer, Route, one_by_one
 
 
 def thin(model: str = "micro-llama") -> Golden:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llorch.engines import open_producer
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
@@ -18,7 +19,6 @@ from llorch.verify.models import stored
 from llorch.verify.places import token_axis
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, DRIFT, FLOAT32, FREE, SUM
 from llorch.verify.suites.quantised_models import matrix_bytes
-from llorch.verify.witnesses import open_producer
 
 COPIES = ["embed", "l0.k_cache", "l1.v_cache"]
 SUMS = ["l0.attn_residual", "l1.block_out"]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from families import random_folder, twin
 
+from llorch.engines import ProducerName, open_producer
 from llorch.files import open_weights
 from llorch.verify.judge import FAIL, TIE
 from llorch.verify.models import unable_for, verify_live
-from llorch.verify.witnesses import ProducerName, open_producer
 
 pytestmark = pytest.mark.live
 BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")

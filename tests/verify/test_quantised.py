@@ -12,6 +12,8 @@ from tiny_models import random_tensors, write_folder
 
 import llorch
 from llorch.builtin import builtin_path
+from llorch.engines import Route, open_producer
+from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
 from llorch.model import Model
 from llorch.numerics import GGML, Numerics
@@ -25,8 +27,6 @@ from llorch.verify.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated,
 from llorch.verify.suites import files
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import Route, open_producer
-from llorch.verify.witnesses.process import in_child
 
 IDS = [5, 17, 33, 60, 2, 42, 8, 90, 71, 29]
 F16_CACHE = Numerics("ggml", "f16")

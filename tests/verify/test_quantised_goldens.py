@@ -12,6 +12,7 @@ from planted_quantised import golden
 from refusals import refuses
 
 from llorch.builtin import goldens_folder
+from llorch.engines import Route
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.stages import input_keys, keys
@@ -19,7 +20,6 @@ from llorch.verify.golden_arrays import SUFFIX
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.verify.suites.quantised_models import MODELS
-from llorch.verify.witnesses import Route
 
 
 @pytest.fixture(scope="module")

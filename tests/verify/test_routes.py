@@ -12,6 +12,7 @@ from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, writ
 
 from llorch.builtin import builtin_path
 from llorch.config import LinearScaling, ModelConfig
+from llorch.engines import OURS, Producer, ProducerName, Route, open_here
 from llorch.files import Weights, export
 from llorch.numerics import GGML
 from llorch.verify import models, truth
@@ -22,7 +23,6 @@ from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.quantised_models import write_model
 from llorch.verify.truth import WITNESS
-from llorch.verify.witnesses import OURS, Producer, ProducerName, Route, open_here
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
 LLAMACPP, TRANSFORMERS = (Route(name, name) for name in PRODUCERS)

@@ -9,6 +9,7 @@ from planted import by_name, chain, first_failing, models_of
 from planted_dumps import dump_of, everywhere, mistake_in
 
 from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.engines import ProducerName
 from llorch.stages import BY_NAME, key
 from llorch.verify.compare import measure
 from llorch.verify.diagnosis.diagnose import diagnose
@@ -19,7 +20,6 @@ from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.verify.mistakes.variants import VISIBLE, made_wrong
 from llorch.verify.models import ask
 from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.witnesses import ProducerName
 
 pytestmark = pytest.mark.live
 ENGINE: ProducerName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone

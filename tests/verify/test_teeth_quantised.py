@@ -185,7 +185,7 @@ def test_a_bug_in_the_product_is_red(name: str, bug: str, tmp_path: Path, monkey
 
 def live(name: str, folder: Path) -> list[Row]:
     """The story model, quantised by llama.cpp itself."""
-    from llorch.verify.witnesses.f32_copy import write_by_llamacpp
+    from llorch.engines.f32_copy import write_by_llamacpp
 
     write_by_llamacpp(builtin_path("story"), folder / "story.gguf", FTYPES[name])
     model = llorch.load(folder / "story.gguf", numerics=GGML)

@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from llorch.engines.abilities import cannot_judge
+from llorch.engines.process import in_child
 from llorch.errors import EngineDied, FormatError
 from llorch.files import Weights
 from llorch.lora.adapted_weights import AdaptedWeights
@@ -18,8 +20,6 @@ from llorch.lora.merge_files import LARGEST_COMPARED, probe_ids, run
 from llorch.lora.peft_format import is_of_whole, write_peft
 from llorch.lora.targets import alone
 from llorch.verify.doctor.finding import NOT_RUN, OK, WRONG, Finding
-from llorch.verify.witnesses.abilities import cannot_judge
-from llorch.verify.witnesses.process import in_child
 
 _PACKAGES = {"peft": ("peft", "transformers", "torch"), "llamacpp": ("llama_cpp",)}
 _TITLES = {"peft": "logits in PEFT", "llamacpp": "logits in llama.cpp"}
@@ -88,13 +88,13 @@ def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], fol
         unknown = BaseIdentity(name="", config="", vectors="", matrices="", types=())
         write_peft(adapter, folder / "adapter", base=unknown)
         path = folder / "adapter"
-    return in_child("transformers", base, "llorch.verify.witnesses.peft:peft_logits", base, path, ids)
+    return in_child("transformers", base, "llorch.engines.peft:peft_logits", base, path, ids)
 
 
 def _in_llamacpp(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:
     write_lora_gguf(adapter, folder / "adapter.gguf", weights.config)  # also where it is one: refuses what kills it
     path, base = folder / "adapter.gguf" if path.is_dir() else path, Path(weights.path)
-    return in_child("llamacpp", base, "llorch.verify.witnesses.llamacpp:logits_with_adapter", base, path, ids)
+    return in_child("llamacpp", base, "llorch.engines.llamacpp:logits_with_adapter", base, path, ids)
 
 
 _RUNS: dict[str, Callable[[Path, Adapter, Weights, list[int], Path], np.ndarray]] = {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.engines.process import in_child
 from llorch.files import SafetensorsFolder, Weights, open_weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.packed import Packed
@@ -23,11 +24,10 @@ from llorch.files.quantised import QuantisedFolder
 from llorch.verify.goldens import TokenCheck
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.places import Place
-from llorch.verify.witnesses.process import in_child
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = "llorch.verify.witnesses.dequantisers"
+_LIBRARIES = "llorch.engines.dequantisers"
 
 Table = Mapping[str, str]  # tensor name -> "dtype shape [sha256]"
 Encode = Callable[[str], list[int]]  # with the special tokens that the file asks for
@@ -51,7 +51,7 @@ def token_rows(model: str, encode: Encode, checks: Sequence[TokenCheck], *, back
 
 def decode_rows(model: str, weights: Weights) -> Iterator[Row]:
     """Checkpoint 13: our decoding of every matrix of a file, bit by bit against ggml's own C functions."""
-    theirs = partial(in_child, "llamacpp", weights.path, "llorch.verify.witnesses.ggml_tensor:decoded_hash")
+    theirs = partial(in_child, "llamacpp", weights.path, "llorch.engines.ggml_tensor:decoded_hash")
     by_type: dict[str, list[Packed]] = defaultdict(list)
     for info in weights.source.tensors.values():
         packed = weights.source.packed(info.name)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from llorch.engines import Route
 from llorch.files import Weights
 from llorch.sampling import greedy
 from llorch.stages import BY_NAME, Stage, input_keys, key, keys
@@ -32,7 +33,6 @@ from llorch.verify.runners import Runner, See
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.tokens import Tokens, edge_of_top_p
 from llorch.verify.truth import ATTENTION, WITNESS, distance
-from llorch.verify.witnesses import Route
 
 COPIES = ("embed", "k_cache", "v_cache", "conv_state")  # isolated they are exact: nothing is computed
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from llorch.engines import Route
 from llorch.files import Weights
 from llorch.stages import Stage
 from llorch.verify.compare import FACTOR, FLOORS, Tolerance
@@ -20,7 +21,6 @@ from llorch.verify.places import Pass, Place, token_axis
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import OWN_SUMS
 from llorch.verify.truth import WITNESS
-from llorch.verify.witnesses import Route
 
 DTYPES = ("float32", "float64")
 WHOLE, IN_PARTS = LONG_MODES = "whole", "in parts"  # modes of rows

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import missing_golden
+from llorch.engines import stored_route
 from llorch.files.quant import GGMLType
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.goldens import Evidence
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_models import MODELS
-from llorch.verify.witnesses import stored_route
 
 FOLDER = "quantised"
 CASE = "near"

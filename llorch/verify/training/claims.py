@@ -14,6 +14,7 @@ import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
+from llorch.engines import OURS, stored_route
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
 from llorch.verify.compare import Difference, Tolerance, tolerance_from
@@ -28,7 +29,6 @@ from llorch.verify.training.places import CHAINED, ISOLATED, MODES, Arrays, plac
 from llorch.verify.training.recipe import OPTIMIZER
 from llorch.verify.training.runner import NumpyRunner
 from llorch.verify.training.stages import BY_GROUP
-from llorch.verify.witnesses import OURS, stored_route
 
 Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
 

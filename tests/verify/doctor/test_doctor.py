@@ -12,6 +12,7 @@ from random_adapters import random_adapter, tiny_base
 from refusals import assert_tells
 
 from llorch.builtin import builtin_path
+from llorch.engines.process import in_child
 from llorch.files import open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -24,7 +25,6 @@ from llorch.train.data import DataSettings, read_data
 from llorch.verify.doctor import examine
 from llorch.verify.doctor.checks import NUMBER_CHECKS, READER_CHECKS, check_run
 from llorch.verify.doctor.engines import _RUNS
-from llorch.verify.witnesses.process import in_child
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"

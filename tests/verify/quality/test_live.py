@@ -57,7 +57,7 @@ def ours(path: Path, text: str, numerics: Numerics = EXACT) -> PairScores:
 
 def engine_logits(path: Path, text: str, numerics: Numerics) -> tuple[np.ndarray, np.ndarray]:
     """Logits and right tokens of the second half of every window."""
-    from llorch.verify.witnesses.llamacpp import LlamaCpp
+    from llorch.engines.llamacpp import LlamaCpp
 
     logits, targets = [], []
     with LlamaCpp(path, numerics=numerics) as engine:

@@ -10,13 +10,13 @@ from tiny_models import random_tensors, write_folder
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
+from llorch.engines import Route
+from llorch.engines import open_here as open_producer
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.names import inventory
 from llorch.numerics import DtypeName
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import Route
-from llorch.verify.witnesses import open_here as open_producer
 
 pytestmark = pytest.mark.live
 

@@ -15,11 +15,11 @@ import llama_cpp
 import numpy as np
 
 from llorch.config import FAMILIES, ModelConfig
+from llorch.engines import ggml_tensor
+from llorch.engines.ggml_tensor import GgmlTensor
+from llorch.engines.llamacpp_delta_net import Rule, delta_net_rules, delta_net_stages
+from llorch.engines.llamacpp_experts import expert_rules, of_experts
 from llorch.files.names import undo_interleave
-from llorch.verify.witnesses import ggml_tensor
-from llorch.verify.witnesses.ggml_tensor import GgmlTensor
-from llorch.verify.witnesses.llamacpp_delta_net import Rule, delta_net_rules, delta_net_stages
-from llorch.verify.witnesses.llamacpp_experts import expert_rules, of_experts
 
 
 class NodeRule(NamedTuple):

@@ -19,12 +19,12 @@ from tiny_models import random_tensors, write_folder
 from tokenizers import models, pre_tokenizers, processors
 
 from llorch.builtin import builtin_path
+from llorch.engines import Producer, ProducerName, f32_copy
+from llorch.engines import open_here as open_producer  # what is watched here is inside the engines
 from llorch.errors import MissingExtra
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.witnesses import Producer, ProducerName, f32_copy
-from llorch.verify.witnesses import open_here as open_producer  # what is watched here is inside the engines
 
 pytestmark = pytest.mark.live
 
@@ -186,7 +186,7 @@ def test_an_error_inside_the_callback_reaches_the_caller(qwen3: Pair, monkeypatc
     def fail(*_arguments: object) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr("llorch.verify.witnesses.llamacpp_graph.GraphCapture.keep", fail)
+    monkeypatch.setattr("llorch.engines.llamacpp_graph.GraphCapture.keep", fail)
     with pytest.raises(LookupError, match="planted"):
         qwen3[0].trace(IDS)
     monkeypatch.undo()
@@ -201,7 +201,7 @@ def test_a_graph_with_other_stages_is_refused(qwen3: Pair, monkeypatch: pytest.M
 
 
 def test_another_struct_layout_is_refused(monkeypatch: pytest.MonkeyPatch):
-    from llorch.verify.witnesses import ggml_tensor  # needs the engine
+    from llorch.engines import ggml_tensor  # needs the engine
 
     read_too_far = ggml_tensor.GgmlTensor.from_address  # as if a field of eight bytes had gone
     monkeypatch.setattr(ggml_tensor, "node", lambda address: read_too_far(address + 8))
@@ -290,7 +290,5 @@ def test_a_missing_engine_names_the_extra(name: ProducerName, package: str, monk
 
 
 def test_importing_producers_imports_no_engine():
-    code = (
-        "import sys, llorch.verify.witnesses; sys.exit(bool({'torch', 'transformers', 'llama_cpp'} & set(sys.modules)))"
-    )
+    code = "import sys, llorch.engines; sys.exit(bool({'torch', 'transformers', 'llama_cpp'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

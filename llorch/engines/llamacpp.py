@@ -23,13 +23,13 @@ import numpy as np
 from jaxtyping import Float32
 
 from llorch.config import ModelConfig
+from llorch.engines import Call, Route, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
+from llorch.engines.f32_copy import FLOAT_TYPES, float_gguf
+from llorch.engines.llamacpp_graph import GraphCapture, Watcher
 from llorch.files import open_weights
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.threads import n_threads_for
-from llorch.verify.witnesses import Call, Route, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
-from llorch.verify.witnesses.f32_copy import FLOAT_TYPES, float_gguf
-from llorch.verify.witnesses.llamacpp_graph import GraphCapture, Watcher
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ MODEL = "micro-qwen3"
 
 @pytest.fixture(scope="module")
 def producer():
-    from llorch.verify.witnesses.peft import Peft
+    from llorch.engines.peft import Peft
 
     return Peft(builtin_path(MODEL), n_threads=1)
 
@@ -41,7 +41,7 @@ def test_deltas_are_peft_s_own_delta_weight_times_the_input(producer):
 
 
 def test_an_adapter_with_b_zero_leaves_the_base(producer):
-    from llorch.verify.witnesses import open_producer
+    from llorch.engines import open_producer
 
     golden = training_golden_of(MODEL)
     fresh = with_zero_b(golden.adapter_for(weights_of(MODEL).config))
@@ -63,9 +63,9 @@ def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
 
 
 def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-    from llorch.verify.witnesses.peft import Peft
-    from llorch.verify.witnesses.peft_isolated import Isolated
+    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.peft import Peft
+    from llorch.engines.peft_isolated import Isolated
 
     golden = training_golden_of(MODEL)
     with float64_everywhere():
@@ -78,7 +78,7 @@ def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
 
 
 def test_float64_outside_of_the_mode_that_widens_everything_is_refused():
-    from llorch.verify.witnesses.peft import Peft
+    from llorch.engines.peft import Peft
 
     with refuses(RuntimeError, "float64", "float64_everywhere", where="peft"):
         Peft(builtin_path(MODEL), n_threads=1, dtype="float64")
@@ -94,7 +94,7 @@ def made(tmp_path):
 
 
 def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
-    from llorch.verify.witnesses.peft import peft_logits
+    from llorch.engines.peft import peft_logits
 
     base, folder, adapter = made
     write_gguf(open_weights(base), tmp_path / "base.gguf")
@@ -104,7 +104,7 @@ def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
 
 
 def test_keys_that_fit_nothing_are_an_error_where_peft_only_warns(made):
-    from llorch.verify.witnesses.peft import peft_logits
+    from llorch.engines.peft import peft_logits
 
     base, folder, _ = made
     path = folder / "adapter_model.safetensors"

@@ -13,7 +13,7 @@ import numpy as np
 
 from llorch.architecture import Experts
 from llorch.config import ModelConfig
-from llorch.verify.witnesses.llamacpp_delta_net import Rule
+from llorch.engines.llamacpp_delta_net import Rule
 
 
 def expert_rules(config: ModelConfig) -> Iterator[Rule]:

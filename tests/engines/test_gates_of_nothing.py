@@ -9,6 +9,7 @@ from families import random_folder, twin
 from refusals import assert_tells
 from safetensors.numpy import load_file, save_file
 
+from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.model import load
 from llorch.numerics import GGML
@@ -16,7 +17,6 @@ from llorch.verify.judge import PASS
 from llorch.verify.models import verify_as_stored, verify_live
 from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
-from llorch.verify.witnesses import open_producer
 
 pytestmark = pytest.mark.live
 IDS = [5, 71, 12, 99, 34, 8, 60, 47, 23]

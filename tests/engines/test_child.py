@@ -17,12 +17,12 @@ from refusals import assert_tells, refuses
 from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
 
 from llorch.builtin import builtin_path
+from llorch.engines import Producer, open_producer, process
+from llorch.engines.process import EngineInChild, in_child
 from llorch.errors import EngineDied, MissingExtra
 from llorch.files import open_weights
 from llorch.numerics import GGML
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.witnesses import Producer, open_producer, process
-from llorch.verify.witnesses.process import EngineInChild, in_child
 from tests.tokenizer.test_template_process import ends_within, running
 
 MODEL = builtin_path("micro-llama")
@@ -172,7 +172,7 @@ def test_an_interruption_ends_the_engine(engine: Any, monkeypatch: pytest.Monkey
 def test_no_engine_outlives_the_process_that_asked(doing: str, end: str):
     code = f"""
 import os, sys, threading, time
-from llorch.verify.witnesses.process import EngineInChild
+from llorch.engines.process import EngineInChild
 engine = EngineInChild("planted", "none", "planted_engines:Planted")
 print(engine.pid, engine.leave_a_file(), flush=True)
 if {doing!r}:
@@ -192,7 +192,7 @@ if {doing!r}:
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["llamacpp", "transformers"])
 def test_a_real_engine_shows_the_same_from_its_process_and_is_missed_when_it_is_killed(name: Any):
-    from llorch.verify.witnesses import open_here
+    from llorch.engines import open_here
 
     with open_producer(name, MODEL) as there, open_here(name, MODEL) as here:
         assert isinstance(there, Producer)

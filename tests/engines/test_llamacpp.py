@@ -11,13 +11,13 @@ from random_adapters import random_adapter, tiny_base
 from refusals import refuses
 
 from llorch.builtin import builtin_path
+from llorch.engines import Route, f32_copy
+from llorch.engines import open_here as open_producer
 from llorch.files import open_weights
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.numerics import GGML, DtypeName
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import Route, f32_copy
-from llorch.verify.witnesses import open_here as open_producer
 
 pytestmark = pytest.mark.live
 
@@ -87,7 +87,7 @@ def made(tmp_path):
 
 
 def test_the_adapter_acts_on_every_run_and_on_its_stages(made):
-    from llorch.verify.witnesses.llamacpp import LlamaCpp, LlamaCppWithAdapter
+    from llorch.engines.llamacpp import LlamaCpp, LlamaCppWithAdapter
 
     base, adapter, _ = made
     with LlamaCpp(base) as plain, LlamaCppWithAdapter(base, adapter) as adapted:
@@ -98,7 +98,7 @@ def test_the_adapter_acts_on_every_run_and_on_its_stages(made):
 
 
 def test_a_zero_adapter_gives_the_bits_of_the_base(made, tmp_path):
-    from llorch.verify.witnesses.llamacpp import LlamaCpp, logits_with_adapter
+    from llorch.engines.llamacpp import LlamaCpp, logits_with_adapter
 
     base, _, config = made
     adapter = random_adapter(config)
@@ -112,7 +112,7 @@ def test_a_zero_adapter_gives_the_bits_of_the_base(made, tmp_path):
 
 
 def test_what_llamacpp_refuses_is_an_error_with_its_words(made, tmp_path):
-    from llorch.verify.witnesses.llamacpp import logits_with_adapter
+    from llorch.engines.llamacpp import logits_with_adapter
 
     base, adapter, _ = made
     cut = tmp_path / "cut.gguf"

@@ -33,6 +33,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.architecture import Experts
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.engines import OURS, Call, Route, Trace, check_ids, checked_trace, one_by_one
+from llorch.engines.child import tell
+from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.transformers_capture import as_array, captured
+from llorch.engines.transformers_streamed import (
+    FileTensors,
+    FolderTensors,
+    OurTensors,
+    Streamed,
+    Tensors,
+    named_once,
+    without_weights,
+)
 from llorch.files import Weights, open_weights
 from llorch.files.export_huggingface import written_family
 from llorch.files.quantised import QuantisedFolder
@@ -43,19 +56,6 @@ from llorch.threads import limited, n_threads_for
 from llorch.verify.compare import Difference
 from llorch.verify.lockstep import fits
 from llorch.verify.truth import ATTENTION, distance
-from llorch.verify.witnesses import OURS, Call, Route, Trace, check_ids, checked_trace, one_by_one
-from llorch.verify.witnesses.child import tell
-from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-from llorch.verify.witnesses.transformers_capture import as_array, captured
-from llorch.verify.witnesses.transformers_streamed import (
-    FileTensors,
-    FolderTensors,
-    OurTensors,
-    Streamed,
-    Tensors,
-    named_once,
-    without_weights,
-)
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from families import random_folder, twin
 
+from llorch.engines import ProducerName, Trace, open_here
+from llorch.engines.abilities import cannot_judge
 from llorch.families.delta_net import heads
 from llorch.files import open_weights
 from llorch.stages import BY_NAME
 from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
-from llorch.verify.witnesses import ProducerName, Trace, open_here
-from llorch.verify.witnesses.abilities import cannot_judge
 
 pytestmark = pytest.mark.live
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

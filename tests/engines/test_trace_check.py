@@ -8,8 +8,8 @@ import pytest
 from planted import golden_of, weights_of
 from refusals import assert_tells, refuses
 
-from llorch.verify.witnesses import check_ids, checked_trace
-from llorch.verify.witnesses import open_here as open_producer
+from llorch.engines import check_ids, checked_trace
+from llorch.engines import open_here as open_producer
 
 NAME = "micro-qwen3"
 CONFIG = weights_of(NAME).config
@@ -80,7 +80,7 @@ def test_ids_that_the_model_does_not_have_are_refused(ids: tuple[int, ...]):
 
 @pytest.mark.live
 def test_a_node_that_comes_twice_is_refused(monkeypatch: pytest.MonkeyPatch):
-    from llorch.verify.witnesses.llamacpp_graph import GraphCapture  # needs the engine
+    from llorch.engines.llamacpp_graph import GraphCapture  # needs the engine
 
     keep = GraphCapture.keep
     monkeypatch.setattr(GraphCapture, "keep", lambda self, tensor: [keep(self, tensor), keep(self, tensor)][0])
@@ -91,8 +91,8 @@ def test_a_node_that_comes_twice_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.live
 def test_a_stage_that_is_computed_twice_is_refused():
-    from llorch.verify.witnesses.transformers import Transformers
-    from llorch.verify.witnesses.transformers_capture import captured as watched
+    from llorch.engines.transformers import Transformers
+    from llorch.engines.transformers_capture import captured as watched
 
     with Transformers(weights_of(NAME).path) as engine, watched(engine._model, engine.config):
         engine.logits((3, 1, 4))

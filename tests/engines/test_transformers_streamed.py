@@ -11,9 +11,9 @@ from refusals import refuses
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 
 from llorch.builtin import builtin_path
+from llorch.engines import OURS, Call, open_here
 from llorch.numerics import DtypeName
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import OURS, Call, open_here
 
 pytestmark = pytest.mark.live
 
@@ -76,7 +76,7 @@ def test_streamed_runs_give_the_bits_of_whole_ones(
     tmp_path: Path, name: str, reader: str, dtype: DtypeName, monkeypatch: pytest.MonkeyPatch
 ):
     told: list[str] = []
-    monkeypatch.setattr("llorch.verify.witnesses.transformers.tell", told.append)
+    monkeypatch.setattr("llorch.engines.transformers.tell", told.append)
     path = model(name, tmp_path)
     with open_here("transformers", path, dtype=dtype, streamed=False) as engine:
         calls = asked(engine.trace(IDS))
@@ -95,7 +95,7 @@ def test_streamed_runs_give_the_bits_of_whole_ones(
 
 
 def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
-    from llorch.verify.witnesses.transformers_streamed import EMBEDDING, FINAL_NORM, Streamed
+    from llorch.engines.transformers_streamed import EMBEDDING, FINAL_NORM, Streamed
 
     held: list[set[str]] = []
     fill = Streamed._fill

@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from llorch.config import ModelConfig
+from llorch.engines import OURS, Route
 from llorch.files import Weights, open_weights
 from llorch.files.export import FILE_TYPES, gguf_size, write_gguf
 from llorch.files.gguf import GGUFFile
 from llorch.files.quant import GGMLType
 from llorch.numerics import DtypeName
-from llorch.verify.witnesses import OURS, Route
 
 logger = logging.getLogger(__name__)
 

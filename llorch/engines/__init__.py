@@ -15,11 +15,11 @@ import numpy as np
 
 from llorch import stages
 from llorch.config import ModelConfig
+from llorch.engines.process import GGML_VARIABLES, EngineInChild, Say
 from llorch.errors import MissingExtra
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.threads import n_asked
-from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild, Say
 
 ProducerName = Literal["llamacpp", "transformers"]
 Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
@@ -152,7 +152,7 @@ def open_here(
     if name == "llamacpp":
         os.environ |= GGML_VARIABLES
         _require("llama_cpp")
-        from llorch.verify.witnesses.llamacpp import LlamaCpp
+        from llorch.engines.llamacpp import LlamaCpp
 
         return LlamaCpp(path, n_threads=n_threads, numerics=numerics, dtype=dtype)
     if name == "transformers" and numerics != EXACT:
@@ -160,7 +160,7 @@ def open_here(
     if name == "transformers":
         _require("torch")
         _require("transformers")
-        from llorch.verify.witnesses.transformers import Transformers
+        from llorch.engines.transformers import Transformers
 
         return Transformers(path, n_threads=n_threads, dtype=dtype, streamed=streamed)
     raise ValueError(f"engine: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")

@@ -10,6 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llorch.engines.peft import (
+    IN_TORCH,
+    Peft,
+    Watch,
+    array_of,
+    fed,
+    gradient_of,
+    gradients_of,
+    logits_of,
+    losses_of,
+    optimizer_of,
+    token_losses,
+    tokens_of,
+    trained,
+    updated,
+)
 from llorch.lora.adapter import Adapter
 from llorch.verify.places import Place
 from llorch.verify.training.goldens import TrainingGolden
@@ -26,22 +42,6 @@ from llorch.verify.training.places import (
     shared_input,
 )
 from llorch.verify.training.recipe import OPTIMIZER, RSLORA, STEPS_ALONE
-from llorch.verify.witnesses.peft import (
-    IN_TORCH,
-    Peft,
-    Watch,
-    array_of,
-    fed,
-    gradient_of,
-    gradients_of,
-    logits_of,
-    losses_of,
-    optimizer_of,
-    token_losses,
-    tokens_of,
-    trained,
-    updated,
-)
 
 
 class Isolated:

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from llorch.config import ModelConfig
+from llorch.engines.transformers import Transformers
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
 from llorch.lora.config import LoraConfig
 from llorch.lora.peft_format import is_of_whole
@@ -53,7 +54,6 @@ from llorch.verify.training.recipe import (
     OptimizerRecipe,
     step_batches,
 )
-from llorch.verify.witnesses.transformers import Transformers
 
 IN_TORCH = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq", "parameters": "parameters"}
 SCHEDULE_MAKERS: Mapping[str, Callable[..., Any]] = {

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
+from llorch.engines.messages import message, raised, receive, send
 from llorch.errors import EngineDied
-from llorch.verify.witnesses.messages import message, raised, receive, send
 
 GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
 _VARIABLES = {"llamacpp": GGML_VARIABLES}
-_IMPORTS = {"llamacpp": "llorch.verify.witnesses.llamacpp", "transformers": "llorch.verify.witnesses.transformers"}
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llorch.verify.witnesses.child import main; main(sys.argv[1])"
+_IMPORTS = {"llamacpp": "llorch.engines.llamacpp", "transformers": "llorch.engines.transformers"}
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llorch.engines.child import main; main(sys.argv[1])"
 # How long an engine may be silent: its start, and as often as a call may go through the whole model, at a speed that a
 # slow disk has.
 START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, times, bytes per second

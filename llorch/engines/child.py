@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from llorch.verify.witnesses.messages import described, message, receive, send
+from llorch.engines.messages import described, message, receive, send
 
 
 def main(first_import: str) -> None:
