@@ -30,8 +30,8 @@ FILES = (
     "backward cache forward pytorch/cpu/cpu pytorch/cpu/block pytorch/cpu/layer pytorch/cpu/quantised "
     "pytorch/train/loading model ops/attention ops/backward ops/cross_entropy ops/dora ops/linear ops/lora "
     "ops/rms_norm ops/rope ops/swiglu verify/quantised pytorch/cache pytorch/model pytorch/quantised "
-    "pytorch/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss verify/diagnosis/diagnose "
-    "verify/diagnosis/training"
+    "pytorch/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss diagnosis/diagnose "
+    "diagnosis/training/diagnose"
 )
 
 

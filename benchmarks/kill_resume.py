@@ -21,7 +21,7 @@ from pathlib import Path
 
 import click
 
-from llorch.verify.resume import Comparison, compare_runs
+from llorch.pytorch.train.verify_resume import Comparison, compare_runs
 
 FLAGS = (
     "micro-llama", "--r", "4", "--dropout", "0.1", "--batch-size", "2", "--accumulation", "2", "--save-every", "1",

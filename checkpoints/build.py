@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script sees it
 
 from checkpoints.drawing import draw, same_figure
 from checkpoints.executing import executed
+from checkpoints.generated.pages import FOLDER, generated, page, render, same
+from llorch.diagnosis.mistakes.planting import owner_of
 from llorch.stages import CHECKPOINTS
-from llorch.verify.mistakes.planting import owner_of
-from llorch.verify.report.pages import FOLDER, generated, page, render, same
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = re.compile(r"^<!-- source: ([\w.]+) -->$", re.MULTILINE)

@@ -20,12 +20,14 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     tokenizer/              text to ids and back, chats
     sampling  generate      from logits to a token, and on; `model` loads, generates and traces
     lora/                   adapters: read, merge, export
+    evaluate/               how well a model predicts a text, and how much a quantised model differs from its original
     train/                  data, loss, update, snapshots: a training run without its model
     dumps/                  what a run of anybody's engine showed, as stages of the table
     pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
     engines/                engines of others, each in a process of its own: llama.cpp, transformers, PEFT
-    verify/                 claims from goldens, runners, one judge, mistakes;
-                            diagnosis/ names the mistake of an engine that has a dump alone
+    doctor/                 an adapter, judged by the programs that read it
+    verify/                 claims from goldens, runners, one judge
+    diagnosis/              the first wrong stage of an engine that gave a dump alone, and the mistake
     machine/                packages, processor, engines and caches of this machine: what is broken, and its repair
     learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is
     serve/                  a server of the OpenAI interface for one model

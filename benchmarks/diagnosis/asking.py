@@ -19,11 +19,11 @@ from benchmarks.diagnosis.reenacted import Report
 from benchmarks.diagnosis.styles import Written
 from benchmarks.diagnosis.witnesses import Witness, path_of
 from llorch.cli.dumped import read_stages
+from llorch.diagnosis.diagnose import diagnose
+from llorch.diagnosis.verdict import Diagnosis, Finding
 from llorch.dumps.ids import FIRST_TOKEN_TWICE
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.verify.diagnosis.diagnose import diagnose
-from llorch.verify.diagnosis.verdict import Diagnosis, Finding
 
 
 @dataclass(frozen=True)

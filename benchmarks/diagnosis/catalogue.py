@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.diagnosis.asking import weights_of
 from benchmarks.diagnosis.honest import HONEST, LLAMA, QWEN2, QWEN3, Honest
-from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.diagnosis.diagnose import diagnose
 
 MODELS = (LLAMA, QWEN2, QWEN3)
 PARTS: Mapping[str, tuple[str, ...]] = {

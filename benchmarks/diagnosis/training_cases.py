@@ -18,11 +18,11 @@ from safetensors.numpy import save_file
 from benchmarks.diagnosis.trainer import SETTINGS, Trainer
 from benchmarks.diagnosis.training_bugs import BUGS, SETTING, Bug
 from llorch.builtin import builtin_path
+from llorch.diagnosis.training.diagnose import diagnose_training
+from llorch.diagnosis.verdict import Diagnosis
 from llorch.dumps.index import open_raw
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
-from llorch.verify.diagnosis.training import diagnose_training
-from llorch.verify.diagnosis.verdict import Diagnosis
 from llorch.verify.training.recipe import make_adapter
 
 STYLES = {  # what is written of a step

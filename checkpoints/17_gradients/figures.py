@@ -3,11 +3,11 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from llorch.diagnosis.mistakes import TRAINING
+from llorch.diagnosis.mistakes.planting import planted
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.swiglu import swiglu, swiglu_backward
 from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.mistakes import TRAINING
-from llorch.verify.mistakes.planting import planted
 from llorch.verify.training.claims import stored
 from llorch.verify.training.places import of_tensors
 

@@ -14,10 +14,10 @@ from llorch.cli.options import use_threads
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
 from llorch.cli.tables import console
+from llorch.diagnosis.rows import dump_rows
 from llorch.files import open_weights
 from llorch.model import Model
 from llorch.numerics import EXACT
-from llorch.verify.diagnosis.rows import dump_rows
 
 
 def judge_dump(

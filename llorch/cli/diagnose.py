@@ -19,7 +19,7 @@ from llorch.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from llorch.verify.diagnosis.verdict import Diagnosis
+    from llorch.diagnosis.verdict import Diagnosis
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -70,9 +70,9 @@ def command(
     from llorch.cli.outcome import DIFFERS, MISSING
     from llorch.cli.output import to_json
     from llorch.cli.tables import console
-    from llorch.verify.report.diagnosis import junit as as_junit
-    from llorch.verify.report.diagnosis import record
-    from llorch.verify.report.diagnosis_page import page
+    from llorch.diagnosis.report.page import page
+    from llorch.diagnosis.report.record import junit as as_junit
+    from llorch.diagnosis.report.record import record
 
     refuse_both(prompt, tokens)
     require_folders((junit, html))
@@ -102,9 +102,9 @@ def _diagnosed(
     from llorch.cli.inputs import model_path
     from llorch.cli.options import use_threads
     from llorch.cli.output import progress
+    from llorch.diagnosis.diagnose import diagnose
     from llorch.files import open_weights
     from llorch.model import Model
-    from llorch.verify.diagnosis.diagnose import diagnose
 
     weights = open_weights(model_path(model))
     use_threads(weights.config)
@@ -117,10 +117,10 @@ def _diagnosed(
 def _of_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":
     from llorch.cli.inputs import model_path
     from llorch.cli.output import progress
+    from llorch.diagnosis.training.diagnose import diagnose_training
     from llorch.dumps.index import open_raw
     from llorch.files import open_weights
     from llorch.lora.peft_format import read_peft
-    from llorch.verify.diagnosis.training import diagnose_training
 
     weights = open_weights(model_path(model))
     with progress(f"diagnosing {dump}"):

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import print_table, table
+from llorch.diagnosis.report.record import causes, count, explained, headline, ranges, short, times, verdict
+from llorch.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult
 from llorch.errors import printable
 from llorch.stages import BY_NAME
-from llorch.verify.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult
-from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, times, verdict
 
 _STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red", NOT_RUN: "yellow"}
 _NAME = 40  # characters of a name that others chose

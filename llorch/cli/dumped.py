@@ -29,11 +29,11 @@ def read_stages(
     path: Path, weights: "Weights", mapping: Path | None, ids: Sequence[int] | None, first_position: int | None
 ) -> "StageDump":
     """A dump as stages of a model, once the guards found that it may be compared; what the user says is held to it."""
+    from llorch.diagnosis.guards import check
     from llorch.dumps.index import open_raw
     from llorch.dumps.mapping import read_mapping
     from llorch.dumps.names import stage_dump
     from llorch.dumps.raw import with_earlier
-    from llorch.verify.diagnosis.guards import check
 
     raw, names = with_earlier(open_raw(path), ids), None if mapping is None else read_mapping(mapping)
     missing = None if raw.passes else ids  # what the dump says the guards compare, with a message of their own

@@ -26,11 +26,11 @@ from llorch.memory import available_memory
 if TYPE_CHECKING:
     import numpy as np
 
+    from llorch.evaluate.scores import Comparison, Estimate, Prediction
+    from llorch.evaluate.windows import Windows
     from llorch.files.residency import Residency
     from llorch.model import Model
     from llorch.numerics import Numerics
-    from llorch.verify.quality.scores import Comparison, Estimate, Prediction
-    from llorch.verify.quality.windows import Windows
 
 _TOKENIZING = 200  # bytes of memory per byte of text; 173 were measured on prose with a vocabulary of 151 thousand
 
@@ -66,8 +66,8 @@ def command(
     With REFERENCE alone, print its perplexity.
     """
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
+    from llorch.evaluate.windows import cut_text
     from llorch.model import load
-    from llorch.verify.quality.windows import cut_text
 
     arithmetic = chosen_numerics(numerics, kv_cache)
     text = _read(path)
@@ -129,8 +129,8 @@ def _needed(models: "list[Model]") -> int:
 def _judge(models: "list[Model]", windows: "Windows") -> "Comparison | Prediction":
     import numpy as np
 
-    from llorch.verify.quality.scores import PairScores, compare_models, perplexity
-    from llorch.verify.quality.windows import score, score_pair
+    from llorch.evaluate.scores import PairScores, compare_models, perplexity
+    from llorch.evaluate.windows import score, score_pair
 
     if len(models) == 1:
         steps = score(models[0], windows)
@@ -144,7 +144,7 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
     """Collect the steps; show how far they are, the mean of some values of theirs so far, and the time left."""
     import numpy as np
 
-    from llorch.verify.quality.scores import mean
+    from llorch.evaluate.scores import mean
 
     done: list[Any] = []
     start = time.monotonic()
@@ -159,7 +159,7 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
 
 def _print(about: dict[str, Any], judged: "Comparison | Prediction") -> None:
     from llorch.cli.tables import console, print_table, table
-    from llorch.verify.quality.scores import Comparison
+    from llorch.evaluate.scores import Comparison
 
     out = console()
     unused = about["tokens"] - about["windows"] * about["context"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from llorch.diagnosis.mistakes.planting import replaced
 from llorch.learn.guard import guarded
 from llorch.learn.lessons import PARTS
 from llorch.learn.part import Adapt, Call, Part
-from llorch.verify.mistakes.planting import replaced
 
 
 class Implementation:

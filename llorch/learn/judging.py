@@ -7,9 +7,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.verdict import Suspect
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import Lesson
-from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.judge import Claim, Row
 
 Mode = Literal["isolated", "chained"]

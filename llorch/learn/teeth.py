@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
+from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
+from llorch.diagnosis.verdict import Finding
 from llorch.learn.check import FORWARD, check
 from llorch.learn.checks.forward import OfModel, models_of, written_parts
 from llorch.learn.implementation import Implementation
@@ -18,11 +22,7 @@ from llorch.learn.judging import NearMiss
 from llorch.learn.lessons import Lesson
 from llorch.learn.materials import typed_mistakes
 from llorch.stages import BY_NAME, key
-from llorch.verify.diagnosis.verdict import Finding
 from llorch.verify.judge import FAIL
-from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
-from llorch.verify.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
-from llorch.verify.mistakes.variants import VISIBLE, made_wrong
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from itertools import groupby
 
 import numpy as np
 
+from llorch.diagnosis.mistakes import AFTER_LOGITS
+from llorch.diagnosis.profile import by_token, has_heads
 from llorch.learn.judging import Judged
 from llorch.stages import BY_NAME
-from llorch.verify.diagnosis.profile import by_token, has_heads
-from llorch.verify.mistakes import AFTER_LOGITS
 from llorch.verify.places import Place
 
 CLEARLY = 10.0  # times what is allowed, so that rounding decides nothing that is said

@@ -11,10 +11,5 @@ comparison. On the way, and in the order to read:
     suites/    the claims: of the forward pass, its tokens, files, quantised blocks; `training/` those of training
     runners/   what computes ours: NumPy as it runs and under ggml numerics, torch in each way it runs
     models     a model judged from end to end
-    mistakes/  known mistakes; `variants` plants them
-    diagnosis/ the first wrong stage of an engine that gave a dump alone, and the mistake; `diff` of two dumps
-    report/    the checkpoint pages, and a diagnosis as JSON, JUnit and a page
-
-Beside them `quality` (how well a model predicts a text), `doctor` (an adapter and its readers) and `resume` (a training
-that was cut short goes on to the same bits).
+    diff       two dumps compared with each other
 """

@@ -1,7 +1,7 @@
 """Two dumps beside each other, stage by stage: how far they are apart, and where they first are.
 
 Neither is right by itself: without a model nothing can be run again, so what one stage made is not told from what it
-was given. `verify.diagnosis` does that.
+was given. `diagnosis` does that.
 """
 
 from collections.abc import Callable, Iterator, Mapping

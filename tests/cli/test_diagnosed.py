@@ -9,7 +9,7 @@ from refusals import assert_tells
 
 from llorch.cli.diagnosed import print_diagnosis
 from llorch.cli.tables import Stdout
-from llorch.verify.diagnosis.verdict import Diagnosis
+from llorch.diagnosis.verdict import Diagnosis
 
 
 def printed(made: Diagnosis, *, every: bool = False) -> list[str]:

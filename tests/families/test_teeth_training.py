@@ -6,11 +6,11 @@ from families import random_folder
 from family_adapters import SMALL, family_adapter
 from planted_training import models_of
 
+from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.train.numpy_step import of_document
-from llorch.verify.mistakes import TRAINING, TrainingMistake
-from llorch.verify.mistakes.planting import replaced
 
 pytestmark = pytest.mark.live  # transformers makes the models
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True, scope="module")
 def brief_checks() -> Iterator[None]:
+    from llorch.diagnosis.mistakes import planting
     from llorch.learn.checks import after_logits, forward, foundation
-    from llorch.verify.mistakes import planting
 
     whole_suite = forward.suite_of
     with pytest.MonkeyPatch.context() as patch:

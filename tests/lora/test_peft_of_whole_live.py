@@ -10,12 +10,12 @@ from random_adapters import adapted_logits, peft_model, plain_logits, random_ada
 from refusals import refuses
 
 from llorch.convert import convert
+from llorch.doctor import examine
 from llorch.files import open_weights
 from llorch.lora.base import identity_of
 from llorch.lora.export import export
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import OF_WHOLE, is_of_whole, read_peft, write_peft
-from llorch.verify.doctor import examine
 
 pytestmark = [
     pytest.mark.live,

@@ -18,10 +18,10 @@ pytest.importorskip(
 from checkpoints import build
 from checkpoints.drawing import ROWS, draw, same_figure, strip
 from checkpoints.executing import executed
+from checkpoints.generated.pages import BLOCK
+from checkpoints.generated.tables import Blocks
 from llorch.learn.lessons import LESSONS
 from llorch.stages import CHECKPOINTS
-from llorch.verify.report.pages import BLOCK
-from llorch.verify.report.tables import Blocks
 
 ROOT = Path(__file__).parents[2]
 LESSON = ROOT / "checkpoints/01_rms_norm"

@@ -29,8 +29,8 @@ from benchmarks.diagnosis.score import (
     table,
 )
 from benchmarks.diagnosis.witnesses import witnesses
+from llorch.diagnosis.mistakes import MISTAKES
 from llorch.dumps.stage_dump import StageDump
-from llorch.verify.mistakes import MISTAKES
 
 SETTINGS = {"norm-eps", "rope-theta", "rope-scaling-factor"}
 

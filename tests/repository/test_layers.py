@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
     "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "hub", "ops",
     "stages", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert",
-    "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "engines", "verify", "machine",
-    "learn", "serve", "atlas", "__init__", "cli", "__main__",
+    "threads", "generate", "lora", "model", "evaluate", "train", "bench", "dumps", "pytorch", "engines", "doctor",
+    "verify", "diagnosis", "machine", "learn", "serve", "atlas", "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 STILL_UP = {  # imports that point up since their files moved, to be cut one by one: file, module below `llorch.verify`

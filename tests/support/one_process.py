@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def resume_in_one_process() -> Iterator[list[Mapping[str, int]]]:
-    """Let the runs of `llorch.verify.resume` on a mesh be runs without one; refuse what the ranks would refuse.
+    """Let the runs of `verify_resume` on a mesh be runs without one; refuse what the ranks would refuse.
 
     Yields:
         The axes of every run.
@@ -18,15 +18,15 @@ def resume_in_one_process() -> Iterator[list[Mapping[str, int]]]:
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
     from llorch.pytorch.splitting import cannot_split
-    from llorch.verify import resume
+    from llorch.pytorch.train import verify_resume
 
     started: list[Mapping[str, int]] = []
 
     def alone(n_ranks: int, work: Callable, axes: Mapping[str, int], _: int, settings, folder: Path, stop_at) -> None:
-        assert (work, n_ranks) == (resume.run_as_rank, prod(axes.values()))
+        assert (work, n_ranks) == (verify_resume.run_as_rank, prod(axes.values()))
         assert cannot_split(open_weights(model_path(settings.model)).config, axes["tp"]) is None
         started.append(axes)
-        resume._run_here(settings, folder, stop_at=stop_at, resume=(folder / resume.RUN).exists())
+        verify_resume._run_here(settings, folder, stop_at=stop_at, resume=(folder / verify_resume.RUN).exists())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llorch.pytorch.ranks.on_ranks", alone)

@@ -6,11 +6,11 @@ from functools import cache
 import numpy as np
 from planted import golden_of
 
+from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay
+from llorch.diagnosis.search.hypotheses import Hypothesis, known_mistakes
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.files import Weights
 from llorch.stages import keys
-from llorch.verify.diagnosis.hypotheses import Hypothesis, known_mistakes
-from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.verify.models import stored
 
 WHOLE: Callable[[str], bool] = lambda key: True  # noqa: E731

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import goldens_folder
+from llorch.diagnosis.mistakes import Mistake, QuantisedInputs
+from llorch.diagnosis.mistakes.variants import Variants, quantised_variants
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.ops.rounding import VariantName
 from llorch.verify.compare import EXACT, Tolerance
 from llorch.verify.limits import WORST
-from llorch.verify.mistakes import Mistake, QuantisedInputs
-from llorch.verify.mistakes.variants import Variants, quantised_variants
 from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
 from llorch.verify.suites.quantised_models import write_model
 

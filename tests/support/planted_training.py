@@ -6,12 +6,12 @@ from functools import cache
 from itertools import takewhile
 
 from llorch.builtin import builtin_path, goldens_folder
+from llorch.diagnosis.mistakes.planting import planted
+from llorch.diagnosis.mistakes.training import TrainingMistake
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
 from llorch.verify.compare import Difference, Tolerance
 from llorch.verify.judge import FAIL, Row
-from llorch.verify.mistakes.planting import planted
-from llorch.verify.mistakes.training import TrainingMistake
 from llorch.verify.training.claims import claims, limit, rows
 from llorch.verify.training.exports import exported, file_row
 from llorch.verify.training.goldens import MODELS, TrainingGolden, read

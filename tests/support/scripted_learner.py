@@ -9,6 +9,7 @@ from typing import Any
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes import MISTAKES, of_checkpoint
 from llorch.files import open_weights
 from llorch.learn.check import FORWARD
 from llorch.learn.checks.forward import models_of
@@ -19,7 +20,6 @@ from llorch.learn.lessons import LESSONS, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.learn.verdict import Verdict
 from llorch.stages import BY_NAME
-from llorch.verify.mistakes import MISTAKES, of_checkpoint
 
 TAUGHT = [
     lesson

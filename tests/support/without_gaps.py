@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from llorch.verify.diagnosis import training
+from llorch.diagnosis.training import diagnose
 
 
 @contextmanager
 def without_gaps() -> Iterator[None]:
     """Leave `could_not_show` of a diagnosis empty while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "could_not_show", lambda *_: ({}, []))
+        patch.setattr(diagnose, "could_not_show", lambda *_: ({}, []))
         yield

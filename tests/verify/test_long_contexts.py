@@ -11,12 +11,12 @@ import pytest
 from refusals import refuses
 
 from llorch.builtin import EVERY
+from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
 from llorch.verify import long_goldens
 from llorch.verify.compare import Difference
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.long_goldens import LAST, N_LONG, read_long, save_long
-from llorch.verify.mistakes.planting import replaced
 from llorch.verify.models import stored, stored_long
 from llorch.verify.places import Pass
 from llorch.verify.runners import Runner

@@ -9,12 +9,12 @@ from kept_suites import forward_rows, kept, quantised_rows, read, torch_rows
 from refusals import refuses
 from training_rows import rows as training_rows
 
+from checkpoints.generated import pages
+from checkpoints.generated.pages import END, FOLDER, page, render, same
+from checkpoints.generated.tables import Blocks, equal, table
 from llorch.stages import CHECKPOINTS, STAGES
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.places import Place
-from llorch.verify.report import pages
-from llorch.verify.report.pages import END, FOLDER, page, render, same
-from llorch.verify.report.tables import Blocks, equal, table
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")
@@ -123,7 +123,7 @@ def test_a_page_without_exactly_its_blocks_is_refused(text):
 
 
 def test_without_goldens_nothing_is_written(monkeypatch, tmp_path):
-    monkeypatch.setattr("llorch.verify.report.tables.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("checkpoints.generated.tables.goldens_folder", lambda: tmp_path)
     with refuses(ValueError, "regenerate.py", expected=pages.goldens_folder(), got="none", where="pages"):
         pages.generated(FOLDER)
 

@@ -25,13 +25,13 @@ from planted import (
 )
 
 from llorch.builtin import OTHERS
+from llorch.diagnosis.mistakes import GENERATION, SAMPLING, STAGE_MISTAKES, GenerationInputs, Mistake, SamplerInputs
+from llorch.diagnosis.mistakes.generation import right as right_loop
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, sampler_variants, variants
 from llorch.stages import BY_NAME, keys
 from llorch.verify.compare import EXACT, measure
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
-from llorch.verify.mistakes import GENERATION, SAMPLING, STAGE_MISTAKES, GenerationInputs, Mistake, SamplerInputs
-from llorch.verify.mistakes.generation import right as right_loop
-from llorch.verify.mistakes.stage_inputs import StageInputs
-from llorch.verify.mistakes.variants import VISIBLE, Variants, sampler_variants, variants
 
 SHOWN = [mistake for mistake in STAGE_MISTAKES if models_of(mistake)]  # the others in `test_teeth_layers.py`
 TWINS = {  # the same numbers in one stage of one layer

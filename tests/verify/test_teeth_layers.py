@@ -8,16 +8,16 @@ from families import random_folder
 from planted import by_name, chain, first_failing, models_of
 from planted_dumps import dump_of, everywhere, mistake_in
 
+from llorch.diagnosis.diagnose import diagnose
+from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
+from llorch.diagnosis.mistakes.layers import LAYERS
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
+from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
+from llorch.diagnosis.search.hypotheses import FAMILIES
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.engines import ProducerName
 from llorch.stages import BY_NAME, key
 from llorch.verify.compare import measure
-from llorch.verify.diagnosis.diagnose import diagnose
-from llorch.verify.diagnosis.hypotheses import FAMILIES
-from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
-from llorch.verify.mistakes.layers import LAYERS
-from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
-from llorch.verify.mistakes.variants import VISIBLE, made_wrong
 from llorch.verify.models import ask
 from llorch.verify.suites.forward import ForwardSuite
 

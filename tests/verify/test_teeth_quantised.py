@@ -15,6 +15,8 @@ from llorch import forward
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
+from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.files import Weights, matrix, packed
 from llorch.files.quant import GGMLType
 from llorch.model import Model
@@ -22,8 +24,6 @@ from llorch.numerics import GGML
 from llorch.ops.rounding import VariantName
 from llorch.verify.compare import Tolerance, measure
 from llorch.verify.judge import FAIL, PASS, Row
-from llorch.verify.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
-from llorch.verify.mistakes.variants import VISIBLE
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners import numpy as numpy_runner
 from llorch.verify.suites import quantised as verify_quantised

@@ -8,12 +8,12 @@ from planted import golden_of, weights_of
 from planted_torch import PLANTED, Planted
 from torch_targets import on
 
+from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 from llorch.verify.compare import Difference, Tolerance
 from llorch.verify.judge import FAIL, Row
-from llorch.verify.mistakes.variants import VISIBLE
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant
 from llorch.verify.suites.forward import ForwardSuite
 

@@ -42,7 +42,7 @@ def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as
     Exit codes: 0 no check is WRONG, 1 a check is WRONG.
     """
     from llorch.cli.inputs import model_path
-    from llorch.verify.doctor import ENGINES, WRONG, examine
+    from llorch.doctor import ENGINES, WRONG, examine
 
     engines = _engines(against, ENGINES)
     with progress(f"examining {adapter}") as report:

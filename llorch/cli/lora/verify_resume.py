@@ -16,7 +16,7 @@ from llorch.cli.output import progress, say, to_json
 from llorch.launched import is_rank
 
 if TYPE_CHECKING:
-    from llorch.verify.resume import Comparison, Proof
+    from llorch.pytorch.train.verify_resume import Comparison, Proof
 
 STEPS = 10
 KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensors": "adapter file"}
@@ -53,8 +53,8 @@ def command(
     Exit codes: 0 no bit differs, 1 a bit differs or a control was not detected.
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
+    from llorch.pytorch.train.verify_resume import verify_resume
     from llorch.train.stopping import Stopped
-    from llorch.verify.resume import verify_resume
 
     require_torch()
     from llorch.pytorch.ranks import Ended

@@ -13,6 +13,8 @@ import numpy as np
 
 from llorch import sampling
 from llorch.builtin import BUILTIN, held
+from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
+from llorch.diagnosis.verdict import Suspect
 from llorch.errors import LearnerFault
 from llorch.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
 from llorch.learn.implementation import Implementation
@@ -20,10 +22,8 @@ from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson
 from llorch.learn.part import Part
 from llorch.verify.compare import EXACT, measure
-from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.judge import FAIL, Claim, exact_row, judge
-from llorch.verify.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.verify.places import Place
 from llorch.verify.runners.numpy import NumpyRunner, run
 from llorch.verify.suites.forward import ForwardSuite

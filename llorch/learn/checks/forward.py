@@ -14,6 +14,8 @@ import numpy as np
 
 from llorch.builtin import BUILTIN, OTHERS, builtin_path, held
 from llorch.cache import KVCache
+from llorch.diagnosis.diagnose import causes
+from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.dumps.stage_dump import StageDump
 from llorch.families import forward
 from llorch.files import Weights, open_weights
@@ -22,8 +24,6 @@ from llorch.learn.judging import Judged, Mode, NearMiss
 from llorch.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.learn.part import Part
 from llorch.stages import Stage, keys
-from llorch.verify.diagnosis.diagnose import causes
-from llorch.verify.diagnosis.verdict import Finding, Suspect
 from llorch.verify.judge import Claim, judge
 from llorch.verify.models import stored
 from llorch.verify.places import Pass

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 
 from llorch.builtin import BUILTIN, builtin_path, held
+from llorch.diagnosis.verdict import Suspect
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far, written_parts
@@ -20,7 +21,6 @@ from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson
 from llorch.learn.parts.foundation import BFLOAT16, MERGE, TENSOR_TABLE
 from llorch.model import Model
-from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.models import stored
 from llorch.verify.places import Place

@@ -7,15 +7,15 @@ from functools import cache
 import numpy as np
 
 from llorch.builtin import goldens_folder
+from llorch.diagnosis.mistakes import QuantisedInputs
+from llorch.diagnosis.mistakes.variants import quantised_variants
+from llorch.diagnosis.verdict import Suspect
 from llorch.files.quant import GGMLType, decode
 from llorch.learn.checks.forward import BACKEND, written_parts
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import PARTS, Lesson
 from llorch.learn.part import Part
-from llorch.verify.diagnosis.verdict import Suspect
-from llorch.verify.mistakes import QuantisedInputs
-from llorch.verify.mistakes.variants import quantised_variants
 from llorch.verify.suites.quantised import decode_row
 from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
 

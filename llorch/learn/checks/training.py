@@ -14,6 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes.planting import planted, replaced
+from llorch.diagnosis.training.hypotheses import RANDOM
+from llorch.diagnosis.verdict import Suspect
 from llorch.errors import LearnerFault
 from llorch.files import Weights
 from llorch.learn.checks.forward import BACKEND, parts_so_far, written_parts
@@ -23,11 +27,7 @@ from llorch.learn.lessons import Lesson
 from llorch.learn.part import Part
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.verify.compare import times_over
-from llorch.verify.diagnosis.training_hypotheses import RANDOM
-from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.judge import FAIL, Claim, judge
-from llorch.verify.mistakes import TRAINING, TrainingMistake
-from llorch.verify.mistakes.planting import planted, replaced
 from llorch.verify.training.claims import claims, stored
 from llorch.verify.training.exports import Table, exported, file_row, gguf_table
 from llorch.verify.training.goldens import MODELS, TrainingGolden

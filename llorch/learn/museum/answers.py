@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 
+from llorch.diagnosis.mistakes import MISTAKES
+from llorch.diagnosis.search.trials import stage_of
+from llorch.diagnosis.verdict import Finding
 from llorch.learn.museum.exhibit import Exhibit
 from llorch.stages import BY_NAME
-from llorch.verify.diagnosis.trials import stage_of
-from llorch.verify.diagnosis.verdict import Finding
-from llorch.verify.mistakes import MISTAKES
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from functools import cache
 
 import numpy as np
 
+from llorch.diagnosis.diagnose import causes
+from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.dumps.stage_dump import StageDump
 from llorch.learn.checks.forward import BACKEND, stages_of, suite_of, told, wide, written_parts
 from llorch.learn.implementation import Implementation
@@ -19,8 +21,6 @@ from llorch.learn.part import Part
 from llorch.pytorch.device import target
 from llorch.stages import keys
 from llorch.threads import limited
-from llorch.verify.diagnosis.diagnose import causes
-from llorch.verify.diagnosis.verdict import Finding, Suspect
 from llorch.verify.judge import Claim, judge
 from llorch.verify.runners import See
 from llorch.verify.runners.torch import VARIANTS, TorchRunner

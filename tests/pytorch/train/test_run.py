@@ -22,10 +22,10 @@ from llorch.lora.files import read_adapter
 from llorch.model import load
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import NonFiniteLoss
+from llorch.pytorch.train.verify_resume import compare_runs
 from llorch.train.settings import TrainSettings
 from llorch.train.snapshots import SnapshotStore
 from llorch.train.stopping import Stopped
-from llorch.verify.resume import compare_runs
 
 CURVE = "llorch.pytorch.train.run.draw_curve"
 LASTING = ("log.jsonl", "curve.svg", "adapter_model.safetensors", "adapter_config.json", "llorch_base.json")

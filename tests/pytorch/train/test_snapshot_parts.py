@@ -16,10 +16,10 @@ from training_runs import Silent, small_settings
 
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.snapshot_parts import read_parts
+from llorch.pytorch.train.verify_resume import compare_runs
 from llorch.train.snapshot_files import PARTS
 from llorch.train.snapshots import SnapshotStore
 from llorch.train.stopping import Stopped
-from llorch.verify.resume import compare_runs
 
 NAME = "adapter/q.lora_A"
 

@@ -1,0 +1,88 @@
+"""The generated parts of the page of checkpoint 14: what half precision costs, and what it can still show."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from checkpoints.generated.tables import Blocks, roughly, short, table
+from llorch.builtin import builtin_path
+from llorch.diagnosis.mistakes import STAGE_MISTAKES
+from llorch.diagnosis.mistakes.variants import VISIBLE, variants
+from llorch.files import open_weights
+from llorch.stages import STAGES, key
+from llorch.verify.compare import measure
+from llorch.verify.goldens import PRODUCERS, Golden
+from llorch.verify.judge import Row
+from llorch.verify.places import part_of
+from llorch.verify.rounding_costs import ARITHMETICS
+from llorch.verify.runners.numpy import run
+from llorch.verify.suites.forward import ForwardSuite
+
+CHECKPOINT = "14"
+LADDER = "story"  # the built-in model with the most layers
+HALVES = ("bfloat16", "float16")
+
+
+def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Row]) -> Blocks:
+    """The generated parts of the page, from rows of the torch path in float32 and both dtypes of half precision."""
+    return {
+        "isolated": distances(rows, "isolated"),
+        "chained": distances(rows, "chained"),
+        "ladder": ladder([row for row in rows if row.model == LADDER]),
+        "teeth": teeth(goldens),
+    }
+
+
+def distances(rows: Sequence[Row], mode: str) -> str:
+    """How far ours is from the goldens in each dtype, and what is allowed: the largest of all models and layers."""
+    mine = [row for row in rows if row.mode == mode and row.place.stage != "probabilities"]
+    columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("llorch", "tolerance"))]
+    lines = []
+    for stage in dict.fromkeys(row.stage for row in mine):
+        found = [[row for row in mine if row.stage == stage and row.backend.endswith(f"-{dtype}")] for dtype in HALVES]
+        cells = ((roughly(max(r.error for r in f)), f"~{short(max(r.tolerance for r in f), 2)}") for f in found)
+        lines.append([f"`{stage}`", *(cell for pair in cells for cell in pair)])
+    models = ", ".join(dict.fromkeys(row.model for row in mine))
+    return f"Models: {models}.\n\n{table(columns, lines, right=len(columns) - 1)}"
+
+
+def ladder(rows: Sequence[Row]) -> str:
+    """How the error of one model grows from layer to layer in each dtype, in the case `near`."""
+    chained = [row for row in rows if (row.mode, row.case, row.producer) == ("chained", "near", PRODUCERS[0])]
+    places = dict.fromkeys(row.place.key for row in chained if row.stage in ("embed", "block_out", "logits"))
+    found = {(row.place.key, row.backend.rpartition("-")[2]): row.truth_error for row in chained}
+    lines = ([f"`{place}`", *(roughly(found[place, dtype]) for dtype in ARITHMETICS)] for place in places)
+    return table(["after", *ARITHMETICS], lines, right=len(ARITHMETICS))
+
+
+def teeth(goldens: Mapping[str, Golden]) -> str:
+    """How many known mistakes of stages go red at the limits of each dtype, with some model and input."""
+    largest: dict[tuple[str, str], float] = {}
+    for name, golden in goldens.items():
+        for dtype, mistake, over in _plant(name, golden):
+            largest[dtype, mistake] = max(over, largest.get((dtype, mistake), 0.0))
+    columns = ("dtype", "mistakes", f"fail by {VISIBLE:.0f} times", "fail", "not detected")
+    lines = []
+    for dtype in ARITHMETICS:
+        mine = {m.name: largest[dtype, m.name] for m in STAGE_MISTAKES if (dtype, m.name) in largest}
+        counts = [str(sum(over >= limit for over in mine.values())) for limit in (VISIBLE, 1)]
+        unseen = ", ".join(f"`{mistake}`" for mistake, over in mine.items() if over < 1)
+        lines.append([dtype, str(len(mine)), *counts, unseen or "none"])
+    return table(columns, lines)
+
+
+def _plant(name: str, golden: Golden) -> Iterator[tuple[str, str, float]]:
+    """Dtype, mistake, and by what factor it is over the limit: in the first layer, with and without a cache."""
+    weights = open_weights(builtin_path(name))
+    suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
+    for case, whole in golden.cases.items():
+        trace = golden.evidence[PRODUCERS[0]].traces[case]
+        for n_cached in (0, len(whole.ids) // 2):
+            right = run(weights, whole, n_cached=n_cached, golden=trace)
+            for stage in (stage for stage in STAGES if stage.applies_to(weights.config)):
+                layer = stage.first_layer(weights.config)
+                place = key(stage.name, layer)
+                want = part_of(stage, trace[place], n_cached, len(whole.ids))
+                made = variants(stage, layer, trace, weights, whole, right[place], n_cached=n_cached)
+                for mistake, wrong in made.wrong:
+                    difference = measure(wrong, want, masked=stage.masked)
+                    for dtype in ARITHMETICS:
+                        yield dtype, mistake.name, difference.over(suite.limits(case, dtype).isolated(place))

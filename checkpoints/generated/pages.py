@@ -1,0 +1,138 @@
+"""The generated parts of the checkpoint pages: what stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+Numbers marked with `~` belong to the machine that wrote them: a page that differs in these only is current. The command
+that writes pages is `checkpoints/build.py`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from checkpoints.generated.half import CHECKPOINT as TORCH
+from checkpoints.generated.half import torch_blocks
+from checkpoints.generated.quantised import exact_errors, quantised_blocks
+from checkpoints.generated.tables import Blocks, index_blocks, models_with_goldens, page_blocks
+from checkpoints.generated.training import trainers, training_blocks
+from llorch.builtin import BUILTIN, goldens_folder
+from llorch.stages import CHECKPOINTS
+from llorch.verify.goldens import Golden, read
+from llorch.verify.judge import Row
+from llorch.verify.models import verify_stored
+from llorch.verify.rounding_costs import ARITHMETICS
+from llorch.verify.runners.numpy import FLOAT64
+from llorch.verify.suites.long_contexts import LONG_MODES
+from llorch.verify.suites.quantised import CHECKPOINT as QUANTISED
+from llorch.verify.suites.quantised import verify_quantised_stored
+from llorch.verify.training.claims import verify_training_stored
+from llorch.verify.training.goldens import MODELS as TRAINED
+from llorch.verify.training.stages import CHECKPOINTS as TRAINING
+
+FOLDER = Path(__file__).resolve().parents[1]
+START, END = "<!-- generated: ", "<!-- end -->"
+BLOCK = re.compile(f"(?P<start>{START}(?P<name>[a-z]+) -->\n)(?P<body>.*?){END}", re.DOTALL)
+OF_THIS_MACHINE = re.compile(r"~[0-9][0-9.e+-]*")
+
+
+def generated(
+    folder: Path, numbers: Sequence[str] = tuple(CHECKPOINTS), *, index: bool = True
+) -> Mapping[Path, Blocks]:
+    """What pages have to say, computed from the goldens now.
+
+    Args:
+        folder: With the index and one folder per checkpoint.
+        numbers: Of the checkpoints whose pages are wanted.
+        index: Whether the index is wanted, too.
+
+    Returns:
+        Page to its blocks.
+
+    Raises:
+        ValueError: Goldens were made for other weights, or there are none.
+    """
+    goldens = {name: read(goldens_folder() / name) for name in models_with_goldens()}
+    if not goldens:
+        raise ValueError(
+            f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"
+        )
+    pages = {page(folder, number): _blocks_of(number, goldens) for number in numbers}
+    if index:
+        rows = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
+        pages[folder / "README.md"] = index_blocks(rows, goldens, CHECKPOINTS, trainers())
+    return pages
+
+
+def _blocks_of(number: str, goldens: Mapping[str, Golden]) -> Blocks:
+    if number == QUANTISED:
+        return quantised_blocks(quantised_rows(), exact_errors())
+    if number == TORCH:
+        dense = {name: goldens[name] for name in BUILTIN if name in goldens}  # what half precision costs, they show
+        return torch_blocks(dense, [row for name in dense for row in torch_rows(name)])
+    if number in TRAINING:
+        return training_blocks(number, training_rows())
+    return page_blocks(number, _forward_rows(goldens))
+
+
+def _forward_rows(models: Iterable[str]) -> list[Row]:
+    return [row for name in models for row in rows_of(name)]
+
+
+@cache  # the slow part, and goldens do not change under a running command
+def rows_of(model: str) -> Sequence[Row]:
+    """All comparisons of one built-in model with its goldens, as it runs and in float64."""
+    rows = verify_stored(model)
+    return [row for row in rows if row.backend in ("numpy", FLOAT64) and row.mode not in LONG_MODES]
+
+
+@cache
+def torch_rows(model: str) -> Sequence[Row]:
+    """All comparisons of one built-in model on the torch page as it is written, on the CPU."""
+    from llorch.pytorch.device import target
+    from llorch.verify.runners.torch import torch_runners
+
+    targets = [target("cpu", dtype) for dtype in ARITHMETICS]
+    rows = (row for on in targets for row in verify_stored(model, torch_runners(on, only=[""]), backend=str(on)))
+    return [row for row in rows if row.mode not in LONG_MODES]
+
+
+@cache
+def quantised_rows() -> Sequence[Row]:
+    """All comparisons of checkpoint 13."""
+    return list(verify_quantised_stored())
+
+
+@cache
+def training_rows() -> Sequence[Row]:
+    """All comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
+    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in ("numpy", FLOAT64)]
+
+
+def page(folder: Path, number: str) -> Path:
+    """The page of one checkpoint."""
+    return folder / f"{number}_{CHECKPOINTS[number]}" / "README.md"
+
+
+def render(text: str, blocks: Blocks, *, label: str) -> str:
+    """Fill the generated blocks of a page.
+
+    Args:
+        text: The page.
+        blocks: What belongs into each block.
+        label: Names the page in errors.
+
+    Returns:
+        The page with these blocks and with everything else as it was.
+
+    Raises:
+        ValueError: The page does not have exactly these blocks, each once and each closed.
+    """
+    found = sorted(match["name"] for match in BLOCK.finditer(text))
+    whole = len(found) == text.count(START) == text.count(END)
+    if not whole or found != sorted(blocks):
+        raise ValueError(f"{label}: expected the generated blocks {sorted(blocks)}, each closed by {END}, got {found}")
+    return BLOCK.sub(lambda match: f"{match['start']}{blocks[match['name']]}\n{END}", text)
+
+
+def same(old: str, new: str) -> bool:
+    """Whether two pages are equal but for the numbers of a machine."""
+    return OF_THIS_MACHINE.sub("~", old) == OF_THIS_MACHINE.sub("~", new)

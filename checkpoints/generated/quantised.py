@@ -1,0 +1,91 @@
+"""The generated parts of the page of checkpoint 13: a line per micro model, and what is equal to the bit."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from checkpoints.generated.tables import Blocks, mistakes, short, table
+from llorch.builtin import goldens_folder
+from llorch.files import open_weights
+from llorch.files.quant import ACTIVATION_TYPE
+from llorch.verify.compare import measure
+from llorch.verify.judge import PASS, Row
+from llorch.verify.runners.numpy import GGML as BACKEND
+from llorch.verify.runners.numpy import run
+from llorch.verify.suites.quantised import BACKENDS
+from llorch.verify.suites.quantised_goldens import FOLDER, read
+from llorch.verify.suites.quantised_models import MODELS, write_model
+
+MEANINGS = {
+    "decode": "types decode to the bits of ggml's C",
+    "rounding": "roundings of activations give the bytes of ggml's C",
+    "file": "models are the ones that llama.cpp ran",
+}
+
+
+def quantised_blocks(rows: Sequence[Row], exact: Mapping[str, float]) -> Blocks:
+    """The generated parts of the page.
+
+    Args:
+        rows: Of checkpoint 13.
+        exact: Model to the error of exact arithmetic, see `exact_errors`.
+
+    Returns:
+        Name to Markdown.
+    """
+    return {"mistakes": mistakes("13"), "equal": _equal(rows), "types": _types(rows, exact)}
+
+
+def exact_errors() -> dict[str, float]:
+    """How far the logits of exact arithmetic are from llama.cpp's, for every micro model."""
+    golden = read(goldens_folder() / FOLDER)
+    errors = {}
+    with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
+        for name in MODELS:
+            weights = open_weights(write_model(name, Path(folder)))
+            with closing(weights.source):
+                errors[name] = measure(run(weights, golden.case)["logits"], golden.traces[name]["logits"]).error
+    return errors
+
+
+def _equal(rows: Sequence[Row]) -> str:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.mode == "exact":
+            groups.setdefault(row.place.stage, []).append(row)
+    lines = ([f"`{name}`", MEANINGS[name], f"{_passed(found)} of {len(found)}"] for name, found in groups.items())
+    return table(("row", "compared", "equal"), lines)
+
+
+def _types(rows: Sequence[Row], exact: Mapping[str, float]) -> str:
+    columns = (
+        "model",
+        "family",
+        "inputs rounded to",
+        "isolated",
+        "tolerance",
+        "chained",
+        "tolerance",
+        "flips",
+        "free",
+        "tolerance",
+        "exact arithmetic",
+    )
+    return table(columns, (_line(name, rows, exact[name]) for name in MODELS), right=8)
+
+
+def _line(name: str, rows: Sequence[Row], exact: float) -> list[str]:
+    mine = [row for row in rows if row.model == name and row.backend in BACKENDS]
+    cells = []
+    for modes in (("isolated",), ("chained", "decode"), ("free",)):
+        found = [row for row in mine if row.mode in modes]
+        cells += [f"~{short(max(getattr(row, what) for row in found), 1)}" for what in ("error", "tolerance")]
+    flips = sum(row.flips for row in mine if row.mode == "chained" and row.backend == BACKEND)
+    recipe = MODELS[name]
+    kinds = sorted({ACTIVATION_TYPE[kind] for kind in recipe.types})
+    return [f"`{name}`", recipe.family, ", ".join(kinds), *cells[:4], f"~{flips}", *cells[4:], f"~{short(exact, 1)}"]
+
+
+def _passed(rows: Sequence[Row]) -> int:
+    return sum(row.verdict == PASS for row in rows)

@@ -1,0 +1,225 @@
+"""The generated parts of a checkpoint page: Markdown from the stage table, the goldens and the known mistakes.
+
+Distances of the engines follow from stored files, so they are the same on every machine. How far our own float32 run is
+off depends a little on the machine's BLAS, and so do derived limits; such numbers are marked with `~`, see `pages`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from llorch.builtin import EVERY, goldens_folder
+from llorch.diagnosis.mistakes import MISTAKES, checkpoint_of, of_checkpoint
+from llorch.stages import BY_NAME, STAGES, Stage
+from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
+from llorch.verify.judge import PASS, TIE, Row
+from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.training.goldens import TRUTH
+from llorch.verify.truth import WITNESS
+
+ENGINES = {
+    "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
+    "ours": "llorch's file, loaded by llama.cpp", WITNESS: "transformers in float64",
+    TRUTH: "PEFT in float64",
+}  # fmt: skip
+MODES = ("isolated", "chained", "decode")
+PACKAGE = Path(__file__).resolve().parents[2] / "llorch"
+
+Blocks = Mapping[str, str]  # name of a generated part -> its Markdown
+
+
+def page_blocks(number: str, rows: Sequence[Row]) -> Blocks:
+    """The generated parts of one checkpoint's page.
+
+    Args:
+        number: The checkpoint.
+        rows: Of all checkpoints and models.
+
+    Returns:
+        Name to Markdown, only the parts that this checkpoint has.
+    """
+    mine = [row for row in rows if row.checkpoint == number]
+    measured = [row for row in mine if row.mode != "exact"]
+    exact = [row for row in mine if row.mode == "exact"]
+    in_table = [stage for stage in STAGES if stage.checkpoint == number]
+    blocks = {"mistakes": mistakes(number)}
+    if in_table:
+        blocks["stages"] = stages(in_table)
+    if measured:
+        blocks["distances"] = distances(measured)
+    if exact:
+        blocks["equal"] = equal(exact)
+    if number == "11":
+        blocks["settings"] = settings()
+    return blocks
+
+
+def stages(rows: Sequence[Stage]) -> str:
+    """The stage table's rows of one checkpoint."""
+    columns = ("stage", "shape", "formula", "llorch's function", "llama.cpp node", "transformers hook")
+    return table(
+        columns,
+        ([_stage_name(s), _shape(s), f"`{s.formula}`", link(s.function), s.llamacpp, s.transformers] for s in rows),
+    )
+
+
+def distances(rows: Sequence[Row]) -> str:
+    """How far the engines and we, in float64 and in float32, are from the truth, and what float32 is allowed.
+
+    Args:
+        rows: Measured rows of one checkpoint, any number of models and layers.
+
+    Returns:
+        One line per stage, mode and case: the largest number of all models and layers.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.stage, row.mode, row.place.case), []).append(row)
+    ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
+    llorch = ("llorch float64", "llorch float32", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), *llorch)
+    lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
+    return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
+
+
+def equal(rows: Sequence[Row]) -> str:
+    """In how many models the things that must be equal are equal."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.stage, row.producer), []).append(row)
+    lines = ([f"`{stage}`", ENGINES[producer], _verdicts(of)] for (stage, producer), of in groups.items())
+    return f"{_models(rows)}.\n\n{table(('compared', 'with', 'equal'), lines)}"
+
+
+def settings() -> str:
+    """The sampler settings whose distributions are compared."""
+    columns = [name for name in asdict(SAMPLINGS["all"]) if name != "seed"]
+    lines = ([f"`{name}`", *(f"{asdict(s)[column]:g}" for column in columns)] for name, s in SAMPLINGS.items())
+    return table(("name", *(f"`{column}`" for column in columns)), lines)
+
+
+def mistakes(number: str) -> str:
+    """Known mistakes of one checkpoint: what each is called and what is said when it is recognised."""
+    lines = []
+    for mistake in (MISTAKES[name] for name in of_checkpoint(number)):
+        here = [stage for stage in mistake.stages if checkpoint_of(stage) == number]
+        lines.append([f"`{mistake.name}`", ", ".join(f"`{stage}`" for stage in here), mistake.diagnosis])
+    return table(("mistake", "at", "diagnosis"), lines)
+
+
+def index_blocks(
+    rows: Sequence[Row], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
+) -> Blocks:
+    """The generated parts of the index.
+
+    Args:
+        rows: Of all checkpoints and models.
+        goldens: Model to goldens.
+        names: Checkpoint number to name.
+        trainers: What the training goldens come from, a line each.
+
+    Returns:
+        Name to Markdown.
+    """
+    witnesses = {line for name, golden in goldens.items() for line in _witnesses(name, golden)}
+    lines = (
+        [number, f"[{name}]({number}_{name}/README.md)", _compared(number, rows), str(len(of_checkpoint(number)) or "")]
+        for number, name in names.items()
+    )
+    return {
+        "checkpoints": table(("no", "page", "compared", "mistakes"), lines),
+        "witnesses": "\n".join(f"- {line}" for line in sorted({*witnesses, *trainers})),
+        "routes": table(("model", "reference engine", "load path of its file"), routes(rows)),
+    }
+
+
+def routes(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    """On what routes files came into the engines."""
+    models: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.route is not None:
+            name = QUANTISED if row.checkpoint == "13" else row.model
+            models.setdefault((ENGINES.get(row.producer, row.producer), str(row.route)), {})[name] = None
+    return ([", ".join(names), engine, route] for (engine, route), names in sorted(models.items()))
+
+
+def models_with_goldens() -> list[str]:
+    """The built-in models whose goldens are stored."""
+    return [name for name in EVERY if (goldens_folder() / name / "golden.json").is_file()]
+
+
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: int = 0) -> str:
+    """A Markdown table; the last `right` columns are aligned to the right."""
+    rules = [*["---"] * (len(columns) - right), *["---:"] * right]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *cells))
+
+
+def short(value: float, digits: int) -> str:
+    """A distance with some digits."""
+    return f"{value:.{digits - 1}e}" if value else "0"
+
+
+def _stage_name(stage: Stage) -> str:
+    return f"`{stage.name}`" + (" (families with q/k norm)" if stage.needs == ("qk_norm",) else "")
+
+
+def _shape(stage: Stage) -> str:
+    return f"({', '.join(stage.axes.split())})"
+
+
+def link(function: str) -> str:
+    """A link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.cache.KVCache.append`."""
+    file, names = PACKAGE, function.split(".")[1:]
+    while not file.with_suffix(".py").is_file() and len(names) > 1:
+        file /= names.pop(0)
+    file = file.with_suffix(".py") if file.with_suffix(".py").is_file() else file / "__init__.py"
+    return f"[`{'.'.join(names)}`](../../llorch/{file.relative_to(PACKAGE).as_posix()})"
+
+
+def _largest(rows: Sequence[Row]) -> list[str]:
+    engines = [max(row.producer_error for row in rows if row.producer == producer) for producer in PRODUCERS]
+    wide = max((row.error for row in rows if row.producer == WITNESS), default=math.nan)
+    ours = max(row.truth_error for row in rows if row.producer != WITNESS)  # NaN of all isolated rows
+    allowed = max(row.tolerance for row in rows)
+    return [*(short(distance, 2) for distance in engines), *(roughly(n) for n in (wide, ours)), f"~{short(allowed, 2)}"]
+
+
+def roughly(distance: float) -> str:
+    """Of ours, which depends a little on the machine."""
+    return "" if math.isnan(distance) else f"~{short(distance, 1)}"
+
+
+def _verdicts(rows: Sequence[Row]) -> str:
+    ties = sum(row.verdict == TIE for row in rows)
+    passed = f"{sum(row.verdict == PASS for row in rows)} of {len(rows)}"
+    return passed + (f", {ties} part at a near-tie" if ties else "")
+
+
+def _models(rows: Sequence[Row]) -> str:
+    return "Models: " + ", ".join(dict.fromkeys(row.model for row in rows))
+
+
+def _place(stage: str) -> int:
+    """The place in the stage table; what is not in it keeps the order of the rows."""
+    return list(BY_NAME).index(stage) if stage in BY_NAME else -1
+
+
+def _compared(number: str, rows: Sequence[Row]) -> str:
+    mine = [row for row in rows if row.checkpoint == number]
+    found = dict.fromkeys(row.place.stage for row in mine if row.mode != "decode")
+    named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
+    return named + ("; every stage again, in two passes" if number == "03" else "")
+
+
+def _witnesses(model: str, golden: Golden) -> Iterator[str]:
+    engines, machine = golden.provenance["engines"], golden.provenance["machine"]
+    assert isinstance(engines, Mapping)
+    for name, reason in golden.cannot_judge.items():
+        yield f"{ENGINES[name]} is no reference engine for {model}: {reason}"
+    if ggml := engines.get("llamacpp"):
+        versions = f"llama-cpp-python {ggml['llama_cpp_python']}, ggml {ggml['ggml']}"
+        yield f"llama.cpp: {versions}, {machine}: {ggml['system']}"
+    if torch := engines.get("transformers"):
+        yield f"transformers {torch['transformers']}: torch {torch['torch']}, {machine}, {torch['cpu_capability']}"

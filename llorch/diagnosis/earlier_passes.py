@@ -1,0 +1,107 @@
+"""Passes that an engine ran before those of its dump: what they left in the caches, and what needs more than that.
+
+A dump of one step shows the keys and values of the whole context, so that attention can be judged. The state that a
+delta net had before is in no dump: what is made of it is NOT RUN, and so is everything behind it, up to the next stage
+that the dump shows.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from llorch.diagnosis.replay import Past, Replay
+from llorch.diagnosis.verdict import WRONG, StageResult
+from llorch.stages import Stage, input_keys, key
+from llorch.verify.limits import CACHES, STATES
+from llorch.verify.rounding_costs import CHAINED
+
+N_RUNS = CHAINED + 1  # of variances
+
+
+def first_past(replay: Replay, *, as_given: bool = True) -> Past:
+    """Read the caches as they were before the first pass, from what that pass shows; zeros for the rest."""
+    past = Past(replay.config, replay.weights.dtype, as_given=as_given)
+    return past.beginning({layer: _held(replay, layer) for layer in range(replay.config.n_layers)})
+
+
+def first_variances(replay: Replay, past: Past) -> dict[str, np.ndarray]:
+    """None for keys and values that are the engine's own; by trace key."""
+    if not replay.n_before:
+        return {}
+    n_runs = N_RUNS + replay.weights.numerics.rounds_activations
+    held = {key(f"{x}_cache", i): past.before(i)[f"past_{x}"] for i in range(replay.config.n_layers) for x in "kv"}
+    return {name: np.zeros((n_runs, *array.shape), np.float32) for name, array in held.items()}
+
+
+def _held(replay: Replay, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    config, n = replay.config, replay.n_before
+    empty = np.zeros((config.n_kv_heads, n, config.head_dim), replay.weights.dtype)
+    if not n:
+        return empty, empty
+    shown = (replay.fed(0, key(stage, layer)) if key(stage, layer) in replay.stages else None for stage in _KV)
+    keys, values = (empty if array is None else np.nan_to_num(array[:, :n], nan=0.0) for array in shown)
+    return keys, values
+
+
+_KV = ("k_cache", "v_cache")
+
+
+def memory_of(stage: Stage) -> str:
+    """The stage that holds what a stage reads of earlier passes; empty where it reads nothing of them."""
+    return STATES.get(stage.name, stage.name if stage.name in CACHES else "")
+
+
+def unknown_stages(replay: Replay, *, fed: bool = True) -> Iterator[frozenset[str]]:
+    """Name the stages of each pass that nobody can compute without the passes before the dump.
+
+    Args:
+        replay: Of the dump.
+        fed: Whether stages that the dump shows take the place of those that were made.
+
+    Yields:
+        Trace keys, of one pass after the other.
+    """
+    memories = {key(memory, layer) for stage, layer in replay.stages.values() if (memory := memory_of(stage))}
+    lost = {name for name in memories if replay.n_before and not _shows_past(replay, name)}
+    for n_pass in range(len(replay.dump.passes)):
+        unknown: set[str] = set()
+        for name, (stage, layer) in replay.stages.items():
+            inputs = input_keys(stage, layer, replay.config)
+            hidden = (each for each in inputs if not fed or replay.fed(n_pass, each) is None)
+            if key(memory_of(stage), layer) in lost and not _is_filled(replay, n_pass, stage):
+                unknown.add(name)
+            elif not unknown.isdisjoint(hidden):
+                unknown.add(name)
+        lost = {name for name in memories & unknown if not fed or replay.fed(n_pass, name) is None}
+        yield frozenset(unknown)
+
+
+def _shows_past(replay: Replay, name: str) -> bool:
+    return replay.stages[name][0].name in CACHES and replay.fed(0, name) is not None
+
+
+def _is_filled(replay: Replay, n_pass: int, stage: Stage) -> bool:
+    """Tell if a pass replaces the whole state of a convolution."""
+    net = replay.config.delta_net
+    return stage.name == "conv_state" and net is not None and len(replay.tokens(n_pass).ids) >= net.conv_kernel - 1
+
+
+def reads_past(replay: Replay, places: Sequence[str]) -> bool:
+    """Tell if one of some stages reads the caches or states of earlier passes."""
+    return any(memory_of(replay.stages[place][0]) for place in places)
+
+
+def has_no_past(results: Sequence[StageResult], replay: Replay) -> bool:
+    """Tell if a wrong stage of the first pass shows that no token comes before the dump.
+
+    The first token reads the caches too. A missing past would change its row, so a right row proves that there is none.
+    """
+    wrong = (result for result in results if result.n_pass == 0 and result.verdict == WRONG)
+    return any(_first_token_is_right(result) for result in wrong if reads_past(replay, result.since))
+
+
+def _first_token_is_right(result: StageResult) -> bool:
+    errors, limits = result.local.tokens, result.limit.tokens
+    if errors is None or limits is None:
+        return False
+    return bool(errors[0] <= np.broadcast_to(limits, errors.shape)[0])

@@ -1,0 +1,214 @@
+"""How far a right engine may be from ours on its own numbers: the limits of the verifier, for a dump.
+
+An engine's arithmetic is what it declares; where it declares nothing, what its numbers show: values that are all
+bfloat16 were rounded to it. Stages that the dump hides pass their rounding on to the next one that it shows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from llorch.diagnosis.replay import Arrays, Replay
+from llorch.dumps.stage_dump import Seen, StageDump
+from llorch.ops.rounding import ActivationKind, round_activations
+from llorch.stages import BY_NAME, Stage
+from llorch.verify.compare import FLOOR, Tolerance
+from llorch.verify.limits import CACHES, SCORES, STATES, limit, variances
+from llorch.verify.places import token_axis
+from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
+
+HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
+FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is
+KEPT = frozenset(
+    {*SCORES, "router_probs", "delta_state"}
+)  # float32 in many narrower engines, never below in float32 ones
+_MIN_VALUES = 16  # fewer different ones say nothing of a dtype
+_GRANTED = Tolerance(FLOOR, FLOOR, FLOOR)
+
+
+def dtype_shown(array: np.ndarray) -> str:
+    """The narrowest dtype that holds every value: bfloat16 or float16, float32 for all others."""
+    finite = array[np.isfinite(array)].astype(np.float32)
+    if np.unique(np.abs(finite)).size < _MIN_VALUES:
+        return "float32"
+    with np.errstate(over="ignore"):
+        fits = (name for name, kind in HALF.items() if np.array_equal(round_activations(finite, kind), finite))
+    return next(fits, "float32")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a stage is judged in.
+
+    Attributes:
+        arithmetic: For the limits.
+        name: For a person; empty for plain float32.
+    """
+
+    arithmetic: Arithmetic
+    name: str = ""
+
+
+class Engine:
+    """The arithmetic of the engine that wrote a dump."""
+
+    def __init__(self, dump: StageDump) -> None:
+        """Look at what it declares; its numbers are looked at when they are asked for."""
+        self._dump = dump
+        self._shown = lru_cache(maxsize=None)(self._dtype_of)
+
+    def judged(self, n_pass: int, name: str) -> Judged:
+        """Of a stage of a pass."""
+        features, stage = self._dump.features, name.rpartition(".")[2]
+        dtype, how = self._dtype
+        own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
+        stored = self._dump.seen[n_pass, name].stored if (n_pass, name) in self._dump.seen else ""
+        if stage in KEPT and (dtype in HALF or stored in HALF):
+            dtype = own
+        elif stage not in KEPT and dtype == "float32":
+            dtype, how = own, "the type of its values"
+        if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
+            return Judged(FLASH, "attention in float16, like ggml's flash attention on a CPU")
+        if stage in CACHES and features.kv_cache in HALF:
+            dtype, how = features.kv_cache, "the declared type of the cache"
+        made, said = ARITHMETICS[dtype], f"{dtype}, {how}" if dtype != "float32" else ""
+        if features.activations:
+            made = replace(made, activations=features.activations)
+            said = f"{said + '; ' if said else ''}inputs of products in {features.activations}, as declared"
+        if not said and features.kv_cache in HALF:
+            said = f"a cache in {features.kv_cache}, as declared"
+        return Judged(made, said)
+
+    @property
+    def _is_flash_of_ggml(self) -> bool:
+        said = self._dump.features.engine.lower()
+        return self._dump.features.flash_attention and any(name in said for name in ("llama.cpp", "llama-cpp", "ggml"))
+
+    @property
+    def _dtype(self) -> tuple[str, str]:
+        """Of the engine as a whole: declared, or shown by half of its stages."""
+        if self._dump.features.dtype in HALF:
+            return self._dump.features.dtype, "as declared"
+        if self._dump.features.dtype:
+            return "float32", ""
+        shown = [
+            self._shown(n_pass, name)
+            for n_pass, name in self._dump.seen
+            if name != "embed" and name.rpartition(".")[2] not in CACHES | KEPT
+        ]
+        for dtype in HALF:
+            if shown and 2 * shown.count(dtype) > len(shown):
+                return dtype, "the type of most values"
+        return "float32", ""
+
+    def _dtype_of(self, n_pass: int, name: str) -> str:
+        seen = self._dump.seen[n_pass, name]
+        if BY_NAME[name.rpartition(".")[2]].is_choice:  # small integers fit into everything
+            return "float32"
+        return seen.stored if seen.stored in HALF else dtype_shown(seen.read())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a stage may be off, given the engine's own inputs, and in a whole run."""
+
+    local: Tolerance
+    total: Tolerance
+
+
+class Expectations:
+    """Limits of a pass, part by part: a part is judged when it ran."""
+
+    def __init__(
+        self, replay: Replay, n_pass: int, engine: Engine, past: dict[str, np.ndarray], states: dict[str, np.ndarray]
+    ) -> None:
+        """Prepare; `past` holds the variances of caches and states, `states` the states: filled with those after it."""
+        self._replay, self._n_pass, self._past, self._states = replay, n_pass, past, states
+        self._fed: dict[str, np.ndarray] = {}
+        self._made: dict[str, np.ndarray] = {}
+        self._scores: dict[str, tuple[str, np.ndarray]] = {}  # by a choice: what it is made by, and the variance of it
+        self._steps = variances(
+            replay.weights,
+            replay.this(n_pass),
+            self._fed,
+            lambda name: engine.judged(n_pass, name).arithmetic,
+            made=self._made,
+            hidden=_Hidden(replay, n_pass),
+            stored=True,
+            past=dict(past),
+            states=dict(states),
+        )
+
+    def of_part(self, part: int, made: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
+        """Stages of a part that ran just now, each with what gives its limits for some of its tokens.
+
+        Args:
+            part: Which.
+            made: What ours made.
+            fed: What was passed on, the input of the part among it.
+
+        Yields:
+            Stage key, and its limits for what was seen of it.
+        """
+        self._made.update(made)
+        self._fed.update(fed)
+        before, spread = "", np.empty(0)  # of the stage before, by which a choice is made
+        for name in (name for name in self._replay.stages if self._replay.part_of(name) == part):
+            with np.errstate(all="ignore"):  # what is not finite fails as such
+                key, variance = next(self._steps)
+            assert key == name, (key, name)
+            stage, _ = self._replay.stages[name]
+            if stage.is_choice:
+                self._scores[name] = before, spread[ISOLATED] * (self._replay.fed(self._n_pass, before) is None)
+            before, spread = name, variance
+            if stage.name in STATES.values():
+                self._states[name] = fed[name]
+            if stage.name in CACHES or stage.name in STATES.values():
+                kept = variance.copy()
+                if self._replay.fed(self._n_pass, name) is not None:
+                    kept[ISOLATED] = 0
+                self._past[name] = kept
+            yield (
+                name,
+                lambda seen, name=name, stage=stage, variance=variance: Expected(
+                    *(_limit(made[name], variance[run], stage, seen) for run in (ISOLATED, CHAINED))
+                ),
+            )
+        last = self._replay.input_of(part + 1) if part < self._replay.config.n_layers else ""
+        for arrays in (self._made, self._fed):
+            for name in [name for name in arrays if name != last]:
+                del arrays[name]
+
+    def chosen_by(self, name: str, passed: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
+        """The scores that a choice was made by, and their variances: none of those that the engine shows."""
+        if name not in self._scores:
+            return None
+        scores, variance = self._scores[name]
+        return passed[scores], variance
+
+
+class _Hidden:
+    """The stages of a pass that the dump does not show."""
+
+    def __init__(self, replay: Replay, n_pass: int) -> None:
+        self._replay, self._n_pass = replay, n_pass
+
+    def __contains__(self, name: object) -> bool:
+        return self._replay.fed(self._n_pass, str(name)) is None
+
+
+def rows(array: np.ndarray, stage: Stage, seen: Seen) -> np.ndarray:
+    """The tokens and keys of a stage that were seen."""
+    if seen.keys is not None:
+        return array[:, -seen.keys :]
+    axis = token_axis(stage)
+    return array if seen.tokens is None or axis is None else np.take(array, seen.tokens, axis=axis)
+
+
+def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, seen: Seen) -> Tolerance:
+    part, spread = rows(made, stage, seen), rows(variance, stage, seen)
+    with np.errstate(all="ignore"):
+        found = limit(part, spread, BY_NAME[stage.name])
+    return Tolerance(found.error, found.worst, 0.0 if found.tokens is None else found.tokens).at_least(_GRANTED)

@@ -1,0 +1,171 @@
+"""Guards: whether the numbers of a dump may be compared with ours at all.
+
+Weeks were lost on comparisons of two prompts, of a row before a norm with one behind it, of other weights. What the
+engine itself did wrong is none of this: an array counts as misnamed only where what was made of it says so.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.search.norm_places import check_norms
+from llorch.diagnosis.weight_hashes import check_weights
+from llorch.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
+from llorch.dumps.stage_dump import Seen, StageDump
+from llorch.errors import GuardFailed
+from llorch.files import Weights
+from llorch.ops.embedding import embedding
+from llorch.stages import Stage, keys
+from llorch.verify.compare import FLOORS, measure
+
+_CLOSE = 0.1  # relative error of the same rows, whatever their dtype
+
+
+def check(
+    dump: StageDump,
+    weights: Weights,
+    *,
+    ids: Sequence[int] | None = None,
+    first_position: int | None = None,
+    hashes: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Refuse a dump that cannot be compared, before any number is.
+
+    Args:
+        dump: Of the engine.
+        weights: Of the model that it is said to have run.
+        ids: The tokens of all passes, as the user knows them.
+        first_position: Of the first of them.
+        hashes: `RawDump.weights`.
+
+    Returns:
+        What is odd but does not make the numbers incomparable, one sentence each.
+
+    Raises:
+        GuardFailed: Tokens, positions, layout, weights, norms or the run are not those that are said.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):  # of engines that went astray
+        _require_ids(dump, weights, ids)
+        _require_positions(dump, weights.config, first_position)
+        _require_layout(dump, weights.config)
+        notes = check_weights(weights, hashes or {}, source=dump.source, dtype=dump.features.dtype)
+        return [*notes, *check_norms(dump, weights), *_check_run(dump)]
+
+
+def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -> None:
+    """The tokens that are said, and those whose embeddings the dump has."""
+    said = [token for tokens in dump.passes for token in tokens.ids]
+    if ids is not None and [*ids] != said:
+        message = f"expected the given tokens {shown(ids)}, got a dump of {shown(said)}{parting([*ids], said)}"
+        raise GuardFailed("ids", f"{message}; run the engine on the same tokens", source=dump.source)
+    for number, tokens in enumerate(dump.passes):
+        if (number, "embed") not in dump.seen:
+            continue
+        rows, wanted = _rows(dump.seen[number, "embed"], tokens.ids)
+        right = embedding(np.array(wanted), weights["embed_tokens"])
+        is_known = _apart(rows, right) < _CLOSE or not np.isfinite(rows).all()
+        found = None if is_known else ids_from_embedding(rows, weights)
+        if found is None or _is_wrong_lookup(found, wanted, weights.config.vocab_size):
+            continue
+        raise GuardFailed(
+            "ids",
+            f"expected {shown(wanted)} in pass {number} (the ids in the dump), got embeddings of {shown(found)}"
+            f"{parting(wanted, [*found])}; give the tokens that the engine ran",
+            source=dump.source,
+        )
+
+
+def _is_wrong_lookup(found: Sequence[int], wanted: Sequence[int], n_rows: int) -> bool:
+    """Whether the right tokens were looked up at one step from their rows, or without their higher bytes."""
+    steps = {(b - a) % n_rows for a, b in zip(found, wanted, strict=True)}
+    return len(steps) == 1 or all(step % 256 == 0 for step in steps)
+
+
+def _rows(seen: Seen, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+    """The rows of a stage, and their tokens."""
+    return seen.read(), [*ids] if seen.tokens is None else [ids[token] for token in seen.tokens]
+
+
+def _require_positions(dump: StageDump, config: ModelConfig, first_position: int | None) -> None:
+    first, last = dump.passes[0], dump.passes[-1]
+    if first_position not in (None, first.first_position):
+        message = f"expected the first token at the given position {first_position}, got {first.first_position}"
+        raise GuardFailed("positions", f"{message}; run the engine at the same positions", source=dump.source)
+    require_one_after_the_other(dump.passes, dump.source)
+    end = last.first_position + len(last.ids)
+    if end > config.max_position_embeddings:
+        message = f"expected at most the model's {config.max_position_embeddings}, got {end}; shorten the run"
+        raise GuardFailed("positions", message, source=dump.source)
+
+
+def _require_layout(dump: StageDump, config: ModelConfig) -> None:
+    """Every array in the shape of its stage; a context of another length is one of tokens that the dump hides."""
+    known = {key: stage for key, stage, _ in keys(config)}
+    n_context = dump.n_before or 0
+    for number, tokens in enumerate(dump.passes):
+        n_context += len(tokens.ids)
+        for key, seen in dump.of_pass(number):
+            if key not in known:
+                raise GuardFailed("layout", f"expected a stage of this model, got {key}", source=dump.source)
+            stage, got = known[key], seen.read().shape
+            seq = len(tokens.ids) if seen.tokens is None else len(seen.tokens)
+            wanted = stage.shape(config, seq=seq, ctx=n_context if seen.keys is None else seen.keys)
+            if got != wanted:
+                raise _wrong_shape(dump.source, f"{key} of pass {number}", stage, wanted, got)
+
+
+def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, got: tuple) -> GuardFailed:
+    axes = stage.axes.split()
+    expected = ", ".join(f"{axis}={size}" for axis, size in zip(axes, wanted, strict=True))
+    differ = [axis for axis, a, b in zip(axes, wanted, got, strict=False) if a != b]
+    if len(got) == len(wanted) and differ == ["ctx"]:
+        hidden = "dump also the passes that filled the cache, and no later slot"
+        return GuardFailed("positions", f"{where}: expected {expected}, got {got}; {hidden}", source=source)
+    advice = "name the order of axes in a mapping, or read the dump with llorch.dumps.names, which finds it"
+    return GuardFailed("layout", f"{where}: expected {expected}, got {got}; {advice}", source=source)
+
+
+def _check_run(dump: StageDump) -> list[str]:
+    """Logits of the run that nobody watched, where the dump has them, beside those of the run that was captured."""
+    notes = []
+    for number, unwatched in dump.production.items():
+        if (number, "logits") not in dump.seen:
+            continue
+        captured, rows = (_by_token(dump, number, seen) for seen in (dump.seen[number, "logits"], unwatched))
+        for token in captured.keys() & rows.keys():
+            apart = measure(captured[token], rows[token].astype(captured[token].dtype)).error
+            if apart > _half_the_digits(dump, unwatched):
+                raise GuardFailed("run", _another_run(number, token, apart, captured, rows[token]), source=dump.source)
+            if apart:
+                notes.append(f"run: logits of token {token} of pass {number} are {apart:.1e} from production's logits")
+    return notes[:1]
+
+
+def _by_token(dump: StageDump, number: int, seen: Seen) -> dict[int, np.ndarray]:
+    tokens = range(len(dump.passes[number].ids)) if seen.tokens is None else seen.tokens
+    return dict(zip(tokens, seen.read(), strict=True))
+
+
+def _half_the_digits(dump: StageDump, seen: Seen) -> float:
+    """What other kernels leave at least, of the coarsest dtype of the run."""
+    features = dump.features
+    coarse = "bfloat16" if features.activations else "float16" if features.flash_attention else "float32"
+    return max(FLOORS.get(dtype, 0.0) for dtype in (features.dtype, features.kv_cache, seen.stored, coarse)) ** 0.5
+
+
+def _another_run(number: int, token: int, apart: float, captured: Mapping[int, np.ndarray], row: np.ndarray) -> str:
+    errors = {other: measure(mine, row.astype(mine.dtype)).error for other, mine in captured.items()}
+    nearest = min(errors, key=errors.__getitem__)
+    what = "the dump came from another kernel or another path of the engine"
+    if nearest != token and errors[nearest] < _CLOSE:
+        what = f"they fit captured token {nearest}, so one side counts from the first generated token"
+    return (
+        f"expected equal logits in dump and production (token {token}, pass {number}), got an error of {apart:.1e}: "
+        f"{what}; dump the path that production runs"
+    )
+
+
+def _apart(got: np.ndarray, want: np.ndarray) -> float:
+    size = float(np.linalg.norm(want))
+    return float(np.linalg.norm(got - want)) / size if size else float(np.linalg.norm(got))

@@ -1,0 +1,69 @@
+"""The library of known mistakes, as data: what people got wrong when they ported these models.
+
+`STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
+`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `diagnosis` plants
+them where an engine is wrong, tests plant every one of them (`variants`). `TRAINING` are functions to be put in the
+place of ours.
+"""
+
+from collections.abc import Mapping
+
+from llorch.diagnosis.mistakes.attention import ATTENTION
+from llorch.diagnosis.mistakes.block import BLOCK
+from llorch.diagnosis.mistakes.cache import CACHE
+from llorch.diagnosis.mistakes.delta_net import DELTA_NET
+from llorch.diagnosis.mistakes.embedding import EMBEDDING
+from llorch.diagnosis.mistakes.experts import EXPERTS
+from llorch.diagnosis.mistakes.feed_forward import FEED_FORWARD
+from llorch.diagnosis.mistakes.gated_attention import GATED_ATTENTION
+from llorch.diagnosis.mistakes.generation import GENERATION, GenerationInputs
+from llorch.diagnosis.mistakes.layers import LAYERS
+from llorch.diagnosis.mistakes.mistake import AFTER_LOGITS, IN_PRODUCTS, Mistake, checkpoint_of
+from llorch.diagnosis.mistakes.norm import NORM
+from llorch.diagnosis.mistakes.positions import POSITIONS
+from llorch.diagnosis.mistakes.projection import PROJECTION
+from llorch.diagnosis.mistakes.quantised import QuantisedInputs
+from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
+from llorch.diagnosis.mistakes.quantised_rounding import ROUNDINGS
+from llorch.diagnosis.mistakes.rope import ROPE
+from llorch.diagnosis.mistakes.sampling import SAMPLING, SamplerInputs
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.diagnosis.mistakes.training import TRAINING, TrainingMistake
+
+__all__ = [
+    "AFTER_LOGITS",
+    "GENERATION",
+    "IN_PRODUCTS",
+    "MISTAKES",
+    "QUANTISED",
+    "SAMPLING",
+    "STAGE_MISTAKES",
+    "TRAINING",
+    "GenerationInputs",
+    "Mistake",
+    "QuantisedInputs",
+    "SamplerInputs",
+    "TrainingMistake",
+    "checkpoint_of",
+    "of_checkpoint",
+]
+
+STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
+    *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *GATED_ATTENTION, *DELTA_NET, *FEED_FORWARD,
+    *EXPERTS, *BLOCK, *POSITIONS, *LAYERS,
+)  # fmt: skip
+QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
+
+MISTAKES: Mapping[
+    str,
+    Mistake[StageInputs]
+    | Mistake[SamplerInputs]
+    | Mistake[GenerationInputs]
+    | Mistake[QuantisedInputs]
+    | TrainingMistake,
+] = {mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)}
+
+
+def of_checkpoint(number: str) -> list[str]:
+    """Names of the mistakes that a checkpoint catches, in the order of the library."""
+    return [name for name, mistake in MISTAKES.items() if number in mistake.checkpoints]

@@ -1,0 +1,255 @@
+"""Mistakes of checkpoints 04 and 05: scale, mask, softmax, grouped heads, the joining of heads.
+
+Those of the scores are shown at the probabilities too: some engines add the mask inside their softmax.
+"""
+
+import math
+
+import numpy as np
+
+from llorch.architecture import Layer
+from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.positions import seen_from
+from llorch.ops.attention import attention_probs
+from llorch.stages import BY_NAME
+
+SCORES = ("attn_scores", "attn_probs")
+QUERY_AND_KEY = BY_NAME["attn_scores"].inputs
+
+
+def _tiled(heads: np.ndarray, n: int) -> np.ndarray:
+    return np.tile(heads, (n, 1, 1))
+
+
+def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
+    return np.repeat(heads, n, axis=0)
+
+
+def _products(s: StageInputs) -> np.ndarray:
+    """Query times key, neither scaled nor masked: (heads, seq, ctx)."""
+    return _queries(s) @ _repeated(s["k_cache"], s.config.group_size).swapaxes(1, 2)
+
+
+def _queries(s: StageInputs) -> np.ndarray:
+    return s.heads(QUERY_AND_KEY[0]).swapaxes(0, 1)  # (heads, seq, head_dim)
+
+
+def _scale(s: StageInputs) -> float:
+    return s.config.head_dim**-0.5
+
+
+def _hidden(s: StageInputs, *, shift: int = 0) -> np.ndarray:
+    """True for keys after the query (shift 0) and before the first that its layer shows it: (seq, ctx)."""
+    return hidden_in(s, s.kind, shift=shift)
+
+
+def hidden_in(s: StageInputs, kind: Layer, *, shift: int = 0) -> np.ndarray:
+    """The same, were the layer of another kind."""
+    seq, ctx = len(s.positions), s["k_cache"].shape[1]
+    hidden = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift)
+    first = seen_from(kind, s.positions, ctx)
+    return hidden if first is None else hidden | (np.arange(ctx) < first[:, None])
+
+
+def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
+    """Scores, or the probabilities made from them."""
+    return scores if stage == "attn_scores" else attention_probs(scores)
+
+
+def _with_scale(s: StageInputs, stage: str, scale: float) -> np.ndarray:
+    return _shown(np.where(_hidden(s), -np.inf, _products(s) * s.dtype(scale)), stage)
+
+
+def with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
+    """Scores, or the probabilities made from them, of right products."""
+    return _shown(np.where(hidden, -np.inf, _products(s) * s.dtype(_scale(s))), stage)
+
+
+def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
+    """A square mask laid at the first key."""
+    seq, ctx = _hidden(s).shape
+    return with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
+
+
+def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
+    """The first query of a text keeps its only key."""
+    hidden = _hidden(s, shift=-1)
+    hidden[hidden.all(axis=1), 0] = False
+    return with_mask(s, stage, hidden)
+
+
+def groups_tiled(s: StageInputs, stage: str) -> np.ndarray:
+    """Key head h % n_kv_heads."""
+    products = _queries(s) @ _tiled(s["k_cache"], s.config.group_size).swapaxes(1, 2)
+    return _shown(np.where(_hidden(s), -np.inf, products * s.dtype(_scale(s))), stage)
+
+
+def _in_half(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # products above 65504 overflow, which is the point
+        return x.astype(np.float16).astype(x.dtype)
+
+
+def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
+    """Products rounded to float16, then scaled."""
+    return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s)) * s.dtype(_scale(s))), stage)
+
+
+def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
+    """Scaled, then rounded to float16."""
+    return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
+
+
+def softmax_over_heads(s: StageInputs, stage: str) -> np.ndarray:
+    """Heads sum to one; a hidden score is not a number then, because no head has a finite one."""
+    with np.errstate(invalid="ignore"):  # -inf less -inf, which is the point
+        weights = np.exp(s["attn_scores"] - s["attn_scores"].max(axis=0, keepdims=True))
+    return weights / weights.sum(axis=0, keepdims=True)
+
+
+def softmax_over_all(s: StageInputs, stage: str) -> np.ndarray:
+    """All numbers together sum to one."""
+    weights = np.exp(s["attn_scores"] - s["attn_scores"].max())
+    return weights / weights.sum()
+
+
+def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
+    """Exponentials without their sum."""
+    scores = s["attn_scores"]
+    return np.exp(scores - scores.max(axis=-1, keepdims=True))
+
+
+def _mixed(s: StageInputs, v: np.ndarray) -> np.ndarray:
+    return s["attn_probs"] @ v  # (heads, seq, head_dim)
+
+
+def _joined(mixed: np.ndarray) -> np.ndarray:
+    return mixed.swapaxes(0, 1).reshape(mixed.shape[1], -1)
+
+
+def heads_joined_without_transpose(s: StageInputs, stage: str) -> np.ndarray:
+    """(heads, seq, head_dim) reshaped as it lies."""
+    mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
+    return mixed.reshape(mixed.shape[1], -1)
+
+
+def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
+    """(seq, head_dim, heads)."""
+    mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
+    return mixed.transpose(1, 2, 0).reshape(mixed.shape[1], -1)
+
+
+ATTENTION: tuple[Mistake[StageInputs], ...] = (
+    Mistake(
+        name="scores-not-scaled", stages=SCORES, wrong=lambda s, stage: _with_scale(s, stage, 1.0), reads=QUERY_AND_KEY,
+        diagnosis="The products were not scaled; divide by sqrt(head_dim).",
+    ),
+    Mistake(
+        name="scores-divided-by-head-dim", stages=SCORES, reads=QUERY_AND_KEY,
+        wrong=lambda s, stage: _with_scale(s, stage, 1 / s.config.head_dim),
+        diagnosis="The products were divided by head_dim, or by its root twice; divide by sqrt(head_dim) once.",
+    ),
+    Mistake(
+        name="scores-scaled-by-hidden", stages=SCORES, reads=QUERY_AND_KEY,
+        wrong=lambda s, stage: _with_scale(s, stage, s.config.hidden_size**-0.5),
+        diagnosis="The products were divided by sqrt(hidden_size); divide by sqrt(head_dim).",
+    ),
+    Mistake(
+        name="scores-scaled-by-hidden-over-heads", stages=SCORES, reads=QUERY_AND_KEY,
+        applies_to=lambda config: config.q_width != config.hidden_size,
+        wrong=lambda s, stage: _with_scale(s, stage, (s.config.hidden_size // s.config.n_heads) ** -0.5),
+        diagnosis="The products were divided by sqrt(hidden_size / n_heads); this model's config sets head_dim.",
+    ),
+    Mistake(
+        name="mask-missing", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, np.zeros_like(_hidden(s))),
+        reads=QUERY_AND_KEY,
+        diagnosis="Every token saw all other tokens; hide the keys after the query.",
+    ),
+    Mistake(
+        name="mask-shows-next", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=1)),
+        reads=QUERY_AND_KEY,
+        diagnosis="Every token saw the next one: the mask starts one diagonal too late.",
+    ),
+    Mistake(
+        name="mask-hides-itself", stages=("attn_scores",),
+        wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=-1)),
+        diagnosis="No token saw itself: the mask starts one diagonal too early.",
+    ),
+    Mistake(
+        name="mask-hides-itself-but-first", stages=SCORES, wrong=hides_itself_but_first, reads=QUERY_AND_KEY,
+        diagnosis="No token but the first saw itself: the mask starts one diagonal too early.",
+    ),
+    Mistake(
+        name="mask-reversed", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, ~_hidden(s, shift=-1)),
+        reads=QUERY_AND_KEY,
+        diagnosis="The mask hid the past and showed the future; a query may see the lower triangle.",
+    ),
+    Mistake(
+        name="mask-ignores-cache", stages=SCORES, wrong=mask_ignores_cache, reads=QUERY_AND_KEY, after_cached=True,
+        diagnosis="The mask started at the first key; after n cached tokens query t sees keys 0 to n + t.",
+    ),
+    Mistake(
+        name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
+        wrong=lambda s, stage: _shown(_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _hidden(s), stage),
+        diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
+    ),
+    Mistake(
+        name="groups-tiled-for-keys", stages=SCORES, wrong=groups_tiled, reads=QUERY_AND_KEY,
+        diagnosis="Query head h read key head h % n_kv_heads (tile); it reads h // group_size (repeat).",
+    ),
+    Mistake(
+        name="scores-in-half", stages=SCORES, wrong=scores_in_half, reads=QUERY_AND_KEY, rounds=True,
+        diagnosis="Scores were kept in float16, which overflows on Qwen; multiply queries and keys in float32.",
+    ),
+    Mistake(
+        name="scaled-scores-in-half", stages=SCORES, wrong=scaled_scores_in_half, reads=QUERY_AND_KEY, rounds=True,
+        applies_to=lambda config: math.log2(config.head_dim) % 2 != 0,  # else scaling changes no digit
+        diagnosis="Scaled scores were kept in float16, which rounds them at 5e-4; keep them in float32.",
+    ),
+    Mistake(
+        name="mask-after-softmax", stages=("attn_probs",), reads=QUERY_AND_KEY,
+        wrong=lambda s, _: np.where(_hidden(s), 0, attention_probs(_products(s) * s.dtype(_scale(s)))),
+        diagnosis="The mask was applied after the softmax, so rows sum to less than one; mask the scores.",
+    ),
+    Mistake(
+        name="softmax-over-queries", stages=("attn_probs",),
+        wrong=lambda s, _: attention_probs(s["attn_scores"].swapaxes(1, 2)).swapaxes(1, 2),
+        diagnosis="The softmax ran over the queries; for each query the probabilities of the keys sum to one.",
+    ),
+    Mistake(
+        name="softmax-over-heads", stages=("attn_probs",), wrong=softmax_over_heads,
+        diagnosis="The softmax ran over the heads (axis 0); for each query the probabilities of the keys sum to one.",
+    ),
+    Mistake(
+        name="softmax-over-all", stages=("attn_probs",), wrong=softmax_over_all,
+        diagnosis="One sum was taken over all heads and queries; for each query the probabilities of the keys sum to "
+        "one.",
+    ),
+    Mistake(
+        name="softmax-base-two", stages=("attn_probs",),
+        wrong=lambda s, _: attention_probs(s["attn_scores"] * s.dtype(np.log(2))),
+        diagnosis="exp2 was used without scaling the scores by log2(e); the softmax is exp(x) / sum(exp(x)).",
+    ),
+    Mistake(
+        name="softmax-not-divided", stages=("attn_probs",), wrong=softmax_not_divided,
+        diagnosis="The exponentials were not divided by their sum; rows sum to one.",
+    ),
+    Mistake(
+        name="groups-tiled-for-values", stages=("attn_context",),
+        wrong=lambda s, _: _joined(_mixed(s, _tiled(s["v_cache"], s.config.group_size))),
+        diagnosis="Query head h mixed value head h % n_kv_heads (tile); it mixes h // group_size (repeat).",
+    ),
+    Mistake(
+        name="heads-joined-without-transpose", stages=("attn_context",), wrong=heads_joined_without_transpose,
+        diagnosis="(heads, seq, head_dim) was reshaped untransposed; bring seq to the front, then join the heads.",
+    ),
+    Mistake(
+        name="heads-joined-interleaved", stages=("attn_context",), wrong=heads_interleaved,
+        diagnosis="Heads were joined as (head_dim, heads); one head comes after the other.",
+    ),
+    Mistake(
+        name="context-mixes-keys", stages=("attn_context",), reads=("k_cache",),
+        wrong=lambda s, _: _joined(_mixed(s, _repeated(s["k_cache"], s.config.group_size))),
+        diagnosis="The probabilities mixed the keys; they must mix the values.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""Mistakes of checkpoints 05, 07 and 08: the two residual sums, the last norm, the output matrix."""
+
+import numpy as np
+
+from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.ops.linear import linear
+from llorch.stages import output_matrix
+
+MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # what attention or a delta net, and the feed-forward part made
+
+
+def _logits(s: StageInputs, x: np.ndarray) -> np.ndarray:
+    return linear(x, s.weights[output_matrix(s.config)])
+
+
+def log_probabilities(s: StageInputs, stage: str) -> np.ndarray:
+    """Log softmax."""
+    logits = _logits(s, s["final_norm"]).astype(np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+BLOCK: tuple[Mistake[StageInputs], ...] = (
+    Mistake(
+        name="attention-residual-from-normed", stages=("attn_residual",), reads=("attn_norm",),
+        wrong=lambda s, _: s["attn_norm"] + s[MIXED],
+        diagnosis="Attention was added to the normalised input; the residual is the block's input before the norm.",
+    ),
+    Mistake(
+        name="attention-residual-skipped", stages=("attn_residual",), wrong=lambda s, _: s[MIXED],
+        diagnosis="The result is attention's output alone; add the block's input.",
+    ),
+    Mistake(
+        name="attention-dropped", stages=("attn_residual",), wrong=lambda s, _: s["block_in"],
+        diagnosis="The result is the block's input alone; add attention's output.",
+    ),
+    Mistake(
+        name="block-residual-from-normed", stages=("block_out",), wrong=lambda s, _: s["ffn_norm"] + s[FED],
+        reads=("ffn_norm",),
+        diagnosis="The feed-forward part was added to ffn_norm; the residual is attn_residual, before the norm.",
+    ),
+    Mistake(
+        name="block-residual-skipped", stages=("block_out",), wrong=lambda s, _: s[FED],
+        diagnosis="The result is the feed-forward part alone; add attn_residual.",
+    ),
+    Mistake(
+        name="block-residual-from-block-input", stages=("block_out",), wrong=lambda s, _: s["block_in"] + s[FED],
+        reads=("block_in",),
+        diagnosis="The feed-forward part was added to the block's input, which loses attention; add it to "
+        "attn_residual.",
+    ),
+    Mistake(
+        name="block-attention-added-twice", stages=("block_out",), reads=(MIXED,),
+        wrong=lambda s, _: s["attn_residual"] + s[MIXED] + s[FED],
+        diagnosis="Attention's output was added again; attn_residual holds it already.",
+    ),
+    Mistake(
+        name="block-feed-forward-dropped", stages=("block_out",), wrong=lambda s, _: s["attn_residual"],
+        diagnosis="The result is attn_residual alone; add the feed-forward part.",
+    ),
+    Mistake(
+        name="block-skipped", stages=("block_out",), reads=("block_in",), wrong=lambda s, _: s["block_in"],
+        diagnosis="The block's input came out unchanged: the layer was skipped.",
+    ),
+    Mistake(
+        name="logits-final-norm-skipped", stages=("logits",), wrong=lambda s, _: _logits(s, s["last_block_out"]),
+        reads=("last_block_out",),
+        diagnosis="The last block's output was projected; it goes through the final norm first.",
+    ),
+    Mistake(
+        name="logits-final-norm-twice", stages=("logits",),
+        wrong=lambda s, _: _logits(s, s.rms_norm(s["final_norm"], "final_norm")),
+        diagnosis="The final norm was applied twice; apply it once.",
+    ),
+    Mistake(
+        name="logits-tied-wrongly", stages=("logits",), applies_to=lambda config: not config.tie_word_embeddings,
+        wrong=lambda s, _: linear(s["final_norm"], s.weights["embed_tokens"]),
+        diagnosis="The embedding table was used as output matrix; this model is untied and has an lm_head.",
+    ),
+    Mistake(
+        name="logits-rows-shifted", stages=("logits",),
+        wrong=lambda s, _: np.roll(_logits(s, s["final_norm"]), -1, axis=-1),
+        diagnosis="Logit t was made from row t + 1 of the output matrix; row t belongs to token t.",
+    ),
+    Mistake(
+        name="logits-soft-capped", stages=("logits",),
+        wrong=lambda s, _: 30 * np.tanh(_logits(s, s["final_norm"]) / 30),
+        diagnosis="Logits went through 30 * tanh(x / 30), as in Gemma; Llama and Qwen have no cap.",
+    ),
+    Mistake(
+        name="logits-are-log-probabilities", stages=("logits",), wrong=log_probabilities,
+        diagnosis="These are log probabilities: a log softmax was applied; compare logits with logits.",
+    ),
+)  # fmt: skip

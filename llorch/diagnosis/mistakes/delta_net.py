@@ -1,0 +1,395 @@
+"""Mistakes of checkpoint 05b: the short convolution, norms of length 1, the decay, the delta rule, the gated norm."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.delta_net import heads
+from llorch.ops.delta_rule import delta_rule, of_value_heads
+from llorch.ops.linear import linear
+from llorch.ops.rms_norm import rms_norm
+from llorch.ops.rounding import round_activations
+from llorch.ops.short_conv import short_conv
+from llorch.ops.sigmoid import sigmoid
+
+RULE = ("delta_state", "delta_out")
+LENGTHS = ("q_l2", "k_l2")
+CHUNK = 64
+
+
+class Token(NamedTuple):
+    """What all value heads have at a token, (v_heads, 1, width) each; queries are scaled."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    beta: np.ndarray
+    decay: np.ndarray
+
+    def corrected(self, state: np.ndarray) -> np.ndarray:
+        """What is written: the share of what is missing of the value."""
+        return self.beta * (self.v - self.k @ state)
+
+    def written(self, state: np.ndarray, delta: np.ndarray) -> np.ndarray:
+        """A state with a correction at the key."""
+        return state + self.k.swapaxes(1, 2) * delta
+
+
+Step = Callable[[np.ndarray, Token], tuple[np.ndarray, np.ndarray]]  # a state: the next one, and which is read
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
+
+
+def _several(config: ModelConfig) -> bool:
+    """Whether the order of value heads by their key heads can be mistaken."""
+    net = config.delta_net
+    return net is not None and 1 < net.n_key_heads < net.n_value_heads
+
+
+def _convolved(s: StageInputs, *, kernel: np.ndarray | None = None, past: np.ndarray | None = None) -> np.ndarray:
+    return short_conv(
+        s["qkv_in"], s.weights["conv"] if kernel is None else kernel, s["past_conv"] if past is None else past
+    )
+
+
+def conv_not_causal(s: StageInputs, stage: str) -> np.ndarray:
+    """The window one token too late."""
+    rows = np.concatenate([s["past_conv"], s["qkv_in"]])
+    after = np.concatenate([s["qkv_in"][1:], np.zeros_like(s["qkv_in"][:1])])
+    return short_conv(after, s.weights["conv"], rows[1 : len(s["past_conv"]) + 1])
+
+
+def conv_without_silu(s: StageInputs, stage: str) -> np.ndarray:
+    """The sums alone."""
+    rows, kernel = np.concatenate([s["past_conv"], s["qkv_in"]]), s.weights["conv"]
+    return np.sum([rows[j : j + len(s["qkv_in"])] * kernel[:, j] for j in range(kernel.shape[1])], axis=0)
+
+
+def _of_key_heads(s: StageInputs, stage: str) -> np.ndarray:
+    """Queries or keys before their norm."""
+    return heads(s["conv_out"], s.config)[LENGTHS.index(stage)].astype(np.float64)
+
+
+def _length(x: np.ndarray) -> np.ndarray:
+    return np.sqrt((x * x).sum(-1, keepdims=True))
+
+
+def _by(divisor: Callable[[np.ndarray], np.ndarray]) -> Wrong:
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        x = _of_key_heads(s, stage)
+        return x / divisor(x)
+
+    return wrong
+
+
+def _softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, x)
+
+
+def _decayed(made: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
+    """Of the projection, its bias and -exp(A_log)."""
+    return lambda s, _: made(s["a_in"].astype(np.float64), s.weights["dt_bias"], s.weights["decay"])
+
+
+def _values(s: StageInputs) -> np.ndarray:
+    return heads(s["conv_out"], s.config)[2]
+
+
+def _stepped(step: Step) -> Wrong:
+    """The rule token by token, each done by `step` for all value heads."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        given = (s["q_l2"], s["k_l2"], _values(s), s["beta"], s["log_decay"], s["past_delta"])
+        q, k, v, beta, g, state = of_value_heads(*given)
+        read = []
+        for t in range(v.shape[1]):
+            rates = beta[:, t, None, None], np.exp(g[:, t])[:, None, None]
+            token = Token(q[:, t, None], k[:, t, None], v[:, t, None], *rates)
+            state, looked_at = step(state, token)
+            read.append((token.q @ looked_at)[:, 0])
+        return state if stage == "delta_state" else np.stack(read)
+
+    return wrong
+
+
+def _both(update: Callable[[np.ndarray, Token], np.ndarray]) -> Wrong:
+    """Likewise, where the state is read when it is updated."""
+
+    def step(state: np.ndarray, token: Token) -> tuple[np.ndarray, np.ndarray]:
+        new = update(state, token)
+        return new, new
+
+    return _stepped(step)
+
+
+def _given(change: Callable[[StageInputs], dict[str, np.ndarray]]) -> Wrong:
+    """The right rule of other inputs."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        right = {name: s[f"{name}_l2"] for name in "qk"} | {"v": _values(s), "state": s["past_delta"]}
+        out, state = delta_rule(**right | {"beta": s["beta"], "g": s["log_decay"]} | change(s))
+        return state if stage == "delta_state" else out
+
+    return wrong
+
+
+def read_before_write(state: np.ndarray, token: Token) -> tuple[np.ndarray, np.ndarray]:
+    """A query sees the state without the token's own value."""
+    decayed = token.decay * state
+    return token.written(decayed, token.corrected(decayed)), decayed
+
+
+def _tiled(s: StageInputs) -> dict[str, np.ndarray]:
+    """Value head h reads key head h % k_heads."""
+    times = s["beta"].shape[1] // s["q_l2"].shape[1]
+    return {name: np.tile(s[f"{name}_l2"], (1, times, 1)) for name in "qk"}
+
+
+def state_in_bfloat16(state: np.ndarray, token: Token) -> np.ndarray:
+    """Rounded after each token."""
+    new = token.written(token.decay * state, token.corrected(token.decay * state))
+    return round_activations(new.astype(np.float32), "BF16").astype(state.dtype)
+
+
+def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
+    """Every chunk begins with an empty state."""
+    given = [s["q_l2"], s["k_l2"], _values(s), s["beta"], s["log_decay"]]
+    parts, out = range(0, len(given[0]), CHUNK), []
+    state = s["past_delta"]
+    for start in parts:
+        before = state if start == 0 else np.zeros_like(state)
+        q, k, v, beta, g = (x[start : start + CHUNK] for x in given)
+        read, state = delta_rule(q, k, v, beta, g, before)
+        out.append(read)
+    return state if stage == "delta_state" else np.concatenate(out)
+
+
+def _gated(made: Callable[[StageInputs, np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
+    """Of the inputs, heads, their gates (not opened) and the gain."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        x = s["delta_out"].astype(np.float64)
+        return made(s, x, s["z_in"].reshape(x.shape), s.weights["delta_norm"]).reshape(s["z_in"].shape)
+
+    return wrong
+
+
+def _normed(s: StageInputs, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    return rms_norm(x, gain.astype(np.float64), eps=s.config.rms_norm_eps)
+
+
+def values_tiled(s: StageInputs, stage: str) -> np.ndarray:
+    """Value heads in the order of Qwen3.5's GGUF files: one of every key head in turn."""
+    net, matrix = s.config.delta_net, {"qkv_in": "in_qkv", "z_in": "in_z", "b_in": "in_b", "a_in": "in_a"}[stage]
+    assert net is not None
+    rows = linear(s["attn_norm"], s.weights[matrix])
+    before, values = np.split(rows, [2 * net.key_width if stage == "qkv_in" else 0], axis=1)
+    grouped = values.reshape(len(rows), net.n_key_heads, net.n_value_heads // net.n_key_heads, -1)
+    return np.concatenate([before, grouped.swapaxes(1, 2).reshape(values.shape)], axis=1)
+
+
+def columns_tiled(s: StageInputs, stage: str) -> np.ndarray:
+    """The columns of the output matrix left in that order."""
+    net, x = s.config.delta_net, s["gated_norm"]
+    assert net is not None
+    grouped = x.reshape(len(x), net.n_key_heads, -1, net.value_head_dim)
+    return linear(np.ascontiguousarray(grouped.swapaxes(1, 2)).reshape(x.shape), s.weights["out_proj"])
+
+
+def _taps_kept(s: StageInputs, rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([s["past_conv"], rows])[-len(s["past_conv"]) :]
+
+
+DELTA_NET: tuple[Mistake[StageInputs], ...] = (
+    Mistake(
+        name="delta-value-heads-tiled-in-file", stages=("qkv_in", "z_in", "b_in", "a_in"), wrong=values_tiled,
+        applies_to=_several,
+        diagnosis="Value heads are in the order of Qwen3.5's GGUF files (one of every key head in turn); undo it once, "
+        "or let value head h read key head h % k_heads throughout.",
+    ),
+    Mistake(
+        name="delta-output-columns-tiled", stages=("linear_out",), wrong=columns_tiled, applies_to=_several,
+        diagnosis="The columns of out_proj are in the order of Qwen3.5's GGUF files; undo that order once.",
+    ),
+    Mistake(
+        name="conv-state-newest-first", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, s["qkv_in"])[::-1],
+        diagnosis="The state of the convolution has the newest token first; the oldest token must be first.",
+    ),
+    Mistake(
+        name="conv-state-one-token-early", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, s["qkv_in"][:-1]),
+        diagnosis="The newest token is not in the state of the convolution; it holds the last inputs of the pass.",
+    ),
+    Mistake(
+        name="conv-state-behind-convolution", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, _convolved(s)),
+        diagnosis="The outputs of the convolution were stored; its state holds its inputs.",
+    ),
+    Mistake(
+        name="conv-taps-reversed", stages=("conv_out",),
+        wrong=lambda s, _: _convolved(s, kernel=s.weights["conv"][:, ::-1]),
+        diagnosis="The kernel was reversed; its last number belongs to the newest token.",
+    ),
+    Mistake(
+        name="conv-not-causal", stages=("conv_out",), wrong=conv_not_causal,
+        diagnosis="The convolution saw the next token: pad only in front, by the length of the kernel minus 1.",
+    ),
+    Mistake(
+        name="conv-silu-missing", stages=("conv_out",), wrong=conv_without_silu,
+        diagnosis="SiLU is missing after the sums of the convolution.",
+    ),
+    Mistake(
+        name="conv-past-forgotten", stages=("conv_out",), after_cached=True,
+        wrong=lambda s, _: _convolved(s, past=np.zeros_like(s["past_conv"])),
+        diagnosis="The convolution began with zeros in this pass; it continues with the previous pass's last inputs.",
+    ),
+    Mistake(
+        name="l2-norm-missing", stages=LENGTHS, wrong=_of_key_heads,
+        diagnosis="Queries and keys of the delta rule were not divided by their length.",
+    ),
+    Mistake(
+        name="l2-norm-by-mean", stages=LENGTHS, wrong=_by(lambda x: np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)),
+        diagnosis="Heads were divided by the root of the mean of squares (RMSNorm); divide by the root of their sum.",
+    ),
+    Mistake(
+        name="l2-norm-eps-outside", stages=LENGTHS, wrong=_by(lambda x: _length(x) + 1e-6),
+        diagnosis="eps was added to the length; it is added to the sum of squares, inside the root.",
+    ),
+    Mistake(
+        name="l2-norm-of-heads-together", stages=LENGTHS,
+        wrong=_by(lambda x: np.sqrt((x * x).sum((-2, -1), keepdims=True) + 1e-6)),
+        diagnosis="All heads of a token were scaled to length 1 together; scale each head separately.",
+    ),
+    Mistake(
+        name="beta-sigmoid-missing", stages=("beta",), wrong=lambda s, _: s["b_in"],
+        diagnosis="The projection was used as beta; apply a sigmoid first.",
+    ),
+    Mistake(
+        name="beta-doubled", stages=("beta",), wrong=lambda s, _: 2 * sigmoid(s["b_in"]),
+        diagnosis="beta was doubled, as other delta nets do (negative eigenvalues); Qwen takes the sigmoid alone.",
+    ),
+    Mistake(
+        name="beta-from-a", stages=("beta",), reads=("a_in",), wrong=lambda s, _: sigmoid(s["a_in"]),
+        diagnosis="beta was made from a; the projections b and a were exchanged (b comes first in the fused matrix).",
+    ),
+    Mistake(
+        name="decay-sign-flipped", stages=("log_decay",),
+        wrong=_decayed(lambda a, bias, rate: -rate * _softplus(a + bias)),
+        diagnosis="The logarithm of the decay is positive, so the state grows; it is -exp(A_log) * softplus(...).",
+    ),
+    Mistake(
+        name="decay-softplus-missing", stages=("log_decay",), wrong=_decayed(lambda a, bias, rate: rate * (a + bias)),
+        diagnosis="a + dt_bias was used as it is; it goes through a softplus first.",
+    ),
+    Mistake(
+        name="decay-a-log-not-exponentiated", stages=("log_decay",),
+        wrong=_decayed(lambda a, bias, rate: -np.log(-rate) * _softplus(a + bias)),
+        diagnosis="A_log was used as the rate; the rate is exp(A_log) (GGUF files hold -exp(A_log) already).",
+    ),
+    Mistake(
+        name="decay-exponentiated-twice", stages=("log_decay",),
+        wrong=_decayed(lambda a, bias, rate: -np.exp(-rate) * _softplus(a + bias)),
+        diagnosis="The rate was exponentiated once more; GGUF files hold -exp(A_log), not A_log.",
+    ),
+    Mistake(
+        name="decay-bias-missing", stages=("log_decay",), wrong=_decayed(lambda a, bias, rate: rate * _softplus(a)),
+        diagnosis="dt_bias was not added to a.",
+    ),
+    Mistake(
+        name="decay-bias-behind-softplus", stages=("log_decay",),
+        wrong=_decayed(lambda a, bias, rate: rate * (_softplus(a) + bias)),
+        diagnosis="dt_bias was added after the softplus; add it to a before.",
+    ),
+    Mistake(
+        name="decay-given-as-factor", stages=("log_decay",),
+        wrong=_decayed(lambda a, bias, rate: np.exp(rate * _softplus(a + bias))),
+        diagnosis="This is the factor of the decay; the stage is its logarithm.",
+    ),
+    Mistake(
+        name="delta-query-not-scaled", stages=("delta_out",),
+        wrong=_given(lambda s: {"q": s["q_l2"] * s.dtype(s["q_l2"].shape[-1] ** 0.5)}),
+        diagnosis="Queries were not divided by sqrt(key_dim).",
+    ),
+    Mistake(
+        name="delta-decay-missing", stages=RULE, wrong=_given(lambda s: {"g": np.zeros_like(s["log_decay"])}),
+        diagnosis="The state did not decay; it is multiplied by exp(log_decay) before each token.",
+    ),
+    Mistake(
+        name="delta-decay-after-write", stages=RULE,
+        wrong=_both(lambda state, t: t.decay * t.written(state, t.corrected(state))),
+        diagnosis="The state decayed after the token was written; it decays before, so that the newest stays whole.",
+    ),
+    Mistake(
+        name="delta-correction-before-decay", stages=RULE,
+        wrong=_both(lambda state, t: t.written(t.decay * state, t.corrected(state))),
+        diagnosis="The state was read at the key before it decayed; it decays first.",
+    ),
+    Mistake(
+        name="delta-correction-missing", stages=RULE,
+        wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v)),
+        diagnosis="Values were added whole (plain linear attention); subtract the state's value at the key.",
+    ),
+    Mistake(
+        name="delta-beta-on-value-only", stages=RULE,
+        wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v - t.k @ (t.decay * state))),
+        diagnosis="beta multiplied the value alone; it multiplies the value minus the state's value at the key.",
+    ),
+    Mistake(
+        name="delta-read-before-write", stages=("delta_out",), wrong=_stepped(read_before_write),
+        diagnosis="Queries read the state before their token was written; write the token first.",
+    ),
+    Mistake(
+        name="delta-value-heads-tiled", stages=RULE, wrong=_given(_tiled), applies_to=_several,
+        diagnosis="Value head h read key head h % k_heads; it is h // (v_heads / k_heads).",
+    ),
+    Mistake(
+        name="delta-state-in-bfloat16", stages=RULE, wrong=_both(state_in_bfloat16), rounds=True,
+        diagnosis="The state was rounded to bfloat16 at every token; keep it in float32.",
+    ),
+    Mistake(
+        name="delta-state-reset-between-chunks", stages=RULE, wrong=forgotten_between_chunks, cases=("near",),
+        diagnosis="The state was emptied every 64 tokens; a chunk continues with the state of the previous chunk.",
+    ),
+    Mistake(
+        name="delta-past-forgotten", stages=RULE, after_cached=True,
+        wrong=_given(lambda s: {"state": np.zeros_like(s["past_delta"])}),
+        diagnosis="The state was empty at the start of this pass; it continues with the state of the previous pass.",
+    ),
+    Mistake(
+        name="delta-state-transposed", stages=("delta_state",),
+        wrong=lambda s, stage: _given(lambda s: {})(s, stage).swapaxes(1, 2),
+        diagnosis="The state lies as (value_dim, key_dim), as in ggml; here it is (key_dim, value_dim).",
+    ),
+    Mistake(
+        name="gated-norm-gated-first", stages=("gated_norm",),
+        wrong=_gated(lambda s, x, z, gain: _normed(s, x * _silu(z), gain)),
+        diagnosis="Heads were gated and then normalised; the norm comes first.",
+    ),
+    Mistake(
+        name="gated-norm-gain-plus-one", stages=("gated_norm",),
+        wrong=_gated(lambda s, x, z, gain: _normed(s, x, 1 + gain) * _silu(z)),
+        diagnosis="The gain was applied as 1 + weight; only this norm of the model stores the gain itself.",
+    ),
+    Mistake(
+        name="gated-norm-sigmoid", stages=("gated_norm",),
+        wrong=_gated(lambda s, x, z, gain: _normed(s, x, gain) * sigmoid(z)),
+        diagnosis="Heads were multiplied by sigmoid(z); it is silu(z) = z * sigmoid(z).",
+    ),
+    Mistake(
+        name="gated-norm-gate-missing", stages=("gated_norm",),
+        wrong=_gated(lambda s, x, z, gain: _normed(s, x, gain)),
+        diagnosis="Heads were normalised but not gated by silu(z).",
+    ),
+    Mistake(
+        name="gated-norm-of-heads-together", stages=("gated_norm",),
+        wrong=_gated(
+            lambda s, x, z, gain: x / np.sqrt(np.mean(x * x, (-2, -1), keepdims=True) + s.config.rms_norm_eps)
+            * gain * _silu(z)
+        ),
+        diagnosis="All heads of a token were normalised together; normalise each head separately.",
+    ),
+)  # fmt: skip

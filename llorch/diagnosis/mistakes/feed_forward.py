@@ -1,0 +1,109 @@
+"""Mistakes of checkpoint 06: the input of the feed-forward part, its activation, the order of gate and up."""
+
+import math
+
+import numpy as np
+
+from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.ops.linear import linear
+
+WIDE = {"ffn_gate": "gate_proj", "ffn_up": "up_proj"}
+GATE_AND_UP = tuple(WIDE)
+
+
+def fused_rows_alternate(s: StageInputs, stage: str) -> np.ndarray:
+    """Gate then up, cut as if their rows took turns."""
+    fused = linear(s["ffn_norm"], np.concatenate([s.weights["gate_proj"], s.weights["up_proj"]]))
+    return fused[:, 0::2] if stage == "ffn_gate" else fused[:, 1::2]
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
+        return 1 / (1 + np.exp(-x))
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x * _sigmoid(x)
+
+
+def gelu(s: StageInputs, stage: str) -> np.ndarray:
+    """GEGLU with the exact error function."""
+    gate = s["ffn_gate"].astype(np.float64)
+    return gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) / 2 * s["ffn_up"]
+
+
+def gelu_tanh(s: StageInputs, stage: str) -> np.ndarray:
+    """GEGLU with the tanh approximation."""
+    gate = s["ffn_gate"].astype(np.float64)
+    return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * s["ffn_up"]
+
+
+FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
+    Mistake(
+        name="ffn-input-not-normalised", stages=GATE_AND_UP, reads=("attn_residual",),
+        wrong=lambda s, stage: linear(s["attn_residual"], s.weights[WIDE[stage]]),
+        diagnosis="The residual stream was projected; gate and up read ffn_norm.",
+    ),
+    Mistake(
+        name="ffn-input-of-attention", stages=GATE_AND_UP, reads=("attn_norm",),
+        wrong=lambda s, stage: linear(s["attn_norm"], s.weights[WIDE[stage]]),
+        diagnosis="attn_norm was projected, as in models with parallel blocks; gate and up read ffn_norm, which comes "
+        "after attention.",
+    ),
+    Mistake(
+        name="ffn-input-is-attention-output", stages=GATE_AND_UP, reads=("attn_out|linear_out",),
+        wrong=lambda s, stage: linear(s["attn_out|linear_out"], s.weights[WIDE[stage]]),
+        diagnosis="The raw output of attention was projected; add the residual and normalise first.",
+    ),
+    Mistake(
+        name="ffn-gate-and-up-swapped", stages=GATE_AND_UP,
+        wrong=lambda s, stage: linear(s["ffn_norm"], s.weights["up_proj" if stage == "ffn_gate" else "gate_proj"]),
+        diagnosis="gate_proj and up_proj were exchanged; a fused matrix holds gate, then up.",
+    ),
+    Mistake(
+        name="ffn-fused-rows-alternate", stages=GATE_AND_UP, wrong=fused_rows_alternate,
+        diagnosis="A fused matrix was cut into even and odd rows; it holds all rows of gate, then all rows of up.",
+    ),
+    Mistake(
+        name="swiglu-silu-on-up", stages=("ffn_act",), wrong=lambda s, _: s["ffn_gate"] * _silu(s["ffn_up"]),
+        diagnosis="SiLU was applied to up; it belongs to gate: silu(gate) * up.",
+    ),
+    Mistake(
+        name="swiglu-silu-on-both", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]) * _silu(s["ffn_up"]),
+        diagnosis="SiLU was applied to gate and up; up enters as it is: silu(gate) * up.",
+    ),
+    Mistake(
+        name="swiglu-silu-of-product", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"] * s["ffn_up"]),
+        diagnosis="SiLU was applied to gate * up; it belongs to gate alone: silu(gate) * up.",
+    ),
+    Mistake(
+        name="swiglu-silu-twice", stages=("ffn_act",), wrong=lambda s, _: _silu(_silu(s["ffn_gate"])) * s["ffn_up"],
+        diagnosis="SiLU was applied to gate twice, perhaps once inside the projection.",
+    ),
+    Mistake(
+        name="swiglu-sigmoid-only", stages=("ffn_act",), wrong=lambda s, _: _sigmoid(s["ffn_gate"]) * s["ffn_up"],
+        diagnosis="sigmoid(gate) * up was computed (GLU); SiLU is gate * sigmoid(gate).",
+    ),
+    Mistake(
+        name="swiglu-relu", stages=("ffn_act",), wrong=lambda s, _: np.maximum(s["ffn_gate"], 0) * s["ffn_up"],
+        diagnosis="ReLU was used; these models have SiLU.",
+    ),
+    Mistake(
+        name="swiglu-gelu", stages=("ffn_act",), wrong=gelu,
+        diagnosis="GELU was used (exact); these models have SiLU.",
+    ),
+    Mistake(
+        name="swiglu-gelu-tanh", stages=("ffn_act",), wrong=gelu_tanh,
+        diagnosis="GELU was used (tanh approximation); these models have SiLU.",
+    ),
+    Mistake(
+        name="swiglu-gelu-quick", stages=("ffn_act",),
+        wrong=lambda s, _: s["ffn_gate"] * _sigmoid(s.dtype(1.702) * s["ffn_gate"]) * s["ffn_up"],
+        diagnosis="gate * sigmoid(1.702 * gate) was used (quick GELU); SiLU has no factor.",
+    ),
+    Mistake(
+        name="swiglu-up-missing", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]),
+        diagnosis="The result is silu(gate) alone; multiply it by up.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,185 @@
+"""Mistakes of layers taken for others: windows, chunks, RoPE and temperature where they do not belong, or missing.
+
+Each is what a layer of another kind makes. Those of RoPE show in stages that layers of every kind have; an engine
+without a layer's `q_rope` has none to show.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from llorch.architecture import Layer
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.attention import QUERY_AND_KEY, SCORES, hidden_in, with_mask
+from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.llama4 import head_norm
+
+Other = Callable[[ModelConfig, int], Layer]
+PROJECTED = {"q": "q_norm|q_proj", "k": "k_norm|k_proj"}  # heads before what depends on the position
+TURNED = ("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores")
+
+
+def _windowed(by: int) -> Other:
+    """A window of another size in layers that have one."""
+
+    def other(config: ModelConfig, layer: int) -> Layer:
+        window = config.layer(layer).window
+        return replace(config.layer(layer), window=window and (window + by or window))
+
+    return other
+
+
+def _without_windows(config: ModelConfig, layer: int) -> Layer:
+    return replace(config.layer(layer), window=None)
+
+
+def _windows_everywhere(config: ModelConfig, layer: int) -> Layer:
+    return replace(config.layer(layer), window=max((each.window or 0 for each in config.layers), default=0) or None)
+
+
+def _windows_exchanged(config: ModelConfig, layer: int) -> Layer:
+    """A window where there is none and none where there is one, in models that have both."""
+    windows = {each.window for each in config.layers}
+    there = (windows - {None, config.layer(layer).window} or {None}).pop()
+    return replace(config.layer(layer), window=there) if len(windows) > 1 else config.layer(layer)
+
+
+def _without_chunks(config: ModelConfig, layer: int) -> Layer:
+    return replace(config.layer(layer), chunk=None)
+
+
+def _chunk_as_window(config: ModelConfig, layer: int) -> Layer:
+    this = config.layer(layer)
+    return this if this.chunk is None else replace(this, chunk=None, window=this.chunk)
+
+
+def _chunks_everywhere(config: ModelConfig, layer: int) -> Layer:
+    return replace(config.layer(layer), chunk=max((each.chunk or 0 for each in config.layers), default=0) or None)
+
+
+def _tempered_everywhere(config: ModelConfig, layer: int) -> Layer:
+    return replace(config.layer(layer), tempered=config.temperature is not None)
+
+
+def _attending_as(this: Layer, other: Layer) -> Layer:
+    """A layer whose attention is that of another; windows have a list of their own."""
+    return replace(other, mixer=this.mixer, experts=this.experts, window=this.window)
+
+
+def _rope_everywhere(config: ModelConfig, layer: int) -> Layer:
+    """As the first layer with RoPE."""
+    this = config.layer(layer)
+    return this if this.rope else _attending_as(this, next(each for each in config.layers if each.rope))
+
+
+def _one_layer_early(config: ModelConfig, layer: int) -> Layer:
+    """Layers without RoPE, and all that comes with it, where i % 4 == 0 instead of (i + 1) % 4 == 0."""
+    this = config.layer(layer)
+    bare = next((each for each in config.layers if not each.rope), this)
+    return _attending_as(this, config.layer(layer - 1) if layer else bare)
+
+
+def _scores_of(other: Other) -> Wrong:
+    """Right products under another mask."""
+    return lambda s, stage: with_mask(s, stage, hidden_in(s, _of(other, s)))
+
+
+def _heads_of(other: Other) -> Wrong:
+    """Queries and keys made in another way, and scores of these queries under another mask."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        kind = _of(other, s)
+        if stage == "k_cache":
+            return np.concatenate([s["past_k"], _made(s, "k", kind).swapaxes(0, 1)], axis=1)
+        if stage == "attn_scores":
+            queries = _made(s, "q", kind)
+            return with_mask(replace(s, arrays={"q_rope": queries, "k_cache": s["k_cache"]}), stage, hidden_in(s, kind))
+        return _made(s, stage[0], kind)
+
+    return wrong
+
+
+def _of(other: Other, s: StageInputs) -> Layer:
+    assert s.layer is not None
+    return other(s.config, s.layer)
+
+
+def _made(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
+    """Heads of queries or keys in a layer of a kind: (seq, heads, head_dim)."""
+    x = s.heads(PROJECTED[which])
+    if kind.rope:
+        x = s.rope(x)
+    if kind.head_norm:
+        x = head_norm(x, eps=s.config.rms_norm_eps)
+    if which == "q" and kind.tempered and s.config.temperature is not None:
+        x = x * s.config.temperature.of(s.positions)[:, None, None].astype(s.dtype)
+    return x
+
+
+def _taken(
+    name: str, other: Other, diagnosis: str, *, stages: tuple[str, ...] = SCORES, cases: tuple[str, ...] = ("long",)
+) -> Mistake[StageInputs]:
+    """Layers taken for others; it can be made in those that it makes others of."""
+
+    def changes(config: ModelConfig, layer: int) -> bool:
+        return other(config, layer) != config.layer(layer)
+
+    return Mistake(
+        name=name, stages=stages, diagnosis=diagnosis, cases=cases, in_layers=changes,
+        applies_to=lambda config: any(changes(config, layer) for layer in range(config.n_layers)),
+        wrong=(_scores_of if stages == SCORES else _heads_of)(other),
+        reads=QUERY_AND_KEY if stages == SCORES else tuple(PROJECTED.values()),
+    )  # fmt: skip
+
+
+LAYERS: tuple[Mistake[StageInputs], ...] = (
+    _taken(
+        "window-ignored", _without_windows,
+        "Every token saw all earlier tokens; layers with a sliding window show it itself and window - 1 earlier ones.",
+    ),
+    _taken(
+        "window-one-too-wide", _windowed(1),
+        "A token saw itself and a whole window of earlier tokens; the window includes the token itself.",
+    ),
+    _taken(
+        "window-one-too-narrow", _windowed(-1),
+        "The last token of the window was hidden: a token sees itself and window - 1 earlier ones.",
+    ),
+    _taken(
+        "window-in-other-layers", _windows_exchanged,
+        "Layers with a sliding window and those without were exchanged; with max_window_layers the first ones have "
+        "none.",
+    ),
+    _taken(
+        "window-in-every-layer", _windows_everywhere,
+        "Every layer had the sliding window; layer_types or max_window_layers names the layers.",
+    ),
+    _taken(
+        "chunk-ignored", _without_chunks, cases=("far",), diagnosis=
+        "Every token saw all earlier tokens; in Llama 4's layers with RoPE it sees only its chunk.",
+    ),
+    _taken(
+        "chunk-taken-for-window", _chunk_as_window,
+        "A token saw a sliding window of the chunk's size; it sees the tokens from the start of its chunk.",
+    ),
+    _taken(
+        "chunk-in-every-layer", _chunks_everywhere, cases=("far",), diagnosis=
+        "Every layer saw only chunks; layers without RoPE see the whole text.",
+    ),
+    _taken(
+        "rope-in-every-layer", _rope_everywhere, stages=("q_tempered", "k_cache", "attn_scores"),
+        cases=("near", "far"), diagnosis=
+        "RoPE was applied in a layer without it; every fourth layer has none: (i + 1) % 4 == 0.",
+    ),
+    _taken(
+        "rope-missing-one-layer-early", _one_layer_early,
+        stages=("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores"), cases=("near", "far"), diagnosis=
+        "Layers without RoPE were taken to be 0, 4, 8 ...; counted from 0 they are 3, 7, 11 ...: (i + 1) % 4 == 0.",
+    ),
+    _taken(
+        "temperature-in-every-layer", _tempered_everywhere, stages=("attn_scores",), cases=("far",), diagnosis=
+        "Queries of a layer with RoPE were multiplied by the temperature; Llama 4 has it only in layers without RoPE.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,256 @@
+"""Mistakes of layers that treat positions otherwise: windows, chunks, temperature, YaRN's gain, and those of Llama 4.
+
+Two that are often feared cannot be made: a norm of heads without a gain gives the same before RoPE as after it, as a
+rotation keeps lengths, and a sigmoid before the choice of experts keeps their order.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from llorch.architecture import Temperature
+from llorch.config import ModelConfig, YarnScaling
+from llorch.config.scaling import yarn_gain
+from llorch.diagnosis.mistakes.cache import KEY
+from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.ops.rope import frequencies, rope, scale_frequencies
+from llorch.ops.routing import router_probs
+from llorch.stages import rope_input
+
+ROTATED = ("q_rope", "k_rope")
+
+
+def _tempers(config: ModelConfig) -> bool:
+    return config.temperature is not None
+
+
+def _tempers_llama4(config: ModelConfig) -> bool:
+    return config.temperature is not None and config.temperature.offset == 1
+
+
+def _tempers_ministral(config: ModelConfig) -> bool:
+    return config.temperature is not None and config.temperature.offset == 0
+
+
+def _scales_inputs(config: ModelConfig) -> bool:
+    return config.experts is not None and config.experts.scaled_inputs
+
+
+def _pairs_neighbours(config: ModelConfig) -> bool:
+    return config.adjacent_pairs
+
+
+def _has_mscale_pair(config: ModelConfig) -> bool:
+    yarn = config.rope_scaling
+    return isinstance(yarn, YarnScaling) and yarn.attention_factor not in (1.0, yarn_gain(yarn.factor))
+
+
+def _has_gain(config: ModelConfig) -> bool:
+    return isinstance(config.rope_scaling, YarnScaling) and config.rope_scaling.attention_factor != 1.0
+
+
+def _queries(s: StageInputs) -> np.ndarray:
+    """What temperature multiplies, the only input of its stage."""
+    (x,) = (array for name, array in s.arrays.items() if name.startswith("q_"))
+    return x.reshape(len(x), -1, s.config.head_dim)
+
+
+def _tempered(s: StageInputs, factor: np.ndarray) -> np.ndarray:
+    return _queries(s) * factor[:, None, None].astype(s.dtype)
+
+
+def _by(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
+    """Another temperature."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        assert s.config.temperature is not None
+        other: Temperature = replace(s.config.temperature, **changes)
+        return _tempered(s, other.of(s.positions))
+
+    return wrong
+
+
+def not_floored(s: StageInputs, stage: str) -> np.ndarray:
+    """The logarithm of the position itself."""
+    heat = s.config.temperature
+    assert heat is not None
+    return _tempered(s, 1 + heat.scale * np.log1p((s.positions + heat.offset) / heat.floor))
+
+
+def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, str], np.ndarray]:
+    """Cosines and sines multiplied by another number."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        yarn = s.config.rope_scaling
+        assert isinstance(yarn, YarnScaling)
+        tables = s.tables(replace(yarn, attention_factor=gain(yarn)))
+        return s.turn(s.heads(rope_input(stage[0], s.config)), *tables)
+
+    return wrong
+
+
+def _yarn_blended(config: ModelConfig, start: float, end: float) -> np.ndarray:
+    """Frequencies kept before one place between pairs, interpolated behind another, blended between them."""
+    yarn, inv_freq = config.rope_scaling, frequencies(config.rotated, config.rope_theta)
+    assert isinstance(yarn, YarnScaling)
+    ramp = np.clip((np.arange(len(inv_freq)) - start) / (end - start or 0.001), 0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / yarn.factor * ramp
+
+
+def _ramp_exchanged(config: ModelConfig) -> np.ndarray:
+    """The end in the place of the start."""
+    assert isinstance(config.rope_scaling, YarnScaling)
+    return _yarn_blended(config, *config.rope_scaling.ramp(head_dim=config.rotated, theta=config.rope_theta)[::-1])
+
+
+def _ramp_unrounded(config: ModelConfig) -> np.ndarray:
+    """Between pairs, and inside the head all the same."""
+    assert isinstance(config.rope_scaling, YarnScaling)
+    start, end = config.rope_scaling.bounds(head_dim=config.rotated, theta=config.rope_theta)
+    return _yarn_blended(config, max(start, 0), min(end, config.rotated - 1))
+
+
+def _with_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[StageInputs, str], np.ndarray]:
+    """Other frequencies, and the gain that the model has."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        assert isinstance(s.config.rope_scaling, YarnScaling)
+        angle, gain = s.positions[:, None] * made(s.config), s.config.rope_scaling.attention_factor
+        return s.turn(s.heads(rope_input(stage[0], s.config)), np.cos(angle) * gain, np.sin(angle) * gain)
+
+    return wrong
+
+
+def _changes_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[ModelConfig], bool]:
+    """Of models with YaRN those whose frequencies are others then."""
+
+    def changes(config: ModelConfig) -> bool:
+        size = {"head_dim": config.rotated, "theta": config.rope_theta}
+        inv_freq = frequencies(**size)
+        return isinstance(config.rope_scaling, YarnScaling) and not np.allclose(
+            made(config), scale_frequencies(inv_freq, config.rope_scaling, **size), rtol=1e-3
+        )
+
+    return changes
+
+
+def keys_tempered(s: StageInputs, stage: str) -> np.ndarray:
+    """New keys multiplied as queries are."""
+    heat = s.config.temperature
+    assert heat is not None
+    new = s.heads(KEY) * heat.of(s.positions)[:, None, None].astype(s.dtype)
+    return np.concatenate([s["past_k"], new.swapaxes(0, 1)], axis=1)
+
+
+def turned_as_halves(s: StageInputs, stage: str) -> np.ndarray:
+    """Pairs (j, j + half), as in all files of Hugging Face but these."""
+    return rope(s.heads(rope_input(stage[0], s.config)), *s.tables(s.config.rope_scaling))
+
+
+def divided_by_length(s: StageInputs, stage: str) -> np.ndarray:
+    """By the root of the sum of squares, as the name of the class, L2Norm, says."""
+    x = s[f"{stage[0]}_rope"]
+    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + s.dtype(s.config.rms_norm_eps))
+
+
+def softmax_of_chosen(s: StageInputs, stage: str) -> np.ndarray:
+    """Weights as Qwen has them."""
+    return np.take_along_axis(router_probs(s["router_logits"]), s["topk_ids"].astype(int), -1)
+
+
+POSITIONS: tuple[Mistake[StageInputs], ...] = (
+    Mistake(
+        name="temperature-missing", stages=("q_tempered",), cases=("far",), applies_to=_tempers,
+        wrong=lambda s, _: _queries(s),
+        diagnosis="Queries were not multiplied by 1 + scale * ln(1 + floor(position / floor)) of their position.",
+    ),
+    Mistake(
+        name="temperature-one-position-late", stages=("q_tempered",), cases=("far",), applies_to=_tempers_llama4,
+        wrong=_by(offset=0),
+        diagnosis="The temperature of Llama 4 counts positions from 1; the + 1 before the division is missing.",
+    ),
+    Mistake(
+        name="temperature-one-position-early", stages=("q_tempered",), cases=("near",), applies_to=_tempers_ministral,
+        wrong=_by(offset=1),
+        diagnosis="The temperature of Ministral 3 counts positions from 0; only Llama 4 has the + 1.",
+    ),
+    Mistake(
+        name="temperature-not-floored", stages=("q_tempered",), applies_to=_tempers, wrong=not_floored, cases=("near",),
+        diagnosis="The share of the position was not rounded down before the logarithm.",
+    ),
+    Mistake(
+        name="temperature-of-another-scale", stages=("q_tempered",), cases=("far",), applies_to=_tempers,
+        wrong=_by(scale=1.0),
+        diagnosis="The logarithm was not multiplied by the scale of the configuration, 0.1.",
+    ),
+    Mistake(
+        name="temperature-on-keys", stages=("k_cache",), cases=("far",), applies_to=_tempers, wrong=keys_tempered,
+        in_layers=lambda config, layer: config.layer(layer).tempered,
+        diagnosis="Keys were multiplied by the temperature of their position; only queries are.",
+    ),
+    Mistake(
+        name="yarn-ramp-exchanged", stages=ROTATED, applies_to=_changes_frequencies(_ramp_exchanged),
+        wrong=_with_frequencies(_ramp_exchanged),
+        diagnosis="YaRN kept the slow frequencies and interpolated the fast ones: the ends of its ramp were exchanged.",
+    ),
+    Mistake(
+        name="yarn-ramp-not-rounded", stages=ROTATED, applies_to=_changes_frequencies(_ramp_unrounded),
+        wrong=_with_frequencies(_ramp_unrounded),
+        diagnosis="The ends of YaRN's ramp lay between pairs; its start is rounded down and its end up.",
+    ),
+    Mistake(
+        name="yarn-gain-of-the-paper", stages=ROTATED, applies_to=_has_mscale_pair,
+        wrong=_with_gain(lambda yarn: yarn_gain(yarn.factor)),
+        diagnosis="Cosines were multiplied by 0.1 ln(factor) + 1; with mscale it is divided by that of mscale_all_dim.",
+    ),
+    Mistake(
+        name="yarn-gain-forgotten", stages=ROTATED, applies_to=_has_gain, wrong=_with_gain(lambda yarn: 1.0),
+        diagnosis="Cosines and sines were not multiplied by YaRN's attention factor.",
+    ),
+    Mistake(
+        name="yarn-gain-squared", stages=ROTATED, applies_to=_has_gain,
+        wrong=_with_gain(lambda yarn: yarn.attention_factor**2),
+        diagnosis="YaRN's attention factor was multiplied in twice, into cosines and again into queries or keys.",
+    ),
+    Mistake(
+        name="rope-frequencies-zero", stages=ROTATED, cases=("far",), applies_to=_has_gain,
+        wrong=_with_frequencies(lambda config: np.zeros(config.rotated // 2)),
+        diagnosis="Every inverse frequency was zero, as in a buffer that is never filled; YaRN's gain alone was there.",
+    ),
+    Mistake(
+        name="rope-halves-for-neighbours", stages=ROTATED, applies_to=_pairs_neighbours, wrong=turned_as_halves,
+        diagnosis="Pairs (j, j + half) were turned; Llama 4 turns neighbours, (2j, 2j + 1), in every file.",
+    ),
+    Mistake(
+        name="head-norm-missing", stages=("q_head_norm", "k_head_norm"), wrong=lambda s, stage: s[f"{stage[0]}_rope"],
+        applies_to=_pairs_neighbours,
+        diagnosis="Rotated heads were not divided by their root mean square.",
+    ),
+    Mistake(
+        name="head-norm-by-length", stages=("q_head_norm", "k_head_norm"), wrong=divided_by_length,
+        applies_to=_pairs_neighbours,
+        diagnosis="Heads were divided by their length; L2Norm of Llama 4 divides by the root mean square.",
+    ),
+    Mistake(
+        name="experts-weighted-by-softmax", stages=("topk_weights",), applies_to=_scales_inputs,
+        wrong=softmax_of_chosen,
+        diagnosis="Weights are a softmax over all experts; Llama 4 takes the sigmoid of each chosen logit.",
+    ),
+    Mistake(
+        name="experts-given-all", stages=("expert_in",), applies_to=_scales_inputs,
+        wrong=lambda s, _: np.repeat(s["ffn_norm"][:, None], s["topk_weights"].shape[1], axis=1),
+        diagnosis="The inputs of the experts were not weighted; the weight multiplies the input, not the output.",
+    ),
+    Mistake(
+        name="experts-weighted-again", stages=("moe_out",), applies_to=_scales_inputs,
+        wrong=lambda s, _: (s["topk_weights"][..., None] * s["expert_out"]).sum(axis=1) + s["shared_out"],
+        diagnosis="The sum was weighted; Llama 4 applies the weights to the inputs of the experts.",
+    ),
+    Mistake(
+        name="shared-expert-of-llama4-forgotten", stages=("moe_out",), applies_to=_scales_inputs,
+        wrong=lambda s, _: s["expert_out"].sum(axis=1),
+        diagnosis="The shared expert, which has the weight 1, is missing in the sum.",
+    ),
+)  # fmt: skip

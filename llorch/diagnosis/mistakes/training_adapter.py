@@ -1,0 +1,214 @@
+"""Mistakes of checkpoints 15 and 20: the adapter's addition, merging, and adapter files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+
+Function = Callable[..., Any]
+DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
+BACK = "llorch.ops.lora.lora_backward"
+MERGE = "llorch.lora.merge.merged_matrix"
+
+
+def scaled_twice(right: Function) -> Function:
+    """The scale applied to A x, and to B A x again."""
+    return lambda *arrays, scaling: right(*arrays, scaling=scaling * scaling)
+
+
+def not_scaled(right: Function) -> Function:
+    """B A x as it is."""
+    return lambda *arrays, scaling: right(*arrays, scaling=1.0)
+
+
+def alpha_not_divided(right: Function) -> Function:
+    """Alpha taken for the scale."""
+    return lambda config, target: config.alpha_of(target)
+
+
+def rank_of_default(right: Function) -> Function:
+    """Every alpha divided by the rank of the adapter as a whole."""
+    return lambda config, target: right(config, target) * config.rank_of(target) / config.r
+
+
+def alpha_of_default(right: Function) -> Function:
+    """One alpha for all matrices."""
+    return lambda config, target: right(config, target) * config.lora_alpha / config.alpha_of(target)
+
+
+def rslora_ignored(right: Function) -> Function:
+    """Alpha over the rank, not over its root."""
+    return lambda config, target: right(replace(config, use_rslora=False), target)
+
+
+def reordered(array: np.ndarray) -> np.ndarray:
+    """The numbers of a matrix read in the order of its transpose."""
+    return np.ascontiguousarray(array.reshape(array.shape[::-1]).T)
+
+
+def reordered_back(grad: np.ndarray) -> np.ndarray:
+    """The gradient of what `reordered` gave, in the order of what it got."""
+    return np.ascontiguousarray(grad.T).reshape(grad.shape)
+
+
+def a_transposed(right: Function) -> Function:
+    """The numbers of A read in the order of (in, r)."""
+    return lambda x, lora_A, lora_B, *, scaling: right(x, reordered(lora_A), lora_B, scaling=scaling)
+
+
+def b_transposed(right: Function) -> Function:
+    """The numbers of B read in the order of (r, out)."""
+    return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, reordered(lora_B), scaling=scaling)
+
+
+def a_transposed_back(right: Function) -> Function:
+    """Its gradient in the order of (in, r)."""
+
+    def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
+        d_x, d_A, d_B = right(grad, x, reordered(lora_A), lora_B, scaling=scaling)
+        return d_x, reordered_back(d_A), d_B
+
+    return wrong
+
+
+def b_transposed_back(right: Function) -> Function:
+    """Its gradient in the order of (r, out)."""
+
+    def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
+        d_x, d_A, d_B = right(grad, x, lora_A, reordered(lora_B), scaling=scaling)
+        return d_x, d_A, reordered_back(d_B)
+
+    return wrong
+
+
+def dropped_at_evaluation(right: Function) -> Function:
+    """A tenth of the input dropped, as in training."""
+
+    def wrong(x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> np.ndarray:
+        kept = np.random.default_rng(0).random(x.shape) >= 0.1
+        return right((x * kept / 0.9).astype(x.dtype), lora_A, lora_B, scaling=scaling)
+
+    return wrong
+
+
+def delta_missing(right: Function) -> Function:
+    """The base alone."""
+    return lambda *arrays, scaling: right(*arrays, scaling=0.0)
+
+
+def merged_twice(right: Function) -> Function:
+    """The product added to weights that have it already."""
+    return lambda weight, adapter, name, **where: right(
+        right(weight, adapter, name, **where), adapter, name, **where
+    )  # fmt: skip
+
+
+def merged_unscaled(right: Function) -> Function:
+    """W + B A."""
+
+    def wrong(weight: np.ndarray, adapter: Any, name: str, **where: object) -> np.ndarray:
+        merged = right(weight, adapter, name, **where)
+        return (weight + (merged - weight) / np.float32(adapter.scaling(name))).astype(np.float32)
+
+    return wrong
+
+
+def merged_subtracted(right: Function) -> Function:
+    """Unmerged instead of merged."""
+
+    def wrong(weight: np.ndarray, adapter: Any, name: str, **where: object) -> np.ndarray:
+        return weight - (right(weight, adapter, name, **where) - weight)
+
+    return wrong
+
+
+def rows_not_permuted(right: Function) -> Function:
+    """Rows of B in the order of Hugging Face."""
+    return lambda array, n_heads: array
+
+
+def one_alpha(right: Function) -> Function:
+    """The adapter's own alpha written for all matrices, as llama.cpp's converter does."""
+    return lambda adapter: adapter.config.lora_alpha
+
+
+def interleaves(config: ModelConfig) -> bool:
+    """Families whose GGUF files hold rows of q and k in pairs."""
+    return config.family == "llama"
+
+
+ADAPTER: tuple[TrainingMistake, ...] = (
+    TrainingMistake(
+        name="lora-scaled-twice", stages=("lora_delta",), part=DELTA, wrong=scaled_twice,
+        along=(BACK, scaled_twice),
+        diagnosis="The product was multiplied by the scale twice, alpha^2 / r^2; it is scaled once.",
+    ),
+    TrainingMistake(
+        name="lora-not-scaled", stages=("lora_delta",), part=DELTA, wrong=not_scaled,
+        along=(BACK, not_scaled),
+        diagnosis="B A x was added without its scale; multiply it by alpha / r.",
+    ),
+    TrainingMistake(
+        name="lora-alpha-not-divided", stages=("lora_delta",), part=SCALING, wrong=alpha_not_divided,
+        diagnosis="The scale is alpha itself; it is alpha divided by the rank.",
+    ),
+    TrainingMistake(
+        name="lora-rank-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=rank_of_default,
+        diagnosis="Alpha was divided by the rank of the configuration; rank_pattern gives this matrix another rank.",
+    ),
+    TrainingMistake(
+        name="lora-alpha-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=alpha_of_default,
+        diagnosis="All matrices got the same alpha; alpha_pattern gives some another, which vLLM ignores, too.",
+    ),
+    TrainingMistake(
+        name="lora-rslora-ignored", stages=("lora_delta",), part=SCALING, wrong=rslora_ignored, cases=("rslora",),
+        diagnosis="Alpha was divided by the rank; with use_rslora it is divided by the root of the rank.",
+    ),
+    TrainingMistake(
+        name="lora-a-transposed", stages=("lora_delta",), part=DELTA, wrong=a_transposed,
+        along=(BACK, a_transposed_back),
+        diagnosis="A was read as (in, r), MLX's order; PEFT stores it as (r, in).",
+    ),
+    TrainingMistake(
+        name="lora-b-transposed", stages=("lora_delta",), part=DELTA, wrong=b_transposed,
+        along=(BACK, b_transposed_back),
+        diagnosis="B was read as (r, out), MLX's order; PEFT stores it as (out, r).",
+    ),
+    TrainingMistake(
+        name="lora-dropout-at-evaluation", stages=("lora_delta",), part=DELTA, wrong=dropped_at_evaluation,
+        diagnosis="Parts of the adapter's input were dropped; dropout is for training steps and off everywhere else.",
+    ),
+    TrainingMistake(
+        name="lora-delta-missing", stages=("lora_delta",), part=DELTA, wrong=delta_missing,
+        along=(BACK, delta_missing),
+        diagnosis="The adapter has no effect: its names did not match, or it is not active.",
+    ),
+    TrainingMistake(
+        name="merge-twice", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_twice,
+        diagnosis="The adapter was added to weights into which it was merged before.",
+    ),
+    TrainingMistake(
+        name="merge-without-scale", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_unscaled,
+        diagnosis="B A was added to the weight; add scaling * B A.",
+    ),
+    TrainingMistake(
+        name="merge-subtracted", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_subtracted,
+        diagnosis="The product was subtracted from the weight, as in unmerging; merging adds it.",
+    ),
+    TrainingMistake(
+        name="export-b-rows-not-permuted", stages=("adapter_file", "exported_logits"), applies_to=interleaves,
+        part="llorch.lora.targets.interleave", wrong=rows_not_permuted,
+        diagnosis="B of q and k has the rows of Hugging Face; files of the llama family hold them in pairs, and "
+        "llama.cpp says nothing of the difference.",
+    ),
+    TrainingMistake(
+        name="export-one-alpha", stages=("adapter_file", "exported_logits"),
+        part="llorch.lora.gguf_format.common_alpha", wrong=one_alpha,
+        diagnosis="One alpha was written for all matrices; where rank-stabilised LoRA or alpha_pattern give them other "
+        "scales, the scale is multiplied into B and no alpha is written.",
+    ),
+)  # fmt: skip

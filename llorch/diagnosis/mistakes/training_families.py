@@ -1,0 +1,149 @@
+"""Mistakes of checkpoint 17 in experts and delta nets: what is left out where a gradient goes back through them.
+
+No training golden is stored for these families: their gradients are judged live, by PEFT.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+
+Function = Callable[..., Any]
+OPS = "llorch.ops."
+CHUNK = 4  # of the state that is cut; shorter than the documents of tests
+
+
+def nothing(right: Function) -> Function:
+    """No gradient at all."""
+    return lambda *given, **how: np.zeros_like(right(*given, **how))
+
+
+def sum_as_constant(right: Function) -> Function:
+    """Divided by the sum, which is taken for a number of its own."""
+
+    def wrong(grad: np.ndarray, probs: np.ndarray, ids: np.ndarray, *, normalised: bool) -> np.ndarray:
+        total = np.take_along_axis(probs, ids, axis=-1).sum(axis=-1, keepdims=True)
+        return right(grad / total, probs, ids, normalised=False)
+
+    return wrong
+
+
+def of_chosen_alone(right: Function) -> Function:
+    """The softmax sends nothing to the logits of experts that got no gradient themselves."""
+    return lambda grad, probs: np.where(grad == 0, 0, right(grad, probs))
+
+
+def unweighted(right: Function) -> Function:
+    """Experts get the gradient of the sum, whatever their weight."""
+    return lambda grad, outs, weights: (
+        np.broadcast_to(grad[:, None], outs.shape).copy(),
+        right(grad, outs, weights)[1],
+    )
+
+
+def length_as_constant(right: Function) -> Function:
+    """What changes the length alone is not taken away."""
+
+    def wrong(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
+        along = x * (grad * x).sum(axis=-1, keepdims=True) / (x * x).sum(axis=-1, keepdims=True)
+        return right(grad, x) + along / np.sqrt((x * x).sum(axis=-1, keepdims=True))
+
+    return wrong
+
+
+def taps_turned(right: Function) -> Function:
+    """The kernel read in its other direction."""
+    return lambda grad, x, kernel: right(grad, x, np.ascontiguousarray(kernel[:, ::-1]))
+
+
+def state_cut(right: Function) -> Function:
+    """Between chunks the state sends nothing back."""
+    n_tokens = 0
+
+    def wrong(*given: Any) -> tuple[np.ndarray, ...]:
+        nonlocal n_tokens
+        n_tokens += 1
+        d_state, *others = right(*given)
+        return (d_state if n_tokens % CHUNK else np.zeros_like(d_state), *others)
+
+    return wrong
+
+
+def of_one_value_head(right: Function) -> Function:
+    """A key gets what the first of its value heads sends."""
+
+    def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+        first = grad.reshape(len(grad), k.shape[1], -1, grad.shape[-1]).copy()
+        first[:, :, 1:] = 0
+        d_q, _, *rest = right(grad, q, k, *others)
+        return d_q, right(first.reshape(grad.shape), q, k, *others)[1], *rest
+
+    return wrong
+
+
+def has_experts(config: ModelConfig) -> bool:
+    """Layers with a router."""
+    return config.experts is not None
+
+
+def has_delta_net(config: ModelConfig) -> bool:
+    """Layers with a state."""
+    return config.delta_net is not None
+
+
+def _gradient(
+    name: str, part: str, wrong: Function, of: Callable[[ModelConfig], bool], diagnosis: str
+) -> TrainingMistake:
+    return TrainingMistake(
+        name=f"gradient-{name}", stages=("gradient",), part=part, wrong=wrong, diagnosis=diagnosis, applies_to=of
+    )
+
+
+OF_FAMILIES: tuple[TrainingMistake, ...] = (
+    _gradient(
+        "router-left-out", OPS + "routing.router_probs_backward", nothing, has_experts,
+        "The router got no gradient; its weights multiply the outputs of the experts.",
+    ),
+    _gradient(
+        "routing-sum-as-constant", OPS + "routing.topk_weights_backward", sum_as_constant,
+        lambda config: config.experts is not None and config.experts.norm_topk_prob,
+        "The sum that divides the weights was treated as a constant; it depends on the probabilities.",
+    ),
+    _gradient(
+        "router-softmax-of-chosen", OPS + "routing.router_probs_backward", of_chosen_alone,
+        lambda config: config.experts is not None and not config.experts.norm_topk_prob,
+        "Logits of experts that were not chosen got no gradient; the softmax divides by all of them.",
+    ),
+    _gradient(
+        "experts-unweighted", OPS + "routing.mixed_backward", unweighted, has_experts,
+        "Each expert got the whole gradient of the sum; it gets the share of its weight.",
+    ),
+    _gradient(
+        "gate-as-constant", OPS + "sigmoid.sigmoid_backward", nothing,
+        lambda config: config.attention_gate or (config.experts is not None and config.experts.shared_gate),
+        "A gate was treated as a constant; it depends on the token.",
+    ),
+    _gradient(
+        "decay-left-out", OPS + "delta_rule.log_decay_backward", nothing, has_delta_net,
+        "The decay was treated as a constant; in_proj_a computes it from the token.",
+    ),
+    _gradient(
+        "state-cut-between-chunks", OPS + "delta_rule_backward.token_backward", state_cut, has_delta_net,
+        "The state passed no gradient to the previous chunk; later tokens read what that chunk wrote.",
+    ),
+    _gradient(
+        "delta-keys-of-one-head", OPS + "delta_rule_backward.delta_rule_backward", of_one_value_head, has_delta_net,
+        "A key got the gradient of one value head; it gets the sum over all heads that read it.",
+    ),
+    _gradient(
+        "l2-norm-as-constant", OPS + "delta_rule.l2_norm_backward", length_as_constant, has_delta_net,
+        "The length of a key was treated as a constant; it depends on the key and removes the gradient along it.",
+    ),
+    _gradient(
+        "conv-taps-turned", OPS + "short_conv.short_conv_backward", taps_turned, has_delta_net,
+        "The kernel was not reversed for the gradient; a value contributes to later tokens, not to earlier ones.",
+    ),
+)  # fmt: skip

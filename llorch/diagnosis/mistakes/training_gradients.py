@@ -1,0 +1,219 @@
+"""Mistakes of checkpoint 17: terms that are missing where a gradient is sent back through an op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.training_adapter import not_scaled
+from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+from llorch.ops.linear import linear_backward
+from llorch.ops.rms_norm import root_mean_square
+
+Function = Callable[..., Any]
+OPS = "llorch.ops."
+
+
+def softmax_diagonal(right: Function) -> Function:
+    """Probs times the gradient."""
+    return lambda grad, probs: grad * probs
+
+
+def softmax_second_twice(right: Function) -> Function:
+    """The derivative of a sigmoid for that of a softmax."""
+    return lambda grad, probs: grad * probs * (1 - probs)
+
+
+def scores_not_scaled(right: Function) -> Function:
+    """The factor of the scores forgotten on the way back."""
+
+    def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
+        factor = q.dtype.type(q.shape[-1] ** 0.5)
+        return tuple(array * factor for array in right(grad, q, k))
+
+    return wrong
+
+
+def keys_of_one_head(right: Function) -> Function:
+    """Of each group only the first query head sends its gradient to the key."""
+
+    def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
+        first = grad.reshape(len(k), -1, *grad.shape[1:]).copy()
+        first[:, 1:] = 0
+        return right(grad, q, k)[0], right(first.reshape(grad.shape), q, k)[1]
+
+    return wrong
+
+
+def values_of_one_head(right: Function) -> Function:
+    """Likewise for the value."""
+
+    def wrong(grad: np.ndarray, probs: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        first = probs.reshape(len(v), -1, *probs.shape[1:]).copy()
+        first[:, 1:] = 0
+        return right(grad, probs, v)[0], right(grad, first.reshape(probs.shape), v)[1]
+
+    return wrong
+
+
+def norm_first_term(right: Function) -> Function:
+    """The root taken for a constant."""
+
+    def wrong(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
+        return grad * weight / root_mean_square(x, eps)
+
+    return wrong
+
+
+def norm_without_gain(right: Function) -> Function:
+    """The gain forgotten."""
+    return lambda grad, x, weight, *, eps: right(grad, x, np.ones_like(weight), eps=eps)
+
+
+def turned_on(right: Function) -> Function:
+    """Rotated by the angle once more."""
+    return lambda grad, cos, sin: right(grad, cos, -sin)
+
+
+def not_turned(right: Function) -> Function:
+    """Not rotated."""
+    return lambda grad, cos, sin: grad
+
+
+def silu_as_gate(right: Function) -> Function:
+    """The derivative of silu without its second term: s instead of s (1 + z (1 - s))."""
+
+    def wrong(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, ...]:
+        s = 1 / (1 + np.exp(-gate.astype(np.float64)))
+        return (grad * up * s).astype(gate.dtype), right(grad, gate, up)[1]
+
+    return wrong
+
+
+def lora_input_left_out(right: Function) -> Function:
+    """The detour sends nothing back to its input."""
+
+    def wrong(*arrays: np.ndarray, scaling: float) -> tuple[np.ndarray, ...]:
+        d_x, d_A, d_B = right(*arrays, scaling=scaling)
+        return np.zeros_like(d_x), d_A, d_B
+
+    return wrong
+
+
+def base_left_out(right: Function) -> Function:
+    """The frozen matrix sends nothing back, since it has no gradient of its own."""
+
+    def wrong(matrix: Any, grad: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        d_x, trained = right(matrix, grad, x)
+        return d_x - linear_backward(grad, matrix.base), trained
+
+    return wrong
+
+
+def graph_cut(right: Function) -> Function:
+    """What a block would send to those below is lost."""
+    return lambda *given, **parts: np.zeros_like(right(*given, **parts))
+
+
+def residual_cut(right: Function) -> Function:
+    """The residual stream carries nothing past the block."""
+    return lambda d_out, *given, **parts: right(d_out, *given, **parts) - d_out
+
+
+def rows_for_tokens(right: Function) -> Function:
+    """Divided by the number of rows, not of learned tokens."""
+    return lambda logits, labels, **how: right(logits, labels, **how | {"n_trained": len(labels)})
+
+
+def target_missing(right: Function) -> Function:
+    """Probabilities alone, nothing taken away at the label."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, **how: Any) -> np.ndarray:
+        uniform = right(logits, labels, **how | {"label_smoothing": 1.0})
+        return uniform + (labels >= 0)[:, None] / logits.dtype.type(logits.shape[1] * how["n_trained"])
+
+    return wrong
+
+
+def is_grouped(config: ModelConfig) -> bool:
+    """More than one query head for a key."""
+    return config.n_heads > config.n_kv_heads
+
+
+def _gradient(name: str, part: str, wrong: Function, diagnosis: str, **more: Any) -> TrainingMistake:
+    return TrainingMistake(name=name, stages=("gradient",), part=part, wrong=wrong, diagnosis=diagnosis, **more)
+
+
+GRADIENTS: tuple[TrainingMistake, ...] = (
+    _gradient(
+        "gradient-softmax-term-missing", OPS + "attention.attention_probs_backward", softmax_diagonal,
+        "The gradient was only multiplied by the probabilities; also subtract the sum of the product over the keys.",
+    ),
+    _gradient(
+        "gradient-softmax-as-sigmoid", OPS + "attention.attention_probs_backward", softmax_second_twice,
+        "The softmax was derived as p (1 - p), element by element; probabilities of a row depend on each other.",
+    ),
+    _gradient(
+        "gradient-scores-not-scaled", OPS + "attention.attention_scores_backward", scores_not_scaled,
+        "The gradients of queries and keys were not divided by sqrt(head_dim), as the scores are.",
+    ),
+    _gradient(
+        "gradient-keys-not-summed-over-group", OPS + "attention.attention_scores_backward", keys_of_one_head,
+        "A key got the gradient of one query head; it gets the sum over all heads of its group.", applies_to=is_grouped,
+    ),
+    _gradient(
+        "gradient-values-not-summed-over-group", OPS + "attention.attention_context_backward", values_of_one_head,
+        "A value got the gradient of one query head; it gets the sum over all heads of its group.",
+        applies_to=is_grouped,
+    ),
+    _gradient(
+        "gradient-norm-second-term-missing", OPS + "rms_norm.rms_norm_backward", norm_first_term,
+        "The root mean square was treated as a constant; it depends on the row, which gives a second term.",
+    ),
+    _gradient(
+        "gradient-norm-gain-missing", OPS + "rms_norm.rms_norm_backward", norm_without_gain,
+        "The gain of the norm is missing in the gradient; frozen or not, it scales the gradient.",
+    ),
+    _gradient(
+        "gradient-rope-turned-on", OPS + "rope.rope_backward", turned_on,
+        "The gradient was rotated by the angle of the forward pass; rotate it by the negative angle.",
+    ),
+    _gradient(
+        "gradient-rope-missing", OPS + "rope.rope_backward", not_turned,
+        "The gradient of queries and keys was not rotated; rotate it by the negative angle of its position.",
+    ),
+    _gradient(
+        "gradient-silu-second-term-missing", OPS + "swiglu.swiglu_backward", silu_as_gate,
+        "The sigmoid of the gate was treated as a constant; silu' is s (1 + z (1 - s)).",
+    ),
+    _gradient(
+        "gradient-lora-not-scaled", OPS + "lora.lora_backward", not_scaled,
+        "The scale is in the forward pass only; it multiplies the gradients of A, B and the input too.",
+    ),
+    _gradient(
+        "gradient-lora-input-left-out", OPS + "lora.lora_backward", lora_input_left_out,
+        "The gradient of the adapter's input is missing; x goes into both the matrix and the adapter.",
+    ),
+    _gradient(
+        "gradient-frozen-weight-stops-it", OPS + "lora.LoraMatrix.backward", base_left_out,
+        "The frozen matrix blocked the gradient; it is not trained, but passes the gradient on.",
+    ),
+    _gradient(
+        "gradient-graph-cut-between-blocks", "llorch.backward.block_backward", graph_cut,
+        "Blocks below got no gradient: the graph was cut, as by recomputation with a frozen input, and their adapters "
+        "are never trained.",
+    ),
+    _gradient(
+        "gradient-residual-left-out", "llorch.backward.block_backward", residual_cut,
+        "The gradient of the residual stream was lost; it passes every block unchanged.",
+    ),
+    _gradient(
+        "gradient-divided-by-rows", OPS + "cross_entropy.cross_entropy_backward", rows_for_tokens,
+        "The gradient was divided by the rows of the document; it is divided by the learned tokens of the step.",
+    ),
+    _gradient(
+        "gradient-target-missing", OPS + "cross_entropy.cross_entropy_backward", target_missing,
+        "The gradient of the logits is the probabilities minus the target; the target was not subtracted.",
+    ),
+)  # fmt: skip

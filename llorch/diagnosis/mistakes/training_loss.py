@@ -1,0 +1,191 @@
+"""Mistakes of checkpoints 16 and 19: which tokens are learned, what each costs, and what the sum is divided by."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+from llorch.train.batch import IGNORED, Batch
+
+Function = Callable[..., Any]
+LOSS = "llorch.ops.cross_entropy.cross_entropy"
+BACK = "llorch.ops.cross_entropy.cross_entropy_backward"
+DOCUMENTS = "llorch.train.batch.Batch.each_document"
+STEP = "llorch.train.numpy_step.loss_and_gradients"
+
+
+def not_shifted(right: Function) -> Function:
+    """Every row judged by its own token."""
+    return lambda labels: labels
+
+
+def shifted_twice(right: Function) -> Function:
+    """Every row judged by the token after the next."""
+    return lambda labels: right(right(labels))
+
+
+def prompt_learned(right: Function) -> Function:
+    """All tokens as labels."""
+
+    def wrong(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for ids, _ in right(batch):
+            yield ids, np.concatenate([[IGNORED], ids[1:]])
+
+    return wrong
+
+
+def smoothing_missing(right: Function) -> Function:
+    """No label smoothing."""
+    return lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": 0.0})
+
+
+def smoothing_over_ignored(right: Function) -> Function:
+    """The uniform part summed over rows that are not learned too."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
+        total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
+        others = logits[labels == IGNORED].astype(np.float64)
+        log_p = others - others.max(-1, keepdims=True)
+        log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+        return total - label_smoothing * float(log_p.mean(-1).sum()), n_trained
+
+    return wrong
+
+
+def smoothing_added(right: Function) -> Function:
+    """E times the uniform part on top of the whole of the other."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
+        total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
+        return total + label_smoothing * right(logits, labels, label_smoothing=0.0)[0], n_trained
+
+    return wrong
+
+
+def smoothing_over_ignored_back(right: Function) -> Function:
+    """Its gradient: rows that are not learned are drawn to the uniform distribution."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
+        how = {"n_trained": n_trained, "label_smoothing": 1.0}
+        others = np.where(labels == IGNORED, 0, IGNORED)
+        drawn = right(logits, others, **how) * label_smoothing if (others == 0).any() else 0
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + drawn
+
+    return wrong
+
+
+def smoothing_added_back(right: Function) -> Function:
+    """Its gradient."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
+        plain = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + label_smoothing * plain
+
+    return wrong
+
+
+def in_bits_back(right: Function) -> Function:
+    """Its gradient."""
+    return lambda logits, labels, **how: right(logits, labels, **how) / logits.dtype.type(np.log(2))
+
+
+def divided_by_all(right: Function) -> Function:
+    """Every token counted, learned or not."""
+    return lambda logits, labels, **how: (right(logits, labels, **how)[0], len(labels))
+
+
+def in_bits(right: Function) -> Function:
+    """The logarithm to the base of two."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, **how: float) -> tuple[float, int]:
+        total, n_trained = right(logits, labels, **how)
+        return total / float(np.log(2)), n_trained
+
+    return wrong
+
+
+def mean_of_means(right: Function) -> Function:
+    """Each batch divided by its own tokens, and the means averaged."""
+
+    def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, Mapping]:
+        parts = [right(weights, adapter, [batch], **how) for batch in batches]
+        grads = {name: sum(part[1][name] for part in parts) / len(parts) for name in parts[0][1]}
+        return sum(part[0] for part in parts) / len(parts), grads
+
+    return wrong
+
+
+def summed_means(right: Function) -> Function:
+    """The means of all batches added up."""
+
+    def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, Mapping]:
+        parts = [right(weights, adapter, [batch], **how) for batch in batches]
+        return sum(part[0] for part in parts), {name: sum(part[1][name] for part in parts) for name in parts[0][1]}
+
+    return wrong
+
+
+def last_batch_only(right: Function) -> Function:
+    """Gradients of the step forgotten at every batch."""
+    return lambda weights, adapter, batches, **how: right(weights, adapter, batches[-1:], **how)
+
+
+LOSSES: tuple[TrainingMistake, ...] = (
+    TrainingMistake(
+        name="loss-labels-not-shifted", stages=("token_losses", "loss"), wrong=not_shifted,
+        part="llorch.ops.cross_entropy.shifted",
+        diagnosis="Each row of logits was compared with its own token; it predicts the next token.",
+    ),
+    TrainingMistake(
+        name="loss-labels-shifted-twice", stages=("token_losses", "loss"), wrong=shifted_twice,
+        part="llorch.ops.cross_entropy.shifted",
+        diagnosis="Labels that were shifted already were shifted again by the loss; shift them in one place.",
+    ),
+    TrainingMistake(
+        name="loss-prompt-not-masked", stages=("token_losses", "loss"), part=DOCUMENTS, wrong=prompt_learned,
+        diagnosis="The prompt was learned too; only labels other than -100 count.",
+    ),
+    TrainingMistake(
+        name="loss-smoothing-missing", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_missing,
+        along=(BACK, smoothing_missing),
+        cases=("smoothed",),
+        diagnosis="Label smoothing has no effect on the loss.",
+    ),
+    TrainingMistake(
+        name="loss-smoothing-over-ignored", stages=("loss",), part=LOSS, wrong=smoothing_over_ignored,
+        along=(BACK, smoothing_over_ignored_back),
+        cases=("smoothed",),
+        diagnosis="The uniform part of label smoothing was summed over positions that are not learned; it belongs to "
+        "those that are.",
+    ),
+    TrainingMistake(
+        name="loss-smoothing-added", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_added,
+        along=(BACK, smoothing_added_back),
+        cases=("smoothed",),
+        diagnosis="The uniform part was added to the whole loss of the label; that loss has the weight 1 - e.",
+    ),
+    TrainingMistake(
+        name="loss-divided-by-all-tokens", stages=("loss",), part=LOSS, wrong=divided_by_all,
+        diagnosis="The sum was divided by all tokens; divide it by the learned tokens.",
+    ),
+    TrainingMistake(
+        name="loss-in-bits", stages=("token_losses", "loss"), part=LOSS, wrong=in_bits,
+        along=(BACK, in_bits_back),
+        diagnosis="The logarithm is to the base of 2; losses are in nats.",
+    ),
+    TrainingMistake(
+        name="accumulation-mean-of-means", stages=("loss_curve",), part=STEP, wrong=mean_of_means, cases=("curve",),
+        diagnosis="Each micro-batch was divided by its own tokens and the means were averaged; the sum over the whole "
+        "step is divided once, by all its learned tokens.",
+    ),
+    TrainingMistake(
+        name="accumulation-not-divided", stages=("loss_curve",), part=STEP, wrong=summed_means, cases=("curve",),
+        diagnosis="The means of the micro-batches were added up; the loss grows with their number.",
+    ),
+    TrainingMistake(
+        name="accumulation-last-batch-only", stages=("loss_curve",), part=STEP, wrong=last_batch_only,
+        cases=("curve",),
+        diagnosis="Only the last micro-batch of a step counts: gradients were cleared before each of them.",
+    ),
+)  # fmt: skip

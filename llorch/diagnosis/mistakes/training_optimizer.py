@@ -1,0 +1,258 @@
+"""Mistakes of checkpoint 18: clipping, AdamW and schedules."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+
+Function = Callable[..., Any]
+ADAMW = "llorch.train.adamw."
+MOVED, MOMENTS, STEP, CLIP = ADAMW + "moved", ADAMW + "moments", ADAMW + "adamw_step", ADAMW + "clip_by_norm"
+RATE = "llorch.train.schedules.learning_rate"
+OF_MOMENTS = ("first_moment", "second_moment", "parameters")
+
+
+def uncorrected(right: Function) -> Function:
+    """Moments used as they are."""
+    return lambda p, m, v, **how: right(p, m, v, **how | {"step": 10**9})
+
+
+def counted_per_tensor(right: Function) -> Function:
+    """The count of steps raised by every tensor that is updated."""
+    seen = [0]
+
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
+        seen[0] += 1
+        return right(p, m, v, **how | {"step": seen[0]})
+
+    return wrong
+
+
+def counted_from_zero(right: Function) -> Function:
+    """The second step taken for the first one."""
+    return lambda p, m, v, **how: right(p, m, v, **how | {"step": max(1, how["step"] - 1)})
+
+
+def decay_in_gradient(right: Function) -> Function:
+    """Weight decay added to the gradient."""
+
+    def wrong(p: np.ndarray, grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> tuple[np.ndarray, ...]:
+        return right(p, grad + p.dtype.type(how["weight_decay"]) * p, m, v, **how | {"weight_decay": 0.0})
+
+    return wrong
+
+
+def decay_missing(right: Function) -> Function:
+    """No weight decay."""
+    return lambda p, m, v, **how: right(p, m, v, **how | {"weight_decay": 0.0})
+
+
+def decay_not_times_rate(right: Function) -> Function:
+    """The parameter decays by wd, not by lr * wd."""
+
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
+        kept = (p * (1 - how["weight_decay"])).astype(p.dtype)
+        return right(kept, m, v, **how | {"weight_decay": 0.0})
+
+    return wrong
+
+
+def decay_after_update(right: Function) -> Function:
+    """The updated parameter decays."""
+
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
+        kept = 1 - how["lr"] * how["weight_decay"]
+        return (right(p, m, v, **how | {"weight_decay": 0.0}) * kept).astype(p.dtype)
+
+    return wrong
+
+
+def eps_inside(right: Function) -> Function:
+    """sqrt(v + eps)."""
+
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
+        corrected = v / (1 - how["betas"][1] ** how["step"]) + how["eps"]
+        v = corrected * (1 - how["betas"][1] ** how["step"])
+        return right(p, m, v, **how | {"eps": 0.0}).astype(p.dtype)
+
+    return wrong
+
+
+def root_missing(right: Function) -> Function:
+    """Divided by v, not by its root."""
+    return lambda p, m, v, **how: right(p, m, v * v / (1 - how["betas"][1] ** how["step"]), **how)
+
+
+def betas_swapped(right: Function) -> Function:
+    """Each moment with the decay of the other, or with its correction."""
+    return lambda *arrays, **how: right(*arrays, **how | {"betas": how["betas"][::-1]})
+
+
+def moment_not_weighted(right: Function) -> Function:
+    """M = b1 m + g, as in SGD with momentum."""
+
+    def wrong(grad: np.ndarray, m: np.ndarray, v: np.ndarray, *, betas: tuple[float, float]) -> tuple[np.ndarray, ...]:
+        return (betas[0] * m + grad).astype(grad.dtype), right(grad, m, v, betas=betas)[1]
+
+    return wrong
+
+
+def clip_ignored(right: Function) -> Function:
+    """The norm computed and nothing scaled."""
+    return lambda grads, *, max_norm: (dict(grads), right(grads, max_norm=max_norm)[1])
+
+
+def clip_per_tensor(right: Function) -> Function:
+    """Every tensor clipped to the norm alone."""
+
+    def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
+        clipped = {name: right({name: grad}, max_norm=max_norm)[0][name] for name, grad in grads.items()}
+        return clipped, right(grads, max_norm=max_norm)[1]
+
+    return wrong
+
+
+def clip_by_value(right: Function) -> Function:
+    """Every element cut at the norm."""
+
+    def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
+        cut = {name: np.clip(grad, -max_norm, max_norm) for name, grad in grads.items()}
+        return cut, right(grads, max_norm=max_norm)[1]
+
+    return wrong
+
+
+def norm_of_norms(right: Function) -> Function:
+    """The norms of the tensors added up."""
+
+    def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
+        norm = sum(math.sqrt(float(np.square(grad, dtype=np.float64).sum())) for grad in grads.values())
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        return {name: grad * grad.dtype.type(factor) for name, grad in grads.items()}, norm
+
+    return wrong
+
+
+def one_step_late(right: Function) -> Function:
+    """The rate of the step before."""
+    return lambda step, **how: right(max(0, step - 1), **how)
+
+
+def one_step_early(right: Function) -> Function:
+    """The rate of the step after."""
+    return lambda step, **how: right(step + 1, **how)
+
+
+def decay_from_the_start(right: Function) -> Function:
+    """After the warm-up the rate is what it would be without one."""
+
+    def wrong(step: int, **how: Any) -> float:
+        return right(step, **how if step < how["warmup_steps"] else how | {"warmup_steps": 0})
+
+    return wrong
+
+
+def without_warmup(right: Function) -> Function:
+    """The peak from the first step on."""
+    return lambda step, **how: right(max(step, how["warmup_steps"]), **how)
+
+
+def _mistake(
+    name: str,
+    stages: tuple[str, ...],
+    part: str,
+    wrong: Function,
+    diagnosis: str,
+    *,
+    cases: tuple[str, ...] = ("step 1", "step 2"),
+    along: tuple[str, Function] | None = None,
+) -> TrainingMistake:
+    cases = ("linear", "cosine") if part == RATE else cases
+    return TrainingMistake(
+        name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, cases=cases, along=along
+    )
+
+
+OPTIMIZER: tuple[TrainingMistake, ...] = (
+    _mistake(
+        "clip-ignored", OF_MOMENTS, CLIP, clip_ignored,
+        "Gradients above the largest norm went into the update as they are.",
+    ),
+    _mistake(
+        "clip-per-tensor", OF_MOMENTS, CLIP, clip_per_tensor,
+        "Each tensor was clipped to the norm by itself; clip by the norm of all gradients together.",
+    ),
+    _mistake(
+        "clip-by-value", OF_MOMENTS, CLIP, clip_by_value,
+        "Elements were cut off at the limit; all gradients are scaled by one factor, which keeps their direction.",
+    ),
+    _mistake(
+        "clip-norm-of-tensors-added", ("grad_norm", *OF_MOMENTS), CLIP, norm_of_norms,
+        "The norms of the tensors were added up; add their squares and take the root.",
+    ),
+    _mistake(
+        "adamw-betas-swapped", ("first_moment", "second_moment"), MOMENTS, betas_swapped,
+        "beta1 and beta2 were exchanged; beta1 is for the gradient, beta2, nearer to 1, for its square.",
+        along=(MOVED, betas_swapped),
+    ),
+    _mistake(
+        "adamw-moment-not-weighted", ("first_moment", "parameters"), MOMENTS, moment_not_weighted,
+        "The gradient was added to the first moment whole, as momentum of SGD does; its weight is 1 - beta1.",
+    ),
+    _mistake(
+        "adamw-decay-in-gradient", OF_MOMENTS, STEP, decay_in_gradient,
+        "Weight decay was added to the gradient (Adam with L2); AdamW takes it from the parameter, without moments.",
+    ),
+    _mistake(
+        "adamw-no-bias-correction", ("parameters",), MOVED, uncorrected,
+        "Moments were used as they are; they start at zero and are divided by 1 - beta^t.",
+    ),
+    _mistake(
+        "adamw-step-counted-per-tensor", ("parameters",), MOVED, counted_per_tensor,
+        "The count of steps went up with every tensor; there is one count, and it goes up once per step.",
+    ),
+    _mistake(
+        "adamw-step-counted-late", ("parameters",), MOVED, counted_from_zero,
+        "The second step was corrected as if it were the first; t is the number of this step, from 1.",
+        cases=("step 2",),
+    ),
+    _mistake(
+        "adamw-decay-missing", ("parameters",), MOVED, decay_missing,
+        "Weight decay has no effect.",
+    ),
+    _mistake(
+        "adamw-decay-not-times-rate", ("parameters",), MOVED, decay_not_times_rate,
+        "Parameters were multiplied by 1 - weight_decay; it is 1 - lr * weight_decay.",
+    ),
+    _mistake(
+        "adamw-decay-after-update", ("parameters",), MOVED, decay_after_update,
+        "The updated parameter decayed; torch decays first and then updates.",
+    ),
+    _mistake(
+        "adamw-eps-inside-root", ("parameters",), MOVED, eps_inside,
+        "eps was added under the root; it is added to the root, after the bias correction.",
+    ),
+    _mistake(
+        "adamw-root-missing", ("parameters",), MOVED, root_missing,
+        "The update was divided by the second moment; it is divided by its root.",
+    ),
+    _mistake(
+        "schedule-one-step-late", ("learning_rate",), RATE, one_step_late,
+        "Each step used the rate of the previous step; the first step uses the schedule at 0 completed steps.",
+    ),
+    _mistake(
+        "schedule-one-step-early", ("learning_rate",), RATE, one_step_early,
+        "Each step used the rate of the next step; steps are counted from 0, so a run with warm-up starts at rate 0.",
+    ),
+    _mistake(
+        "schedule-decays-from-the-start", ("learning_rate",), RATE, decay_from_the_start,
+        "The decay ran from step 0 and jumps after the warm-up; it runs from the end of the warm-up.",
+    ),
+    _mistake(
+        "schedule-without-warmup", ("learning_rate",), RATE, without_warmup,
+        "The rate started at its peak; it rises from 0 over the warm-up.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,347 @@
+"""Our forward pass beside a dump: what ours makes of the engine's own numbers, stage by stage.
+
+Wherever the dump shows a stage for all tokens, the engine's array takes the place of ours as soon as that was seen, so
+every error is seen where it was made. Between two stages of the dump ours runs through, and there anything can be
+*planted*: what a known mistake makes of the same inputs, another setting, a rounding.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from llorch.cache import DeltaState, KVCache
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs, there
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.families import parts_of
+from llorch.files import Weights
+from llorch.forward import block
+from llorch.ops.embedding import embedding
+from llorch.ops.linear import linear
+from llorch.ops.rms_norm import rms_norm
+from llorch.ops.rope import rope_tables
+from llorch.stages import Stage, input_key, input_keys, key, keys, output_matrix
+from llorch.verify.places import Pass
+
+Arrays = Mapping[str, np.ndarray]
+Places = Sequence[str]  # stage keys that ran since the dump showed the last ones
+See = Callable[[str, np.ndarray], None]
+EMBED = -1  # the part before the layers; the number of layers is the part behind them
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a layer is run with beside its input; a hypothesis may change it.
+
+    Attributes:
+        config: Of the model.
+        positions: Of the tokens of the pass.
+        n_cached: Tokens of earlier passes.
+        layer_weights: Gives the weights of a layer, or of what is outside the layers (None).
+    """
+
+    config: ModelConfig
+    positions: np.ndarray
+    n_cached: int
+    layer_weights: Callable[[int | None], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What is put in the place of a stage.
+
+    Attributes:
+        wrong: Makes it of the stage's inputs, its name and what ours made.
+        reads: Stages that it reads beside the inputs of the stage.
+    """
+
+    wrong: Callable[[StageInputs, str, np.ndarray], np.ndarray]
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a hypothesis does to a run.
+
+    Attributes:
+        plants: By stage key.
+        passed_on: Stage key to what the stages behind it are given instead, whether it was ours or the engine's.
+        setting: Another setting.
+    """
+
+    plants: Mapping[str, Plant] = field(default_factory=dict)
+    passed_on: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    setting: Callable[[Setting], Setting] = lambda setting: setting
+
+
+UNCHANGED = Change()
+
+
+class Replay:
+    """Ours beside one dump."""
+
+    def __init__(self, weights: Weights, dump: StageDump) -> None:
+        """Of weights in the dtype to compute in."""
+        self.weights, self.config, self.dump = weights, weights.config, dump
+        self.n_before = dump.n_before or 0  # tokens in the cache, of passes that the dump does not have
+        self.stages = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
+        self.order = {name: at for at, name in enumerate(self.stages)}
+        self.layer_weights = lru_cache(maxsize=2)(self._layer_weights)
+        self._read = lru_cache(maxsize=64)(self._read_fed)
+
+    def tokens(self, n_pass: int) -> Tokens:
+        """Of a pass."""
+        return self.dump.passes[n_pass]
+
+    def this(self, n_pass: int) -> Pass:
+        """The same as the verifier calls it."""
+        return Pass(self.tokens(n_pass).ids, self.tokens(n_pass).first_position)
+
+    def n_cached(self, n_pass: int) -> int:
+        """How many tokens earlier passes left in the cache."""
+        return self.n_before + sum(len(tokens.ids) for tokens in self.dump.passes[:n_pass])
+
+    def shape(self, n_pass: int, name: str) -> tuple[int, ...]:
+        """What a stage of a pass has for all of its tokens."""
+        seq = len(self.tokens(n_pass).ids)
+        return self.stages[name][0].shape(self.config, seq=seq, ctx=self.n_cached(n_pass) + seq)
+
+    def fed(self, n_pass: int, name: str) -> np.ndarray | None:
+        """The engine's own array where it takes the place of ours: of all tokens, in the right shape, and possible.
+
+        Keys that a window's cache leaves out are NaN.
+        """
+        return self._read(n_pass, name) if (n_pass, name) in self.dump.seen else None
+
+    def _read_fed(self, n_pass: int, name: str) -> np.ndarray | None:
+        seen = self.dump.seen[n_pass, name]
+        if seen.tokens is not None and seen.tokens != tuple(range(len(self.tokens(n_pass).ids))):
+            return None
+        array, left_out = seen.read(), 0
+        if seen.keys is not None:
+            left_out = self.shape(n_pass, name)[1] - seen.keys
+        if not self._can_be(self.stages[name][0], array).all():
+            return None
+        if left_out:
+            array = np.pad(array, [(0, 0), (left_out, 0), (0, 0)], constant_values=np.nan)
+        return array.astype(self._dtype(name)) if array.shape == self.shape(n_pass, name) else None
+
+    def _can_be(self, stage: Stage, array: np.ndarray) -> np.ndarray:
+        """Where an array holds what its stage can: numbers, masked entries, experts that there are."""
+        if stage.is_choice and self.config.experts is not None:
+            return (array >= 0) & (array < self.config.experts.n_experts)
+        return np.isfinite(array) | (np.isneginf(array) if stage.masked else False)
+
+    def _dtype(self, name: str) -> Any:
+        return np.int64 if self.stages[name][0].is_choice else self.weights.dtype
+
+    def part_of(self, name: str) -> int:
+        """The part of the model that a stage is in: EMBED, a layer, or the number of layers."""
+        stage, layer = self.stages[name]
+        return layer if layer is not None else EMBED if stage.name == "embed" else self.config.n_layers
+
+    def first_part(self, n_pass: int, part: int) -> int:
+        """The part that a run has to begin with: the last one at or before it whose input the dump shows."""
+        while part > EMBED and self.fed(n_pass, self.input_of(part)) is None:
+            part -= 1
+        return part
+
+    def input_of(self, part: int) -> str:
+        """What a part after EMBED reads."""
+        return "embed" if part == 0 else key("block_out", part - 1)
+
+    def since(self, n_pass: int, name: str) -> tuple[str, ...]:
+        """Stages that ran since those that the dump shows, in order; `name` is the last."""
+        found, pending = set[str](), [name]
+        while pending:
+            here = pending.pop()
+            if here in found:
+                continue
+            found.add(here)
+            stage, layer = self.stages[here]
+            before = input_keys(stage, layer, self.config)
+            pending += [each for each in before if self.fed(n_pass, each) is None]
+        return tuple(sorted(found, key=self.order.__getitem__))
+
+    def run(
+        self,
+        n_pass: int,
+        see: See,
+        past: "Past",
+        change: Change = UNCHANGED,
+        *,
+        first: int = EMBED,
+        last: int | None = None,
+        x: np.ndarray | None = None,
+        fed: bool = True,
+    ) -> Arrays:
+        """Some parts of the model, one after the other.
+
+        Args:
+            n_pass: Of the dump.
+            see: Called with each stage as it was made, before the engine's array takes its place.
+            past: What the caches held before; filled with what they hold then.
+            change: What is done differently.
+            first: The first part.
+            last: The last one, all if not told.
+            x: The input of the first; if not told the engine's, which the dump shows then.
+            fed: Whether the engine's arrays take the place of ours at all.
+
+        Returns:
+            What the stages of the last part were passed on as.
+        """
+        setting = change.setting(
+            Setting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
+        )
+        config, passed = setting.config, dict[str, np.ndarray]()
+        if x is None:
+            x = self._array(n_pass, self.input_of(first)) if first > EMBED else np.empty(0)
+        tables = rope_tables(
+            setting.positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+        for part in range(first, (self.config.n_layers if last is None else last) + 1):
+            passed = {self.input_of(part): x} if part > EMBED else {}
+
+            def keep(name: str, array: np.ndarray, layer: int | None = None, passed: dict = passed) -> np.ndarray:
+                place = key(name, layer)
+                if place in change.plants:
+                    plant = change.plants[place]
+                    made = plant.wrong(self._inputs(n_pass, place, setting, passed, past, plant.reads), name, array)
+                    array = np.ascontiguousarray(made, dtype=self._dtype(place))
+                see(place, array)
+                theirs = self.fed(n_pass, place) if fed else None
+                array = array if theirs is None else self._with_left_out(n_pass, place, theirs, array)
+                passed[place] = change.passed_on[place](array) if place in change.passed_on else array
+                return passed[place]
+
+            if 0 <= part < self.config.n_layers:
+                w = setting.layer_weights(part)
+                parts = parts_of(config, part, setting.positions)
+                x = block(x, w, config, *tables, past.memory(part), partial(_in_layer, keep, part), **parts)
+                past.note(part, passed)
+                continue
+            w = setting.layer_weights(None)
+            if part == EMBED:
+                x = keep("embed", embedding(np.asarray(self.tokens(n_pass).ids), w["embed_tokens"]))
+            else:
+                x = keep("final_norm", rms_norm(x, w["final_norm"], eps=config.rms_norm_eps))
+                keep("logits", linear(x, w[output_matrix(config)]))
+        return passed
+
+    def _with_left_out(self, n_pass: int, name: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+        """The engine's array, with ours of the keys that it left out."""
+        if self.dump.seen[n_pass, name].keys is None or theirs.shape != ours.shape:
+            return theirs
+        return np.where(np.isnan(theirs), ours, theirs)
+
+    def _array(self, n_pass: int, name: str) -> np.ndarray:
+        theirs = self.fed(n_pass, name)
+        assert theirs is not None, name
+        return theirs
+
+    def _inputs(
+        self, n_pass: int, place: str, setting: Setting, passed: Arrays, past: "Past", reads: tuple[str, ...]
+    ) -> StageInputs:
+        stage, layer = self.stages[place]
+        names = (*stage.input_names(self.config, layer), *there(reads, self.config, layer))
+        arrays = {name: passed[input_key(name, layer, self.config)] for name in names}
+        if layer is not None:
+            arrays |= past.before(layer)
+        return StageInputs(
+            config=setting.config,
+            weights=setting.layer_weights(layer),
+            arrays=arrays,
+            ids=np.asarray(self.tokens(n_pass).ids),
+            positions=setting.positions,
+            dtype=self.weights.dtype,
+            layer=layer,
+        )
+
+    def _layer_weights(self, layer: int | None) -> Mapping[str, Any]:
+        return self.weights if layer is None else dict(self.weights.layer(layer))
+
+
+def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.ndarray) -> np.ndarray:
+    return keep(name, array, layer)
+
+
+class Past:
+    """What the memories of all layers hold before a pass and after it.
+
+    A dump may show a cache that attention was given and that is not what stays: then `as_given` is False, and what
+    stays is what was appended.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:
+        """Empty caches."""
+        empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
+        self._of_one_layer = replace(config, n_layers=1, layers=())
+        self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
+        self._states = {
+            i: DeltaState.empty(config.delta_net, dtype)
+            for i in range(config.n_layers)
+            if config.delta_net is not None and config.layer(i).mixer == "delta_net"
+        }
+        self._first = self._before
+        self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._states_after: dict[int, DeltaState] = {}
+
+    def beginning(self, held: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
+        """Before the first pass of a dump, with what the caches held by then."""
+        made = self._with(held, self._states)
+        made._first = held
+        return made
+
+    def before(self, layer: int) -> dict[str, np.ndarray]:
+        """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim); the state of a delta net."""
+        k, v = self._before[layer]
+        if layer not in self._states:
+            return {"past_k": k, "past_v": v}
+        state = self._states[layer]
+        return {"past_k": k, "past_v": v, "past_conv": state.conv, "past_delta": state.delta}
+
+    def memory(self, layer: int) -> Any:
+        """What a layer of this pass reads and writes, see `KVCache.memory`."""
+        if layer not in self._states:
+            return partial(self.append, layer)
+        self._states_after[layer] = replace(self._states[layer])
+        return self._states_after[layer]
+
+    def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
+        cache = KVCache(self._of_one_layer, self._before[layer][0].dtype.type)  # as it runs for users
+        if n_before := self._before[layer][0].shape[1]:
+            cache.append(0, *(old.swapaxes(0, 1) for old in self._before[layer]))
+            cache.advance(n_before)
+        self._after[layer] = cache.append(0, k, v)
+        return self._after[layer]
+
+    def note(self, layer: int, passed: Arrays) -> None:
+        """What attention was given."""
+        if self.as_given and layer not in self._states:
+            self._after[layer] = passed[key("k_cache", layer)], passed[key("v_cache", layer)]
+
+    def next(self) -> "Past":
+        """Before the next pass."""
+        return self._with(self._before | self._after, self._states | self._states_after)
+
+    def again(self) -> "Past":
+        """Before the same pass."""
+        return self._with(self._before, self._states)
+
+    def empty(self) -> "Past":
+        """Before the first pass."""
+        return self._with(
+            self._first,
+            {i: DeltaState(np.zeros_like(s.conv), np.zeros_like(s.delta)) for i, s in self._states.items()},
+        )
+
+    def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]], states: dict[int, DeltaState]) -> "Past":
+        made = object.__new__(Past)
+        made.as_given, made._first, made._before, made._after = self.as_given, self._first, before, {}
+        made._states, made._states_after = states, {}
+        made._of_one_layer = self._of_one_layer
+        return made

@@ -1,0 +1,1 @@
+"""JSON, JUnit and one HTML page of a diagnosis."""

@@ -1,0 +1,183 @@
+"""A diagnosis for programs: plain values for JSON, and JUnit's XML for whoever runs tests.
+
+Below them is what the terminal and the page put into words alike.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import groupby
+from xml.etree import ElementTree
+
+import numpy as np
+
+from llorch.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
+from llorch.errors import printable
+from llorch.verify.compare import Difference, Tolerance
+
+VERSION = 1  # of the record; a change that a reader would trip over makes it the next one
+
+
+def record(diagnosis: Diagnosis) -> dict[str, object]:
+    """A diagnosis in plain values.
+
+    Args:
+        diagnosis: What is said of a dump.
+
+    Returns:
+        An object {version, model, source, right, findings, stages, could_not_show, notes, not_run}; numbers may be
+        infinite or NaN, for which JSON has null.
+    """
+    return {
+        "version": VERSION,
+        "model": diagnosis.model,
+        "source": diagnosis.source,
+        "right": diagnosis.is_right,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "stages": [_stage_record(result) for result in diagnosis.results],
+        "could_not_show": {reason: list(names) for reason, names in diagnosis.could_not_show.items()},
+        "notes": list(diagnosis.notes),
+        "not_run": {
+            reason: [{"pass": n_pass, "stage": key} for n_pass, key in places]
+            for reason, places in diagnosis.not_run.items()
+        },
+    }
+
+
+def _stage_record(result: StageResult) -> dict[str, object]:
+    shown: dict[str, object] = {each.name: getattr(result, each.name) for each in fields(result)}
+    shown |= {
+        name: {"error": value.error, "worst": value.worst}
+        for name, value in shown.items()
+        if isinstance(value, Difference | Tolerance)
+    }
+    local, profile = result.local, result.profile
+    at = {"index": list(local.index), "got": local.got, "want": local.want, "fault": local.fault, "over": result.over}
+    lists = profile and {each.name: _listed(getattr(profile, each.name)) for each in fields(profile)}
+    return shown | at | {"profile": lists}
+
+
+def _listed(array: np.ndarray | None) -> list[float] | None:
+    return None if array is None else array.tolist()
+
+
+def junit(diagnosis: Diagnosis) -> str:
+    """XML as JUnit writes it: a test suite for each pass, a test case for each stage.
+
+    Args:
+        diagnosis: What is said of a dump.
+
+    Returns:
+        The document; a wrong stage is a failure with the sentence of what was found.
+    """
+    top = ElementTree.Element("testsuites", name="llorch diagnose")
+    sentences = by_place(diagnosis.findings)
+    for number, group in groupby(diagnosis.results, key=lambda result: result.n_pass):
+        results = list(group)
+        failures = sum(result.verdict == WRONG for result in results)
+        skipped = [(why, at) for why, places in diagnosis.not_run.items() for n, at in places if n == number]
+        counts = {
+            "tests": str(len(results) + len(skipped)), "failures": str(failures), "errors": "0",
+            "skipped": str(len(skipped)),
+        }  # fmt: skip
+        name = printable(f"{diagnosis.source}, pass {number}")
+        suite = ElementTree.SubElement(top, "testsuite", {"name": name} | counts)
+        for result in results:
+            _add_case(suite, diagnosis.model, result, sentences.get((result.n_pass, result.key)))
+        for why, at in skipped:
+            case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=at)
+            ElementTree.SubElement(case, "skipped", message=printable(why))
+    return ElementTree.tostring(top, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _add_case(suite: ElementTree.Element, model: str, result: StageResult, finding: Finding | None) -> None:
+    case = ElementTree.SubElement(suite, "testcase", classname=printable(model), name=result.key)
+    measured = printable(f"{result.name}: {numbers(result)}")
+    if result.verdict == WRONG:
+        message = finding.sentence if finding else measured
+        failure = ElementTree.SubElement(
+            case, "failure", message=printable(message), type=finding.kind if finding else ""
+        )
+        failure.text = measured
+    else:
+        ElementTree.SubElement(case, "system-out").text = f"{result.verdict}: {measured}"
+
+
+def by_place(findings: Iterable[Finding]) -> Mapping[tuple[int, str], Finding]:
+    """The finding that explains a result, by pass and stage key."""
+    return {place: finding for finding in findings for place in finding.places}
+
+
+def numbers(result: StageResult) -> str:
+    """Errors of a stage beside their limits."""
+    if result.local.fault is not None:
+        return result.local.fault
+    local = f"local error {short(result.local.error)} (tolerance {short(result.limit.error)})"
+    total = f"error from llorch's run {short(result.total.error)} (tolerance {short(result.total_limit.error)})"
+    return f"{local}, {times(result.over)} the tolerance; {total}"
+
+
+def short(number: float) -> str:
+    """An error."""
+    return "-" if math.isnan(number) else f"{number:.1e}" if number else "0"
+
+
+def times(factor: float) -> str:
+    """By what factor a limit is exceeded, or how much of it is used."""
+    if not math.isfinite(factor):
+        return "no number" if math.isnan(factor) else "without end"
+    return f"{float(f'{factor:.2g}'):g} x"
+
+
+def explained(suspect: Suspect) -> str:
+    """How much of the error is explained, and what is left."""
+    rest = "the rest is within tolerance" if suspect.left <= 1 else f"the rest is {times(suspect.left)} the tolerance"
+    return f"explains {percent(suspect.share)} of the error; {rest}"
+
+
+def percent(share: float) -> str:
+    """A share, never rounded up to the whole."""
+    return "100 %" if share >= 1 else f"{math.floor(share * 10_000) / 100:.2f} %" if math.isfinite(share) else "-"
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """Layers in words: `layers 0-3, 7`."""
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
+    spans = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'layer' if len(layers) == 1 else 'layers'} {spans}" if layers else "outside the layers"
+
+
+def span(keys: Sequence[str]) -> str:
+    """Stages in a row: few by name, many by the first and the last."""
+    return ", ".join(keys) if len(keys) <= 3 else f"{len(keys)} stages, {keys[0]} to {keys[-1]}"
+
+
+def count(n: int, one: str, many: str = "") -> str:
+    """So many of something."""
+    return f"{n} {one if n == 1 else many or f'{one}s'}"
+
+
+def verdict(diagnosis: Diagnosis) -> str:
+    """Judge the whole dump: RIGHT, HONEST (rounding explains it), WRONG, or NOT RUN if nothing was compared."""
+    if not diagnosis.is_right:
+        return WRONG
+    if not diagnosis.results:
+        return NOT_RUN
+    return HONEST if any(result.verdict == HONEST for result in diagnosis.results) else RIGHT
+
+
+def causes(diagnosis: Diagnosis) -> list[Finding]:
+    """Findings that are no honest ones, the first first."""
+    return [finding for finding in diagnosis.findings if finding.kind != "honest"]
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """What is to be known first."""
+    if found := causes(diagnosis):
+        return found[0].sentence
+    left_out = sum(map(len, diagnosis.not_run.values()))
+    if not diagnosis.results:
+        return "llorch cannot judge any stage of the dump" if left_out else "the dump has no stage"
+    said = {HONEST: "nothing is wrong: arithmetic explains every difference", RIGHT: "nothing is wrong"}
+    not_run = f", {left_out} NOT RUN" if left_out else ""
+    return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"

@@ -1,0 +1,44 @@
+"""The stages of a dump as rows of a verification: the engine that wrote it is the witness."""
+
+import math
+from collections.abc import Iterator
+
+from llorch.diagnosis.diagnose import looked_at
+from llorch.diagnosis.judged import Say
+from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
+from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights
+from llorch.stages import BY_NAME
+from llorch.verify.judge import Row, row_of
+from llorch.verify.places import Place
+from llorch.verify.runners.numpy import FLOAT64, GGML
+
+
+def dump_rows(
+    weights: Weights, dump: StageDump, *, model: str, say: Say = lambda line: None
+) -> tuple[list[Row], list[str]]:
+    """Judge what a dump shows, stage by stage.
+
+    Args:
+        weights: Of the model, in float64, or for ggml numerics with them.
+        dump: What the engine showed.
+        model: The model's name.
+        say: Told what is being done.
+
+    Returns:
+        Two rows for each stage: isolated, fed the engine's own inputs, and chained, from our own run of the tokens; and
+        why stages were not run.
+    """
+    engine, backend = dump.features.engine or "dump", GGML if weights.numerics.rounds_activations else FLOAT64
+    judge, results = looked_at(weights, dump, say)
+    rows = [row for result in results for row in _rows_of(result, engine, model, backend)]
+    names = ", ".join(dict.fromkeys(name for _, name in judge.not_run))
+    return rows, [f"{names}: {EARLIER_PASSES}"] if names else []
+
+
+def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iterator[Row]:
+    place = Place(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
+    local, total = (result.local, result.limit), (result.total, result.total_limit)
+    yield row_of(*local, place, "isolated", engine, model=model, backend=backend)
+    if not math.isnan(result.total.error):
+        yield row_of(*total, place, "chained", engine, model=model, backend=backend)

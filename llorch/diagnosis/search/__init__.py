@@ -1,0 +1,1 @@
+"""Hypotheses of a diagnosis, and the trials that plant them."""

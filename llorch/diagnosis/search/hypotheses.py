@@ -1,0 +1,425 @@
+"""What may have been done instead: every hypothesis that a diagnosis replays.
+
+There are three kinds. *Mistakes* are the library of `diagnosis/mistakes`. *Settings* have a value that is recovered
+from the error: an eps, a base, a scale, an offset, the layer that weights were taken from. *Honest* ones are
+arithmetic: a cache, the inputs of products or the weights in a narrower type.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from llorch.architecture import Layer
+from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
+from llorch.diagnosis.expected import HALF
+from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
+from llorch.diagnosis.mistakes.attention import hidden_in, with_mask
+from llorch.diagnosis.mistakes.norm import NORM, NORMS
+from llorch.diagnosis.mistakes.rope import ROTATED
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.diagnosis.replay import Change, Places, Plant, Setting
+from llorch.numerics import QuantMethod
+from llorch.ops.rope import frequencies, llama3_factors, rope
+from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
+from llorch.stages import BY_NAME, STAGES, rope_input
+
+Kind = Literal["mistake", "setting", "honest"]
+ATTENDED = ("q_rope", "k_cache", "attn_probs", "v_cache")  # inputs of attention's two
+PRODUCTS = (*(stage.name for stage in STAGES if stage.matrix), "attn_scores", "attn_context")
+PROJECTED = ("attn_norm", "attn_context", "ffn_norm", "ffn_act", "final_norm")  # inputs of products with a matrix
+WEIGHTED = tuple(stage.name for stage in STAGES if stage.matrix or stage.name in (*NORMS, "embed"))
+CAPPED = ("attn_scores", "logits")
+SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores", "attn_probs", "topk_ids"))
+
+
+_NO_EPS = 1e-300  # a configuration has none that is 0
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One of them, with its value if it has one.
+
+    Attributes:
+        name: As reports call it.
+        kind: Which kind.
+        stages: Names of the stages where it strikes.
+        sentence: What was done and what is right.
+        change: Makes the change of a run that plants it at some places.
+        value: The recovered one, empty where there is none.
+        after_cached: It shows only in a pass that continues a cache.
+        rounds: It rounds to few bits.
+        by_place: Whether it can have been made in some stages or layers only.
+        in_layers: In which it can have been made at all.
+    """
+
+    name: str
+    kind: Kind
+    stages: tuple[str, ...]
+    sentence: str
+    change: Callable[[Places], Change]
+    value: str = ""
+    after_cached: bool = False
+    rounds: bool = False
+    by_place: bool = True
+    in_layers: Callable[[int], bool] = lambda layer: True
+
+    def at(self, places: Places) -> tuple[str, ...]:
+        """Those of some places where it can be planted."""
+        return tuple(place for place in places if self._strikes(*place.rpartition(".")[::2]))
+
+    def _strikes(self, layer: str, stage: str) -> bool:
+        return stage in self.stages and (not layer or self.in_layers(int(layer.removeprefix("l"))))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A setting with any value.
+
+    Attributes:
+        name: As reports call it.
+        stages: Names of the stages that read it.
+        values: Those that are tried first, of a configuration.
+        made: The hypothesis with a value.
+        refined: Whether values between them are looked for; on a logarithmic scale.
+        later: Whether it may show in a later pass only.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    values: Callable[[ModelConfig], Sequence[float]]
+    made: Callable[[float, ModelConfig], Hypothesis]
+    refined: bool = False
+    later: bool = False
+
+
+def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
+    """The library, as far as mistakes can be made with a configuration."""
+    for mistake in STAGE_MISTAKES:
+        if mistake.applies_to(config) and any(BY_NAME[stage].applies_to(config) for stage in mistake.stages):
+            yield Hypothesis(
+                mistake.name, "mistake", mistake.stages, mistake.diagnosis, partial(_of_mistake, mistake),
+                after_cached=mistake.after_cached, rounds=mistake.rounds, in_layers=partial(mistake.in_layers, config),
+            )  # fmt: skip
+
+
+def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
+    def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+        if mistake.after_cached and not inputs.has_past:
+            return array
+        try:
+            return mistake.wrong(inputs, stage)
+        except (AttributeError, IndexError, TypeError):  # a matrix that multiplies itself has no rows to be moved
+            return mistake.wrong(replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage)
+
+    return Change(dict.fromkeys(places, Plant(wrong, mistake.reads)))
+
+
+def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
+    """Put what is made of the right array in its place."""
+    return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
+
+
+def _set(change: Callable[[Setting], Setting]) -> Callable[[Places], Change]:
+    """Other settings; only what the dump hides is run with them."""
+    return lambda places: Change(setting=change)
+
+
+def _configured(**fields: Any) -> Callable[[Places], Change]:
+    return _set(lambda setting: replace(setting, config=replace(setting.config, **fields)))
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _eps(value: float, config: ModelConfig) -> Hypothesis:
+    """Plant another eps; no eps has the name that the library gives it in the norm before attention."""
+    missing = next(mistake for mistake in NORM if mistake.name == "norm-eps-missing")
+    said = f"eps is {_number(value)} here; this model's config says {_number(config.rms_norm_eps)}."
+    name, sentence, number = ("norm-eps", said, _number(value)) if value else (missing.name, missing.diagnosis, "")
+    return Hypothesis(
+        name, "setting", tuple(NORMS), sentence, _configured(rms_norm_eps=value or _NO_EPS), number, by_place=False
+    )
+
+
+_LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def _as_llama3(config: ModelConfig) -> Llama3Scaling | None:
+    """The scaling that gives the factors of a GGUF file, which says no more; another base gives others."""
+    if not isinstance(config.rope_scaling, FactorScaling):
+        return config.rope_scaling if isinstance(config.rope_scaling, Llama3Scaling) else None
+    factors, inv_freq = np.asarray(config.rope_scaling.factors), frequencies(config.head_dim, config.rope_theta)
+    for exponent in range(5, 20):
+        made = replace(_LLAMA3, factor=float(factors.max()), original_max_position_embeddings=2**exponent)
+        if np.allclose(llama3_factors(inv_freq, made), factors, rtol=1e-4):
+            return made
+    return None
+
+
+def _theta(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "rope-theta", "setting", ROTATED,
+        f"The base of RoPE is {_number(value)} here; this model's config says {_number(config.rope_theta)}.",
+        _configured(rope_theta=value, rope_scaling=_as_llama3(config) or config.rope_scaling), _number(value),
+        by_place=False,
+    )  # fmt: skip
+
+
+def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "rope-scaling-missing", "setting", ROTATED, "The frequencies were not scaled, as the config says.",
+        _configured(rope_scaling=None), by_place=False,
+    )  # fmt: skip
+
+
+def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "rope-position-factor", "setting", ROTATED,
+        f"Positions are divided by {_number(value)} here (linear scaling); this model's config says otherwise.",
+        _set(lambda setting: replace(setting, positions=setting.positions / value)), _number(value), by_place=False,
+    )  # fmt: skip
+
+
+def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
+    scaling = replace(_as_llama3(config) or _LLAMA3, factor=value)
+    return Hypothesis(
+        "rope-llama3-factor", "setting", ROTATED,
+        f"llama3 scaling has the factor {_number(value)} here; this model's config has another.",
+        _configured(rope_scaling=scaling), _number(value), by_place=False,
+    )  # fmt: skip
+
+
+def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = False) -> Hypothesis:
+    n = int(value)
+
+    def change(setting: Setting) -> Setting:
+        skipped = later_passes_only and not setting.n_cached
+        return setting if skipped else replace(setting, positions=setting.positions + n)
+
+    where = " after cached tokens" if later_passes_only else ""
+    return Hypothesis(
+        "rope-position-offset", "setting", ROTATED,
+        f"Positions{where} are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at 0.",
+        _set(change), str(n), after_cached=later_passes_only, by_place=False,
+    )  # fmt: skip
+
+
+def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
+    def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+        x, n = inputs.heads(rope_input(stage[0], inputs.config)), int(value * config.head_dim) // 2 * 2
+        angle = inputs.positions[:, None] * frequencies(n, inputs.config.rope_theta)
+        return np.concatenate([rope(x[..., :n], np.cos(angle), np.sin(angle)), x[..., n:]], axis=-1)
+
+    return Hypothesis(
+        "rope-rotated-share", "setting", ROTATED,
+        f"{_number(value)} of each head is rotated here (partial rotary embedding); Llama and Qwen rotate all of it.",
+        lambda places: Change(dict.fromkeys(places, Plant(wrong))), _number(value),
+    )  # fmt: skip
+
+
+def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
+    right = config.head_dim**-0.5
+    return Hypothesis(
+        "scores-scale", "setting", ("attn_scores",),
+        f"Products are multiplied by {_number(value)} here; the right factor is 1 / sqrt(head_dim) = {_number(right)}.",
+        _planted(lambda scores: scores * (value / right)), _number(value),
+    )  # fmt: skip
+
+
+def _window(value: float, config: ModelConfig) -> Hypothesis:
+    n = int(value)
+
+    bounds = {layer.bound for layer in map(config.layer, range(config.n_layers))}
+
+    def wrong(inputs: StageInputs, stage: str, scores: np.ndarray) -> np.ndarray:
+        if inputs.kind.bound is not None:  # it hides what a wider window shows
+            return with_mask(inputs, stage, hidden_in(inputs, Layer(window=n)))
+        return np.where(hidden_in(inputs, Layer(window=n)), -np.inf, scores)
+
+    return Hypothesis(
+        "mask-window", "setting", ("attn_scores",),
+        f"A token sees the last {n} tokens only (a sliding window); this model's "
+        f"{'attention has none' if bounds == {None} else 'config has another window'}.",
+        lambda places: Change(dict.fromkeys(places, Plant(wrong))), str(n),
+    )  # fmt: skip
+
+
+def _soft_cap(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "soft-cap", "setting", CAPPED,
+        f"x went through {_number(value)} * tanh(x / {_number(value)}), as in Gemma; Llama and Qwen have no cap.",
+        _planted(lambda x: np.where(np.isfinite(x), value * np.tanh(x / value), x)), _number(value),
+    )  # fmt: skip
+
+
+def _scaled(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "scaled", "setting", SCALED,
+        f"The stage is {_number(value)} times the right result.", _planted(lambda x: x * value), _number(value),
+    )  # fmt: skip
+
+
+def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
+    layer = int(value)
+
+    def change(places: Places) -> Change:
+        names = {name for stage in {place.rpartition(".")[2] for place in places} for name in _weights_of(stage)}
+
+        def exchanged(setting: Setting) -> Setting:
+            def weights(i: int | None) -> Mapping[str, Any]:
+                return setting.layer_weights(i) if i is None else _mixed(setting, i, layer, names)
+
+            return replace(setting, layer_weights=weights)
+
+        return Change(setting=exchanged)
+
+    return Hypothesis(
+        "weights-of-other-layer", "setting", WEIGHTED, f"The weights of layer {layer} were used here.", change,
+        f"layer {layer}",
+    )  # fmt: skip
+
+
+def _weights_of(stage: str) -> tuple[str, ...]:
+    matrix = BY_NAME[stage].matrix
+    return (matrix, matrix.replace("_proj", "_bias")) if matrix else (stage,)
+
+
+def _mixed(setting: Setting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
+    """Weights of a layer, some of them those of another."""
+    own, theirs = setting.layer_weights(layer), setting.layer_weights(other)
+    return {name: theirs[name] if name in names else own[name] for name in own}
+
+
+def _steps(first: int, last: int) -> list[float]:
+    """1, 2 and 5 times the powers of ten between two exponents."""
+    return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
+
+
+_SHARES = tuple(2.0**n for n in range(-6, 7))
+
+FAMILIES: tuple[Family, ...] = (
+    Family("norm-eps", tuple(NORMS), lambda config: (0.0, *_steps(-12, -3)), _eps, refined=True),
+    Family("rope-theta", ROTATED, lambda config: _steps(2, 8), _theta, refined=True),
+    Family("rope-scaling-missing", ROTATED, lambda config: (1.0,) if config.rope_scaling else (), _unscaled),
+    Family("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
+    Family("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
+    Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset, later=True),
+    Family(
+        "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 17) if n],
+        partial(_offset, later_passes_only=True), later=True,
+    ),
+    Family("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
+    Family(
+        "scores-scale", ("attn_scores",), lambda config: [share * config.head_dim**-0.5 for share in _SHARES],
+        _scores_scale, refined=True,
+    ),
+    Family("mask-window", ("attn_scores",), lambda config: range(1, 65), _window, later=True),
+    Family("soft-cap", CAPPED, lambda config: (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, refined=True),
+    Family("scaled", SCALED, lambda config: (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, refined=True),
+    Family("weights-of-other-layer", WEIGHTED, lambda config: range(config.n_layers), _other_layer),
+)  # fmt: skip
+
+
+def honest(config: ModelConfig) -> Iterator[Hypothesis]:
+    """Arithmetic that an engine may have without saying so."""
+    for name, kind in HALF.items():
+        yield Hypothesis(
+            f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
+            _planted(partial(_rounded, kind=kind)), rounds=True, by_place=False,
+        )  # fmt: skip
+        for what, rounding in (
+            ("Weights", partial(_rounded, kind=kind)),
+            ("Matrices", partial(_in_matrices, rounding=partial(_rounded, kind=kind))),
+        ):
+            yield Hypothesis(
+                f"weights-in-{name}", "honest", WEIGHTED, f"{what} were rounded to {name}.",
+                _set(partial(_with_weights, rounding=rounding)), rounds=True, by_place=False,
+            )  # fmt: skip
+    kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
+    for kind in kinds:
+        if all(width % BLOCK_SIZE.get(kind, 1) == 0 for width in _widths(config)):
+            yield _products(f"products-of-{kind.lower()}", kind, partial(_rounded, kind=kind))
+    for rounding in (_to_tf32, _cut_to_tf32):
+        yield _products("products-in-tf32", "TF32", rounding, weights=rounding)
+    for kind in HALF.values():
+        rounding = partial(_rounded, kind=kind)
+        yield _products(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
+        yield _products(f"products-kept-in-{kind.lower()}", kind, rounding, weights=rounding, results=rounding)
+
+
+def _widths(config: ModelConfig) -> tuple[int, ...]:
+    return config.hidden_size, config.q_width, config.intermediate_size
+
+
+def _products(
+    name: str, kind: str, inputs: Callable[[np.ndarray], np.ndarray], weights: Callable[..., np.ndarray] | None = None,
+    results: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Hypothesis:  # fmt: skip
+    what = "Inputs, weights and results" if results else "Inputs and weights" if weights else "Inputs"
+
+    def kept(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+        """A bias is added to what was rounded."""
+        bias = inputs.weights.get(BY_NAME[stage].matrix.replace("_proj", "_bias")) if BY_NAME[stage].matrix else None
+        return results(array) if bias is None else results(array - bias) + bias  # type: ignore[misc] (planted with it)
+
+    def change(places: Places) -> Change:
+        layers = {place.rpartition(".")[0] for place in places}
+        stages = (*PROJECTED, *ATTENDED) if weights else PROJECTED
+        passed_on = {f"{layer}.{stage}" if layer else stage: inputs for layer in layers for stage in stages}
+        matrices = partial(_in_matrices, rounding=weights) if weights else None
+        rounded = partial(_with_weights, rounding=matrices) if matrices else lambda setting: setting
+        return Change(dict.fromkeys(places, Plant(kept)) if results else {}, passed_on, rounded)
+
+    return Hypothesis(
+        name, "honest", PRODUCTS if weights else PRODUCTS[:-2],
+        f"{what} of products are rounded to {kind}.", change, rounds=True, by_place=False,
+    )  # fmt: skip
+
+
+def _rounded(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
+    return round_activations(np.ascontiguousarray(x), kind)
+
+
+def _to_tf32(x: np.ndarray) -> np.ndarray:
+    """To 10 bits behind the point, ties away from zero, as the tensor cores of NVIDIA take their inputs."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
+
+
+def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
+    """The same, the other bits cut off."""
+    return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
+
+
+def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> np.ndarray:
+    if len(x.shape) == 3:  # of experts; an array, because another rounding may follow
+        return np.stack([rounding(each) for each in x])
+    return rounding(x) if x.ndim == 2 else x
+
+
+def _with_weights(setting: Setting, rounding: Callable[..., np.ndarray]) -> Setting:
+    def weights(layer: int | None) -> Mapping[str, Any]:
+        return _RoundedWeights(setting.layer_weights(layer), rounding)
+
+    return replace(setting, layer_weights=weights)
+
+
+class _RoundedWeights(Mapping[str, Any]):
+    """Weights, each rounded when it is read."""
+
+    def __init__(self, weights: Mapping[str, Any], rounding: Callable[..., np.ndarray]) -> None:
+        self._weights, self._rounding = weights, rounding
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self._weights[name]
+        return self._rounding(weight.dequantize() if isinstance(weight, QuantMethod) else weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

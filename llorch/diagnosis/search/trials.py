@@ -1,0 +1,312 @@
+"""Hypotheses tried on a wrong result: each is planted where it can have been made, and what it leaves is measured.
+
+A value of a setting is looked for between those of a list, and said with the digits that matter. Where no single
+hypothesis leaves nothing, pairs of the nearest are tried.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from llorch.diagnosis.judged import Beside, beside
+from llorch.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
+from llorch.diagnosis.search.block_hypotheses import block_mistakes
+from llorch.diagnosis.search.hypotheses import FAMILIES, Family, Hypothesis, honest, known_mistakes
+from llorch.diagnosis.verdict import StageResult
+from llorch.verify.compare import Difference, Tolerance, times_over
+
+NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
+EXPLAINS = 0.9  # the share of the error that it explains at least
+EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
+FEW_LAYERS = 2  # up to so many a mistake may have been made in one place of one layer
+EQUAL = 0.05  # of a limit: values that leave so little more are one, and the first of the list is named
+PAIRED = 32  # of the nearest hypotheses, where pairs are tried
+NARROW, WITH_SETTINGS = 3, 6  # stages since the last ones, up to which mistakes are tried with every value; how many
+REFINED = 0.2  # a value is looked for only as long as some explains so much
+_HOPELESS, _STEPS = 10, 36  # of a golden section: 36 of them leave a 30 millionth of where it began
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_ORDER = {"mistake": 0, "setting": 1, "honest": 2}
+
+
+class _Seen(Exception):
+    """A run went as far as it had to."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Hypotheses planted at some places, and what they leave of the error of a result."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    places: tuple[str, ...]
+    share: float
+    left: float
+
+    @property
+    def named(self) -> bool:
+        """Whether nothing is left but rounding."""
+        if all(each.rounds for each in self.hypotheses):
+            return self.share >= EXPLAINS_ROUNDED
+        return self.share >= EXPLAINS and self.left <= NAMED
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The better comes first: of equals mistakes before settings, few places before many."""
+        kinds = max(_ORDER[each.kind] for each in self.hypotheses) if self.named else 0
+        return not self.named, len(self.hypotheses), kinds, round(self.left, 1), len(self.places)
+
+
+class Trials:
+    """Tries hypotheses beside one dump."""
+
+    def __init__(self, replay: Replay, pasts: Sequence[Sequence[Past]]) -> None:
+        """`pasts` are the caches before each pass, in the ways that they may have been kept."""
+        self.replay, self._pasts = replay, pasts
+        self.mistakes = (*known_mistakes(replay.config), *block_mistakes(replay.weights))
+        self._honest = tuple(honest(replay.config))
+        self._entered: tuple[object, Mapping[str, np.ndarray]] = (None, {})
+        self._sizes: dict[tuple[int, str], np.ndarray | None] = {}
+
+    def of(self, result: StageResult, *, pairs: bool = True, was_right: bool = False) -> list[Trial]:
+        """Every hypothesis that can be planted since the dump showed the last stages; the nearest first.
+
+        Where the same stage `was_right` in an earlier pass, nothing is looked for that would have shown there.
+        """
+        trials = list(self._singles(result, was_right=was_right))
+        if pairs and not any(trial.named for trial in trials):
+            trials += self._pairs(result, trials)
+        return sorted(trials, key=lambda trial: trial.rank)
+
+    def explains(self, trial: Trial, result: StageResult) -> bool:
+        """Whether the same makes another result, in the same stages or wherever it can be planted there."""
+        stages = {stage_of(place) for place in trial.places}
+        same = tuple(place for place in result.since if stage_of(place) in stages)
+        able = all(each.at(same) for each in trial.hypotheses)
+        tried = [*([same] if able else []), *choices(trial.hypotheses, result.since)]
+        return any(self.tried(trial.hypotheses, places, result).named for places in tried)
+
+    def _singles(self, result: StageResult, *, was_right: bool) -> Iterator[Trial]:
+        for hypothesis in (*self.mistakes, *self._honest):
+            for places in choices((hypothesis,), result.since)[: 1 if was_right else None]:
+                trial = self.tried((hypothesis,), places, result)
+                yield trial
+                if trial.named:
+                    break
+        yield from (self._valued(family, result) for family in self._families(result) if family.later or not was_right)
+
+    def _families(self, result: StageResult) -> Iterator[Family]:
+        """Settings that are read since the dump showed the last stages."""
+        for family in FAMILIES:
+            if family.values(self.replay.config) and {*map(stage_of, result.since)} & {*family.stages}:
+                yield family
+
+    def _pairs(self, result: StageResult, singles: Sequence[Trial]) -> Iterator[Trial]:
+        best: dict[str, Trial] = {}
+        for trial in sorted(singles, key=lambda trial: trial.left):
+            best.setdefault(trial.hypotheses[0].name, trial)
+        nearest = list(best.values())[:PAIRED]
+        for one, other in combinations(nearest, 2):
+            first, second = sorted((*one.hypotheses, *other.hypotheses), key=lambda each: _ORDER[each.kind])
+            if second.kind != "mistake" or not set(one.places) & set(other.places):  # two mistakes make one stage once
+                yield self.tried((first, second), tuple(dict.fromkeys((*one.places, *other.places))), result)
+        if len(result.since) <= NARROW:
+            mistakes = [trial for trial in nearest if trial.hypotheses[0].kind == "mistake"][:WITH_SETTINGS]
+            for family in self._families(result):
+                for value in family.values(self.replay.config):
+                    setting = family.made(value, self.replay.config)
+                    for mistake in mistakes:
+                        places = tuple(dict.fromkeys((*mistake.places, *setting.at(result.since))))
+                        yield self.tried((*mistake.hypotheses, setting), places, result)
+
+    def _valued(self, family: Family, result: StageResult) -> Trial:
+        """A setting with the best value of its list, or the best one between them."""
+        config = self.replay.config
+
+        def tried(value: float, places: tuple[str, ...]) -> Trial:
+            return self.tried((family.made(value, config),), places, result)
+
+        values = family.values(config)
+        where = choices((family.made(values[0], config),), result.since)
+        if len({self.replay.stages[place][1] for place in result.since} - {None}) > 1:
+            where = where[:1]  # a setting is that of all layers
+        trials = {(value, places): tried(value, places) for value in values for places in where}
+        best, places = min(trials, key=lambda at: trials[at].left)
+        if (least := trials[best, places].left) <= 1:
+            best, places = next(at for at in trials if trials[at].left <= least + EQUAL)
+        if not family.refined or best <= 0 or trials[best, places].left <= 1:
+            return trials[best, places]
+        return _refined(best, [value for value in values if value > 0], lambda value: tried(value, places))
+
+    def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
+        """Hypotheses planted at some places, with the cache that leaves least."""
+        change, trials = together([each.change(each.at(places)) for each in hypotheses]), []
+        seen = self.replay.dump.seen[result.n_pass, result.key]
+        for past in self._pasts[result.n_pass][: 1 + (result.n_pass > 0)]:  # the first pass has none
+            made = self.made(result, change, past)
+            if made is None:
+                continue
+            here = beside(self.replay, seen, result.key, made)
+            if not here.has_numbers:
+                continue
+            here = here.where_finite()
+            found = here.difference
+            before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
+            share = 1 - times_over(found.error, before) if math.isfinite(found.error) else 0.0  # all zero beside none
+            if found.fault is None:
+                trials.append(Trial(hypotheses, places, max(share, 0.0), self._left(result, found, here)))
+        return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
+
+    def _left(self, result: StageResult, found: Difference, here: Beside) -> float:
+        """By what factor the limit of the right numbers is exceeded; where these have another shape, as a whole.
+
+        A wrong row near zero makes much of a rounding that is little beside the right row: there it counts as beside
+        that one, where that names it.
+        """
+        limit, sizes = result.limit, here.sizes
+        shape = found.tokens.shape if found.tokens is not None else None
+        if isinstance(limit.tokens, np.ndarray) and shape not in (None, limit.tokens.shape):
+            limit = Tolerance(limit.error, limit.worst)
+        left = found.over(limit)
+        if left <= NAMED or limit.tokens is None or sizes is None:
+            return left
+        right = self._right_sizes(result)
+        if right is None or right.shape != sizes.shape:
+            return left
+        larger = np.divide(right, sizes, out=np.ones_like(sizes), where=sizes > 0)
+        beside_right = found.over(Tolerance(limit.error, limit.worst, limit.tokens * np.maximum(larger, 1)))
+        return beside_right if beside_right <= NAMED else left
+
+    def _right_sizes(self, result: StageResult) -> np.ndarray | None:
+        at = result.n_pass, result.key
+        if at not in self._sizes:
+            right = self.made(result)
+            seen = self.replay.dump.seen[at]
+            self._sizes[at] = None if right is None else beside(self.replay, seen, result.key, right).sizes
+        return self._sizes[at]
+
+    def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
+        """The stage of a result with a change planted; None where nothing comes out."""
+        part, past = self.replay.part_of(result.key), past or self._pasts[result.n_pass][0]
+        found: list[np.ndarray] = []
+
+        def see(name: str, array: np.ndarray) -> None:
+            if name == result.key:
+                found.append(array)
+                raise _Seen
+
+        with np.errstate(all="ignore"):
+            try:
+                first, x = self._begin(result, change, past)
+                changed = self._changed(past, result.n_pass, change, first, part)
+                self.replay.run(result.n_pass, see, changed, change, first=first, last=part, x=x)
+            except _Seen:
+                return found[0]
+            except (ValueError, KeyError, IndexError, TypeError, AssertionError):
+                return None  # of a shape that the next stages do not take; of a setting that the other one takes away
+        return None
+
+    def _begin(self, result: StageResult, change: Change, past: Past) -> tuple[int, np.ndarray | None]:
+        """The first part that a change concerns, and its input; None where the dump has that, or it is the tokens."""
+        part = self.replay.part_of(result.key)
+        first = self.replay.first_part(result.n_pass, part)
+        places = {*change.plants, *change.passed_on} & {*result.since}
+        if first == part or change.setting is not UNCHANGED.setting or not places:
+            return first, None
+        concerned = min(map(self.replay.part_of, places))
+        if concerned == first:
+            return first, None
+        return concerned, self._inputs_of(result.n_pass, first, past)[self.replay.input_of(concerned)]
+
+    def _inputs_of(self, n_pass: int, first: int, past: Past) -> Mapping[str, np.ndarray]:
+        """What goes into the parts behind one, with nothing changed, as far as the dump shows none of it."""
+        if self._entered[0] != (n_pass, first, past):
+            made: dict[str, np.ndarray] = {}
+            part = first + 1
+            while part <= self.replay.config.n_layers and self.replay.fed(n_pass, self.replay.input_of(part)) is None:
+                part += 1
+            inputs = {self.replay.input_of(each) for each in range(first + 1, part)}
+
+            def see(name: str, array: np.ndarray) -> None:
+                if name in inputs:
+                    made[name] = array
+
+            copy = past.again()
+            self.replay.run(n_pass, see, copy, first=first, last=min(part - 1, self.replay.config.n_layers))
+            self._entered = (n_pass, first, past), made
+        return self._entered[1]
+
+    def _changed(self, past: Past, n_pass: int, change: Change, first: int, last: int) -> Past:
+        """The caches before a pass, had the earlier ones been changed likewise."""
+        layers = range(max(first, 0), min(last, self.replay.config.n_layers - 1) + 1)
+        if not n_pass or not layers:
+            return past
+        past = past.empty()
+        for earlier in range(n_pass):
+            begin = self.replay.first_part(earlier, layers[0])
+            self.replay.run(earlier, lambda name, array: None, past, change, first=begin, last=layers[-1])
+            past = past.next()
+        return past
+
+
+def stage_of(place: str) -> str:
+    """The stage of a stage key."""
+    return place.rpartition(".")[2]
+
+
+def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Where hypotheses may have been made: wherever they can be, or in one stage of all layers, or in one place."""
+    everywhere = tuple(dict.fromkeys(place for each in hypotheses for place in each.at(since)))
+    if not everywhere or not all(each.at(since) for each in hypotheses):
+        return []
+    found = [everywhere]
+    if len(hypotheses) == 1 and hypotheses[0].by_place:
+        layers = {place: place.rpartition(".")[0] for place in everywhere}
+        found += [tuple(p for p in everywhere if stage_of(p) == stage) for stage in map(stage_of, everywhere)]
+        if len({*layers.values()}) > FEW_LAYERS:
+            found += [tuple(p for p in everywhere if layers[p] == layer) for layer in layers.values()]
+        else:
+            found += [(place,) for place in everywhere]
+    return list(dict.fromkeys(found))
+
+
+def together(changes: Sequence[Change]) -> Change:
+    """Several at once, the later ones on what the earlier made."""
+    made, *others = changes
+    for other in others:
+        made = Change(
+            {place: _both(made.plants, other.plants, place) for place in {*made.plants, *other.plants}},
+            {**made.passed_on, **other.passed_on},
+            lambda setting, one=made.setting, two=other.setting: two(one(setting)),
+        )
+    return made
+
+
+def _both(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -> Plant:
+    """What is planted at a place by one or by both, the second then on what the first made."""
+    if place not in first or place not in second:
+        return first[place] if place in first else second[place]
+    one, two = first[place], second[place]
+    return Plant(
+        lambda inputs, stage, array: two.wrong(inputs, stage, one.wrong(inputs, stage, array)), (*one.reads, *two.reads)
+    )
+
+
+def _refined(start: float, values: Sequence[float], tried: Callable[[float], Trial]) -> Trial:
+    """The best value near one of a list, by golden section of its logarithm, with as few digits as do."""
+    low = math.log(max((value for value in values if value < start), default=start / 8))
+    high = math.log(min((value for value in values if value > start), default=start * 8))
+    one, two = (tried(math.exp(x)) for x in (high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)))
+    for n_steps in range(_STEPS):
+        if one.left < two.left:
+            high, two = low + _GOLDEN * (high - low), one
+            one = tried(math.exp(high - _GOLDEN * (high - low)))
+        else:
+            low, one = high - _GOLDEN * (high - low), two
+            two = tried(math.exp(low + _GOLDEN * (high - low)))
+        if n_steps == _HOPELESS and max(one.share, two.share) < REFINED:
+            break
+    best = min(one, two, key=lambda trial: trial.left)
+    shorter = (tried(float(f"{math.exp((low + high) / 2):.{digits}g}")) for digits in range(1, 7) if best.named)
+    return next((trial for trial in shorter if trial.left <= max(1.0, 1.05 * best.left)), best)

@@ -1,0 +1,256 @@
+"""The first wrong quantity of anybody's LoRA training, and the mistake that makes it.
+
+A step is a chain: logits, losses, the loss, gradients from the last layer to the first, clipping, moments, parameters.
+Each is made again of the dump's own inputs. At the first that is wrong known mistakes are planted into our step, and
+numbers moved, until one of them makes what the dump shows; with that one in the code the rest is judged, and the next
+wrong quantity is one of its own. What nothing explains is none of the known, and what follows from it is left alone.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from llorch.diagnosis.training.gaps import could_not_show
+from llorch.diagnosis.training.hypotheses import Hypothesis, families, known, where_of
+from llorch.diagnosis.training.judge import Judge, Judged, first_wrong
+from llorch.diagnosis.training.replay import FLOW, Key, Replay
+from llorch.diagnosis.training.score import AFTER_CLIPPING, NEAR, Cure, Scored, Scorer
+from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
+from llorch.dumps.raw import RawDump
+from llorch.dumps.training_dump import TrainingDump, training_dump
+from llorch.files import Weights
+from llorch.lora.adapter import Adapter
+from llorch.numerics import DtypeName
+from llorch.verify.training.places import ISOLATED
+
+MOST_FINDINGS = 8
+HALF: tuple[DtypeName, ...] = ("bfloat16", "float16")
+PARTIAL = 0.1  # share of the error from which on a mistake may be one of a pair
+BEHIND = {  # tensor -> what the gradient comes through just before it, where those of later tensors are right
+    "lm_head": "loss, logits", "down_proj": "ffn_out", "up_proj": "ffn_up", "gate_proj": "ffn_act",
+    "o_proj": "attn_out", "v_proj": "attn_context", "k_proj": "attn_probs, attn_scores, k_rope",
+    "q_proj": "attn_scores, q_rope", "embed_tokens": "embed",
+}  # fmt: skip
+
+
+def diagnose_training(weights: Weights, adapter: Adapter, raw: RawDump, *, model: str = "") -> Diagnosis:
+    """Judge a training dump and name its mistakes.
+
+    Args:
+        weights: Of the base that was trained on, in any type.
+        adapter: What the first step of the dump starts from; where the dump has the parameters before, these hold.
+        raw: The dump, see `dumps.training_dump`.
+        model: The model's name.
+
+    Returns:
+        Results by step and tensor, in the order in which they are made; findings, the first cause first.
+
+    Raises:
+        ValueError: The dump is none of training, or fits neither the adapter nor itself.
+    """
+    dump, wide = training_dump(raw, adapter), weights.astype(np.float64, keep=True)
+    dtype = _dtype(dump)
+    found = _Search(wide, adapter, dump, dtype)
+    unknown = {place for finding in found.findings if finding.kind == "unknown" for place in finding.places}
+    if dtype == "float32" and not dump.dtype and unknown:
+        in_half = _Search(wide, adapter, dump, HALF[0])
+        judged = {(row.key[0], _key(row.key)) for row in in_half.rows}
+        found = in_half if unknown <= judged and not in_half.findings else found
+    return found.diagnosis(model)
+
+
+def _dtype(dump: TrainingDump) -> DtypeName:
+    """What activations were computed in: as the dump says, or as logits are stored; else float32."""
+    logits = [s.stored for step in dump.steps for (group, _), s in step.shown.items() if group == "adapted_logits"]
+    found: list[DtypeName] = [half for half in HALF if half in (dump.dtype, *logits)]
+    return found[0] if found else "float32"
+
+
+class _Search:
+    """The findings of one dump in one arithmetic."""
+
+    def __init__(self, weights: Weights, adapter: Adapter, dump: TrainingDump, dtype: DtypeName) -> None:
+        self.weights, self.adapter = weights, adapter
+        self.dtype: DtypeName = dtype
+        self.findings: list[Finding] = []
+        self._take(dump)
+        self._run()
+
+    def _take(self, dump: TrainingDump) -> None:
+        self.dump, self.replay = dump, Replay(self.weights, self.adapter, dump)
+        self.judge = Judge(dump, self.weights.config, self.adapter.flat(), self.dtype)
+
+    def _run(self) -> None:
+        """Name the first cause, judge the rest with it in the code, and so on."""
+        cure: Cure = ()
+        closed: dict[str, int] = {}  # quantities that nothing explains: where they are wrong first
+        self.first = self.judge.rows(self.replay.run())
+        while True:
+            self.rows = self.judge.rows(self.replay.run(cure))
+            wrong = _next(self.rows, closed)
+            if wrong is None or len(self.findings) == MOST_FINDINGS:
+                break
+            of_group = [row for row in self.rows if row.key[:2] == wrong.key[:2]]
+            best, near = (None, []) if wrong.difference.fault else self._explained(of_group, cure)
+            self.findings.append(_finding(wrong, of_group, self.rows, best, near))
+            if best is None:
+                closed[wrong.key[1]] = _at(wrong.key)
+            elif best.cause[0].name == AFTER_CLIPPING:
+                self._take(self.dump.as_clipped())
+            else:
+                cure += best.planted
+
+    def _explained(self, wrong: Sequence[Judged], cure: Cure) -> tuple[Scored | None, list[Scored]]:
+        """What makes a wrong quantity as the dump shows it; beside it what cannot be told from that, or comes near.
+
+        Known mistakes first, then numbers as they fit best, then two at once.
+        """
+        scorer, since = Scorer(self.replay, self.judge, wrong, cure), _since(self.rows, wrong[0].key)
+        tried = [(one,) for one in known(self.weights.config, since, wrong[0].key[1])]
+        scored = scorer.best_first(tried)
+        best, alike = scorer.chosen(scored)
+        if best is None or scorer.n_right(best) < len(self.rows):  # a number may leave less
+            numbers = [(one,) for one in self._numbers(scorer, since)]
+            scored = [*scored, *scorer.best_first(numbers)]
+            best, alike = scorer.chosen(scored)
+            tried += numbers
+        if best is None:
+            scored.sort(key=lambda one: -one.share)
+            partial = [one.cause[0] for one in scored if one.share > PARTIAL][:2]
+            pairs = [(a, b) for a in partial for (b,) in tried if a.name != b.name]
+            best, alike = scorer.chosen(scorer.best_first(pairs))
+        near = {one.names: one for one in reversed(scored) if one.share > NEAR}  # the best of each name
+        return best, alike if best else [*near.values()][:-4:-1]
+
+    def _numbers(self, scorer: Scorer, since: set[str]) -> Iterator[Hypothesis]:
+        number, group, _ = scorer.wrong[0].key
+        run = self.replay.run(scorer.cure, until=scorer.wrong[0].key)
+        ours = (array for (n, of, _), array in run.arrays.items() if (n, of) == (number, "gradient"))
+        norm = math.sqrt(sum(float(np.square(array).sum()) for array in ours)) or math.inf
+        scale = self.adapter.scaling(next(iter(self.adapter.targets)))
+        for family in families(self.dump, scorer.step, scale, norm):
+            for where in where_of(family, group):
+                if family.group in since or where == "back":
+                    yield from scorer.fitted(family, where, norm)
+
+    def diagnosis(self, model: str) -> Diagnosis:
+        """All of it for a person."""
+        alone = {row.key: row for row in self.judge.rows(self.replay.run(fed=False), fed=False)}
+        causes = {place for finding in self.findings for place in finding.places if finding.kind != "honest"}
+        uncured = {row.key: row for row in self.first}
+        strict = Judge(self.dump, self.weights.config, self.adapter.flat(), "float32")
+        exact = {row.key for row in strict.rows(self.replay.run()) if row.over <= 1}
+        results = []
+        for row in self.rows:
+            wrong = (row.key[0], _key(row.key)) in causes
+            shown = uncured.get(row.key, row) if wrong else row
+            right = RIGHT if self.dtype == "float32" or row.key in exact else HONEST
+            results.append(_result(shown, alone[row.key], self.dtype, WRONG if wrong or row.over > 1 else right))
+        hidden, notes = could_not_show(self.replay, self.judge, self.adapter, self.weights.config)
+        findings = [*self.findings, *_of_arithmetic(results, self.dtype)]
+        return Diagnosis(model, self.dump.source, results, findings, hidden, (*self.dump.notes, *notes))
+
+
+def _next(rows: Sequence[Judged], closed: Mapping[str, int]) -> Judged | None:
+    """The first wrong row that is neither what nothing explains, in whatever step, nor inherited from that."""
+    first = min(closed.values(), default=math.inf)
+    left = [row for row in rows if row.key[1] not in closed and (row.mode == ISOLATED or _at(row.key) < first)]
+    return first_wrong(left)
+
+
+def _at(key: Sequence) -> int:
+    """Where a quantity stands in the run: groups of all steps in a row."""
+    return key[0] * len(FLOW) + FLOW.index(key[1])
+
+
+def _since(rows: Sequence[Judged], wrong: Key) -> set[str]:
+    """Quantities that were made since the last right one of the dump, the wrong one among them."""
+    right: dict[int, bool] = {}
+    for row in rows:
+        right[_at(row.key)] = right.get(_at(row.key), True) and row.over <= 1
+    last = max((at for at, all_right in right.items() if all_right and at < _at(wrong)), default=-1)
+    return {FLOW[at % len(FLOW)] for at in range(max(last + 1, _at(wrong) - 2 * len(FLOW)), _at(wrong) + 1)}
+
+
+def _key(key: Key) -> str:
+    """As places of training are called: `l0.gradient.q_proj.lora_A`."""
+    _, group, name = key
+    if name.startswith("layers."):
+        _, layer, name = name.split(".", 2)
+        group = f"l{layer}.{group}"
+    return f"{group}.{name}" if name else group
+
+
+def _layer(key: Key) -> int | None:
+    return int(key[2].split(".")[1]) if key[2].startswith("layers.") else None
+
+
+def _finding(
+    wrong: Judged, of_group: Sequence[Judged], rows: Sequence[Judged], best: Scored | None, near: Sequence[Scored]
+) -> Finding:
+    """One cause, for the quantity that it is found at and, where nothing explains it, for what follows."""
+    of_group = of_group if best else [row for row in rows if row.key[1] == wrong.key[1]]
+    places = [row for row in of_group if row.over > 1]
+    where = f"step {wrong.key[0]}, {_key(wrong.key)}"
+    if best is None:
+        kind = "not finite" if wrong.difference.fault else "unknown"
+        made_in, sentence = _unexplained(wrong, rows, where)
+    else:
+        kind = "honest" if all(one.honest for one in best.cause) else "mistake"
+        made_in = tuple(dict.fromkeys(one.planted.mistake.stages[0] for one in best.cause))
+        said = " ".join(one.sentence for one in best.cause)
+        sentence = f"{where}: {said} This explains {_percent(best.share)} of the error."
+        if near:
+            alike = ", ".join(one.cause[0].name for one in near)
+            sentence += f" This dump cannot tell this mistake from {alike}."
+    suspects = () if best is None else tuple(_suspect(one, places, best) for one in best.cause)
+    misses = tuple(_suspect(one.cause[0], places, one) for one in near)
+    layers = tuple(sorted({layer for row in places if (layer := _layer(row.key)) is not None}))
+    return Finding(
+        kind, _key(wrong.key), wrong.key[0], made_in, layers, suspects, misses,
+        tuple((row.key[0], _key(row.key)) for row in places), sentence,
+    )  # fmt: skip
+
+
+def _unexplained(wrong: Judged, rows: Sequence[Judged], where: str) -> tuple[tuple[str, ...], str]:
+    """Where an error without a name must have been made."""
+    if wrong.difference.fault:
+        return (_key(wrong.key),), f"{where}: {wrong.difference.fault}."
+    before = [row for row in rows if row.key[:2] == wrong.key[:2]]
+    first = before.index(wrong)
+    right = f"; {first} of the {len(before)} quantities before it are right" if first else ""
+    target = wrong.key[2].split(".")[-2] if wrong.key[1] == "gradient" else ""
+    behind = BEHIND.get(target, "")
+    made_in = tuple(f"l{_layer(wrong.key)}.{name}" for name in behind.split(", ")) if behind else (_key(wrong.key),)
+    off = f"error {wrong.over:.3g} times the tolerance of its arithmetic"
+    return made_in, f"{where}: this error matches no known mistake ({off}{right})."
+
+
+def _suspect(one: Hypothesis, places: Sequence[Judged], scored: Scored) -> Suspect:
+    planted = tuple(_key(row.key) for row in places)
+    return Suspect(one.name, one.sentence, planted, scored.share, scored.left, one.value)
+
+
+def _percent(share: float) -> str:
+    return "all" if share >= 0.99995 else f"{100 * share:.2f} %"
+
+
+def _result(row: Judged, alone: Judged, dtype: DtypeName, verdict: str) -> StageResult:
+    number, group, _ = row.key
+    arithmetic = dtype if row.mode != ISOLATED else "float32"
+    return StageResult(
+        number, _key(row.key), group, _layer(row.key), row.shown.name, row.difference, row.limit, alone.difference,
+        alone.limit, arithmetic, verdict, (group,),
+    )  # fmt: skip
+
+
+def _of_arithmetic(results: Sequence[StageResult], dtype: DtypeName) -> list[Finding]:
+    """What half precision makes of a right run."""
+    honest = [result for result in results if result.verdict == HONEST]
+    if not honest:
+        return []
+    most = max(honest, key=lambda result: result.over)
+    said = f"{len(honest)} quantities differ as {dtype} explains, by at most {most.over:.2g} of its tolerance"
+    places = tuple((result.n_pass, result.key) for result in honest)
+    return [Finding("honest", honest[0].key, honest[0].n_pass, (), (), (), (), places, said)]

@@ -1,0 +1,264 @@
+"""What may be planted to explain a training dump: the known mistakes, and settings whose value is recovered."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes.training_adapter import SCALING
+from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, mean_of_means
+from llorch.diagnosis.mistakes.training_mesh import MESH
+from llorch.diagnosis.mistakes.training_optimizer import CLIP
+from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
+from llorch.diagnosis.training.replay import FLOW, Planted, Where
+from llorch.dumps.training_dump import TrainingDump, TrainingStep
+from llorch.train.batch import PADDING, Batch
+
+IN_FLOW = {"lora_delta": "adapted_logits", "loss_curve": "loss"}  # group of the table -> the one that a dump shows
+OUTSIDE = {  # mistakes that no step makes, by the first of their stages
+    "merged_weight": "a training step does not merge", "adapter_file": "a training step writes no files",
+    "learning_rate": "a dump has the learning rate of every step, not the schedule",
+}  # fmt: skip
+RANDOM = ("lora-dropout-at-evaluation",)  # makes numbers that nobody can make again
+IN_FORWARD = FLOW[:3]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What may have been done; `honest` where it is no mistake."""
+
+    planted: Planted
+    name: str
+    sentence: str
+    value: str = ""  # the number that was recovered
+    honest: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """Mistakes that differ in one number, above 0; `logarithm` is moved until they fit best.
+
+    Attributes:
+        name: Of the setting.
+        group: Where it shows first.
+        starts: Numbers to try first.
+        make: The mistake with a number.
+        said: Says what a number means, and its short form.
+        setting: The field of `Settings` that it is, if it is one.
+        most: Above which a number has no meaning.
+    """
+
+    name: str
+    group: str
+    starts: Sequence[float]
+    make: Callable[[float], TrainingMistake]
+    said: Callable[[float], tuple[str, str]]
+    setting: str = ""
+    most: float = math.inf
+
+
+def group_of(mistake: TrainingMistake) -> str:
+    """The quantity of a step in which a mistake shows first."""
+    first = mistake.stages[0]
+    if mistake.part == CLIP:
+        return "grad_norm" if first == "grad_norm" else "clipped"
+    return "loss" if mistake.part == DOCUMENTS else IN_FLOW.get(first, first)  # losses are compared where one learns
+
+
+def possible(config: ModelConfig) -> list[TrainingMistake]:
+    """Known mistakes that a step of a model can have, and that can be made again."""
+    replayed = (m for m in TRAINING if m.stages[0] not in OUTSIDE and m.name not in (*RANDOM, *DIVISORS))
+    return [m for m in (*replayed, *MORE) if m.applies_to(config)]
+
+
+def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[Hypothesis]:
+    """Known mistakes of the quantities of which one was made wrongly, in every way in which they can be made."""
+    for mistake in (*possible(config), *MESH):
+        group = group_of(mistake)
+        for planted in ways(mistake, group in since, wrong):
+            yield Hypothesis(planted, mistake.name, mistake.diagnosis)
+
+
+def ways(mistake: TrainingMistake, in_gap: bool, wrong: str) -> Iterator[Planted]:
+    """In which parts of a step a mistake may be made, where a quantity is wrong and those before the gap are right."""
+    backs = (True, False) if mistake.along else (False,)
+    if group_of(mistake) not in IN_FORWARD:
+        yield from (Planted(mistake, "both", along) for along in backs if in_gap)
+    elif in_gap:
+        yield from (Planted(mistake, "both", along) for along in backs)
+        if wrong in IN_FORWARD:
+            yield Planted(mistake, "shown")
+    if group_of(mistake) in IN_FORWARD and wrong == "gradient":
+        yield from (Planted(mistake, "back", along) for along in backs)
+
+
+def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) -> list[Family]:
+    """Numbers that may differ; `scale` is that of an adapter's product, `norm` that of the gradients of the step."""
+    settings = dump.settings
+    found = [
+        Family("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
+            f"The adapter's product is multiplied by {scale * x:.4g} here; its configuration gives {scale:.4g}.",
+            f"{scale * x:.4g}")),
+        Family("label-smoothing", "token_losses", (0.1,), smoothed, told("label smoothing", settings.label_smoothing),
+               "label_smoothing", 1.0),
+        Family("loss-normalisation", "loss", (1.0,), normalised, lambda x: (
+            f"The loss is {x:.6g} times the right one in every step.", f"{x:.6g}")),
+        Family("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
+               told("max_grad_norm", settings.max_grad_norm), "max_grad_norm"),
+        Family("adamw-beta1", "first_moment", (1 - settings.betas[0],), lambda x: in_update(
+            betas=(1 - x, settings.betas[1])), told("beta1", settings.betas[0], lambda x: 1 - x), "betas", 1.0),
+        Family("adamw-beta2", "second_moment", (1 - settings.betas[1],), lambda x: in_update(
+            betas=(settings.betas[0], 1 - x)), told("beta2", settings.betas[1], lambda x: 1 - x), "betas", 1.0),
+        Family("learning-rate", "parameters", (settings.lr,), lambda x: in_update(lr=x),
+               told("the learning rate", step.lr), "lr"),
+        Family("adamw-weight-decay", "parameters", (0.01, 1.0), lambda x: in_update(weight_decay=x),
+               told("weight_decay", settings.weight_decay), "weight_decay"),
+        Family("adamw-eps", "parameters", (1e-8, 1e-6, 1e-4, 1e-10), lambda x: in_update(eps=x),
+               told("eps", settings.eps), "eps"),
+    ]  # fmt: skip
+    return found
+
+
+def told(what: str, right: float, shown: Callable[[float], float] = float) -> Callable[[float], tuple[str, str]]:
+    """Says a recovered number beside the one that it should be."""
+
+    def say(x: float) -> tuple[str, str]:
+        return f"{what[0].upper()}{what[1:]} is {shown(x):.4g} here; it should be {right:.4g}.", f"{shown(x):.4g}"
+
+    return say
+
+
+def scaled(factor: float) -> TrainingMistake:
+    """Every scale of the adapter times a factor."""
+    wrong = lambda right: lambda config, target: right(config, target) * factor  # noqa: E731
+    return _made("lora-scaling", "lora_delta", SCALING, wrong)
+
+
+def smoothed(share: float) -> TrainingMistake:
+    """Another label smoothing."""
+    wrong = lambda right: lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": share})  # noqa: E731
+    return replace(_made("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
+
+
+def normalised(factor: float) -> TrainingMistake:
+    """The loss of a step and its gradients times a factor."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*given: Any, **how: Any) -> tuple[float, dict[str, np.ndarray]]:
+            loss, grads = right(*given, **how)
+            return loss * factor, {name: grad * factor for name, grad in grads.items()}
+
+        return made
+
+    return _made("loss-normalisation", "loss", STEP, wrong)
+
+
+def in_clip(max_norm: float) -> TrainingMistake:
+    """Another largest norm."""
+    return _made(
+        "max-grad-norm", "first_moment", CLIP, lambda right: lambda grads, **_: right(grads, max_norm=max_norm)
+    )
+
+
+def in_update(**other: Any) -> TrainingMistake:
+    """Another setting of AdamW."""
+    wrong = lambda right: lambda *arrays, **how: right(*arrays, **how | other)  # noqa: E731
+    return _made("adamw", "first_moment" if "betas" in other else "parameters", UPDATE, wrong)
+
+
+def _made(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> TrainingMistake:
+    return TrainingMistake(name=name, stages=(stage,), part=part, wrong=wrong, diagnosis="")
+
+
+def mean_of_rows(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Each row divided by its own tokens, and the means averaged."""
+    of_means = mean_of_means(right)
+
+    def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> Any:
+        rows = [
+            Batch(*(each[i : i + 1] for each in (b.ids, b.labels, b.positions, b.documents, b.samples)))
+            for b in batches
+            for i in range(len(b.ids))
+            if (b.documents[i] != PADDING).any()
+        ]
+        return of_means(weights, adapter, rows, **how)
+
+    return wrong
+
+
+def rslora_turned(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Alpha divided by the other of the rank and its root."""
+    return lambda config, target: right(replace(config, use_rslora=not config.use_rslora), target)
+
+
+def divided(count: Callable[[Sequence[Batch]], int]) -> Callable[..., Any]:
+    """The sum of a step divided by another number than that of its learned tokens."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
+            loss, grads = right(weights, adapter, batches, **how)
+            factor = sum(batch.n_trained for batch in batches) / count(batches)
+            return loss * factor, {name: grad * factor for name, grad in grads.items()}
+
+        return wrong
+
+    return make
+
+
+def _slots(batches: Sequence[Batch]) -> int:
+    return sum(batch.ids.size for batch in batches)
+
+
+def _tokens(batches: Sequence[Batch]) -> int:
+    return sum(int((batch.documents != PADDING).sum()) for batch in batches)
+
+
+def _rows(batches: Sequence[Batch]) -> int:
+    return sum(len(batch.ids) for batch in batches)
+
+
+DIVISORS: Mapping[str, tuple[str, Callable[[Sequence[Batch]], int]]] = {
+    "loss-divided-by-all-tokens": ("by all tokens", _tokens),
+    "loss-divided-by-all-rows-of-logits": ("by all tokens but the first of each row", lambda b: _tokens(b) - _rows(b)),
+    "loss-divided-by-slots": ("by all tokens and padding", _slots),
+    "loss-divided-by-shifted-slots": (
+        "by all tokens and padding but the first of each row",
+        lambda b: _slots(b) - _rows(b),
+    ),
+    "loss-divided-by-rows": ("by the number of rows", _rows),
+    "loss-summed": ("by nothing", lambda batches: 1),
+}
+MORE = (  # known, but in no checkpoint's library
+    TrainingMistake(
+        name="lora-rslora-not-asked-for", stages=("lora_delta",), part=SCALING, wrong=rslora_turned,
+        diagnosis="Alpha was divided by the root of the rank; without use_rslora it is divided by the rank.",
+    ),
+    TrainingMistake(
+        name="loss-mean-of-rows", stages=("loss",), part=STEP, wrong=mean_of_rows,
+        diagnosis="Each row was divided by its own tokens and the means were averaged; the sum over the whole step is "
+        "divided once, by all its learned tokens.",
+    ),
+    *(
+        TrainingMistake(
+            name=name, stages=("loss",), part=STEP, wrong=divided(count),
+            diagnosis=f"The sum of the losses was divided {said}; it is divided by the learned tokens of the step.",
+        )
+        for name, (said, count) in DIVISORS.items()
+    ),
+)  # fmt: skip
+
+
+def unsaid(dump: TrainingDump, family: Family) -> bool:
+    """Whether a setting differs of which the dump says nothing: that is no mistake."""
+    return bool(family.setting) and family.setting not in dump.said
+
+
+def where_of(family: Family, wrong: str) -> tuple[Where, ...]:
+    """In which parts of a step a number may be another one."""
+    if family.group not in IN_FORWARD:
+        return ("both",)
+    return ("both", "shown") if wrong in IN_FORWARD else ("back",) if wrong == "gradient" else ()

@@ -1,0 +1,155 @@
+"""Every quantity of a training dump beside ours: how far it is, how far it may be, and what it was made of."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.diagnosis.training.replay import FLOW, Key, Run
+from llorch.dumps.training_dump import Shown, TrainingDump, TrainingStep
+from llorch.numerics import DtypeName
+from llorch.verify.compare import FLOORS, Difference, Tolerance, measure, measure_in
+from llorch.verify.training import limits
+from llorch.verify.training.places import CHAINED, ISOLATED
+from llorch.verify.training.recipe import OptimizerRecipe
+
+MOMENTS = ("first_moment", "second_moment")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One array of the dump beside ours; `mode` is isolated where it was made of the dump's own inputs."""
+
+    key: Key
+    shown: Shown
+    mode: str
+    difference: Difference
+    limit: Tolerance
+
+    @property
+    def over(self) -> float:
+        """By what factor it is over its limit."""
+        return self.difference.over(self.limit)
+
+
+class Judge:
+    """Judges replays of one dump in one arithmetic."""
+
+    def __init__(self, dump: TrainingDump, config: ModelConfig, tensors: Iterable[str], dtype: DtypeName) -> None:
+        """Prepare; `tensors` are all that are trained."""
+        self.dump, self.config = dump, config
+        self.dtype: DtypeName = dtype
+        self._gradients = [("gradient", name) for name in tensors]
+        self.last_position = max(
+            (int(batch.positions.max()) for step in dump.steps for batch in step.batches), default=0
+        )
+        self.steps = {step.number: step for step in dump.steps}
+        self._granted: dict[tuple[Key, str], Tolerance] = {}
+
+    def rows(self, run: Run, *, fed: bool = True) -> list[Judged]:
+        """All arrays of the dump that a run made too, in the order in which they are made."""
+        found = []
+        for step in self.dump.steps:
+            names = sorted(step.shown, key=lambda shown: (FLOW.index(shown[0]), _backward(shown[1])))
+            if step.batches:
+                found += [self._row(step, *name, run, fed) for name in names if self._may_judge(step, *name)]
+        return found
+
+    def _row(self, step: TrainingStep, group: str, name: str, run: Run, fed: bool) -> Judged:
+        """One array beside ours; limits are those of the first run that was judged."""
+        key, mode = (step.number, group, name), self.mode(step, group, name) if fed else CHAINED
+        shown, want = step.shown[group, name], run.arrays[step.number, group, name]
+        if (key, mode) not in self._granted:
+            self._granted[key, mode] = self._limit(step, group, name, mode, run)
+        return Judged(key, shown, mode, self.difference(step, group, shown, want), self._granted[key, mode])
+
+    def difference(self, step: TrainingStep, group: str, shown: Shown, want: np.ndarray) -> Difference:
+        """How far an array of the dump is from ours."""
+        got = shown.array
+        if shown.rows is not None:
+            both = shown.rows & ~np.isnan(want.reshape(len(want), -1)[:, 0])
+            got, want = got[both], want[both]
+        if group == "parameters":
+            return measure_in(got, want, unit=self.rate(step))
+        return measure(got, want)
+
+    def apart(self, row: Judged, one: np.ndarray, other: np.ndarray) -> float:
+        """How far two arrays of ours are apart where the dump has one, in limits."""
+        step = self.steps[row.key[0]]
+        return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.limit)
+
+    def rate(self, step: TrainingStep) -> float:
+        """The unit of parameters: the learning rate, where that is not 0."""
+        return step.lr or self.dump.settings.lr
+
+    def mode(self, step: TrainingStep, group: str, name: str) -> str:
+        """Whether a quantity is made of the dump's own inputs, or of ours."""
+        shown = step.shown
+        inputs = {
+            "token_losses": [("adapted_logits", "")],
+            "loss": [("token_losses", "")],
+            "grad_norm": self._gradients,
+            "clipped": self._gradients,
+            "parameters": [(moment, name) for moment in MOMENTS],
+        }.get(group, [])
+        if group in MOMENTS:
+            inputs = [("clipped", name)] if ("clipped", name) in shown else self._gradients
+        alone = bool(inputs) and all(place in shown and np.isfinite(shown[place].array).all() for place in inputs)
+        before = ["parameters"] if group == "parameters" else [group] if group in MOMENTS else []
+        return ISOLATED if alone and all(self._starts(step, of, name) for of in before) else CHAINED
+
+    def _starts(self, step: TrainingStep, group: str, name: str) -> bool:
+        """Whether it is known what a step starts from: the run's own start, or the dump's step before."""
+        before = self.steps.get(step.number - 1)
+        if before is None:
+            return step.number == 1 or group == "parameters"
+        return (group, name) in before.shown
+
+    def _may_judge(self, step: TrainingStep, group: str, name: str) -> bool:
+        """Not what follows from moments before the dump, nor what half precision does not show in a chain."""
+        chained = self.mode(step, group, name) == CHAINED
+        first = min(number for number, one in self.steps.items() if one.batches)
+        lost = first > 1 and not any(group in MOMENTS for group, _ in self.steps.get(first - 1, step).shown)
+        if lost and chained and (group in (*MOMENTS, "parameters") or step.number > first):
+            return False
+        return not (self.dtype != "float32" and chained and group == "parameters")
+
+    def _limit(self, step: TrainingStep, group: str, name: str, mode: str, run: Run) -> Tolerance:
+        stage = "gradient" if group == "clipped" else group
+        limit = limits.of_dump(self.config, stage, mode, self.dtype, self.last_position)
+        if group == "parameters":
+            if mode == CHAINED:
+                most = limits.ceiling(self.config, group, CHAINED, "float32")
+                limit = limits.ceiling(self.config, group, ISOLATED, "float32")
+                limit = limit.at_least(self._amplified(step, name, run)).at_most(most)
+            limit = limits.of_parameters(run.arrays[step.number, "start", name], self.rate(step), limit)
+        stored = FLOORS.get(step.shown[group, name].stored, 0.0)
+        return limit.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else limit
+
+    def _amplified(self, step: TrainingStep, name: str, run: Run) -> Tolerance:
+        """What errors of gradients, not shown, may make of parameters."""
+        settings, own = (
+            self.dump.settings,
+            limits.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position),
+        )
+        numbers = [number for number, one in self.steps.items() if one.batches and number <= step.number]
+        made = [tuple({name: run.arrays[n, group, name]} for group in ("clipped", *MOMENTS)) for n in numbers]
+        recipe = OptimizerRecipe(step.lr, settings.betas, settings.eps, settings.weight_decay, math.inf)
+        whole, worst = limits.amplification(made, [1.0] * len(made), recipe)[-1][name]
+        return Tolerance(own.worst * float(whole), own.worst * float(worst))
+
+
+def _backward(name: str) -> tuple[int, int, str]:
+    """Tensors in the order in which a backward pass comes to them: the last layer first, down_proj before q_proj."""
+    order = ("lm_head", "down_proj", "up_proj", "gate_proj", "o_proj", "v_proj", "k_proj", "q_proj", "embed_tokens")
+    parts = name.split(".")
+    target = parts[-2] if len(parts) > 1 else ""
+    layer = int(parts[1]) if parts[0] == "layers" else (-1 if target == "embed_tokens" else 1 << 30)
+    return -layer, order.index(target) if target in order else 0, parts[-1]
+
+
+def first_wrong(rows: Sequence[Judged]) -> Judged | None:
+    """The first row that is over its limit."""
+    return next((row for row in rows if row.over > 1), None)

@@ -1,0 +1,222 @@
+"""Our optimizer steps in float64 on what a training dump shows, with mistakes planted where it is told.
+
+Fed, every quantity is made of the dump's own inputs where it has them: the loss of its token losses, the norm and the
+moments of its gradients, the parameters of its moments, and the next step of its parameters. What it does not show is
+ours. Not fed, only the adapter and the tokens are the dump's.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from llorch.cache import KVCache
+from llorch.diagnosis.mistakes import TrainingMistake
+from llorch.diagnosis.mistakes.planting import planted, replaced
+from llorch.dumps.training_dump import Settings, Shown, TrainingDump, TrainingStep
+from llorch.families import forward
+from llorch.files import Weights
+from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter
+from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
+from llorch.train.adamw import adamw_step, clip_by_norm
+from llorch.train.numpy_step import loss_and_gradients
+
+Where = Literal["both", "shown", "back"]  # the whole step, what it shows of its loss alone, its gradients alone
+Named = dict[str, np.ndarray]
+Key = tuple[int, str, str]  # number of the step, group of stages, tensor
+FLOW = (
+    "adapted_logits", "token_losses", "loss", "gradient", "grad_norm", "clipped", "first_moment", "second_moment",
+    "parameters",
+)  # fmt: skip
+STATE = ("parameters", "first_moment", "second_moment")
+_OF_TOKENS = ("adapted_logits", "token_losses")
+_OPTIMIZER = "llorch.train.adamw."
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A mistake, and in which part of a step it is made; `along`: with what mostly goes wrong with it."""
+
+    mistake: TrainingMistake
+    where: Where = "both"
+    along: bool = False
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether it changes the loss or the gradients."""
+        return not self.mistake.part.startswith(_OPTIMIZER)
+
+
+class Replay:
+    """Runs of the steps of one dump; `weights` are float64."""
+
+    def __init__(self, weights: Weights, adapter: Adapter, dump: TrainingDump) -> None:
+        """Prepare; nothing is computed yet."""
+        self.weights, self.adapter, self.dump = weights, adapter, dump
+        self.shows_tokens = any(group in _OF_TOKENS for step in dump.steps for group, _ in step.shown)
+        flat = {name: array.astype(np.float64) for name, array in adapter.flat().items()}
+        zero = {name: np.zeros_like(array) for name, array in flat.items()}
+        self._start = {group: flat if group == "parameters" else zero for group in STATE}
+        self._whole = {step.number: {name: step.shown["parameters", name].array for name in flat}
+                       for step in dump.steps if all(("parameters", name) in step.shown for name in flat)}  # fmt: skip
+        self._kept: dict[Any, Any] = {}
+
+    def run(self, mistakes: tuple[Planted, ...] = (), *, fed: bool = True, until: Key | None = None) -> "Run":
+        """All steps, or those up to the one of `until`, with mistakes planted."""
+        run, state = Run(), self._start
+        for step in self.dump.steps:
+            if step.batches:
+                state = self._step(run, step, state, mistakes, fed, until)
+            if fed:
+                state = {group: _over(group, arrays, step.shown) for group, arrays in state.items()}
+                state["parameters"] = self._whole.get(step.number, state["parameters"])
+            if until is not None and step.number >= until[0]:
+                break
+        return run
+
+    def _step(
+        self, run: "Run", step: TrainingStep, state: dict[str, Named], mistakes: tuple[Planted, ...], fed: bool,
+        until: Key | None,
+    ) -> dict[str, Named]:  # fmt: skip
+        parameters, shown = state["parameters"], step.shown if fed else {}
+        run.keep(step, "start", parameters)
+        theirs, own = shown.get(("token_losses", "")), np.zeros(0)
+        if self.shows_tokens:
+            logits, own = self._remembered("tokens", step, parameters, mistakes)
+            given = shown.get(("adapted_logits", ""))
+            losses = own if given is None else self._losses(step, given.array, mistakes)
+            run.keep(step, "adapted_logits", {"": logits})
+            run.keep(step, "token_losses", {"": losses})
+        if until is not None and until[0] == step.number and until[1] in _OF_TOKENS:
+            return state
+        loss, grads = self._remembered("gradients", step, parameters, mistakes)
+        run.keep(step, "loss", {"": np.asarray(loss if theirs is None else _with_their_losses(loss, own, theirs))})
+        run.keep(step, "gradient", grads)
+        with _inside(mistakes, "optimizer"):
+            return _optimizer(run, step, grads, state, shown, self.dump.settings)
+
+    def _remembered(self, what: str, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> Any:
+        """What a step makes, kept while its parameters are the same arrays; the oldest goes: logits may be large."""
+        key = (what, step.number, id(parameters), tuple(one for one in mistakes if one.in_passes))
+        found = self._kept.pop(key, None) or (parameters, getattr(self, f"_{what}")(step, parameters, mistakes))
+        self._kept[key] = found  # with the parameters, whose id is theirs as long as they are alive
+        if len(self._kept) > 4 * len(self.dump.steps):
+            self._kept.pop(next(iter(self._kept)))
+        return found[1]
+
+    def _tokens(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple:
+        with _inside(mistakes, "shown"):
+            logits = self._logits(step, self._adapted(parameters))
+            return logits, self._token_losses(step, logits)
+
+    def _gradients(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple[float, Named]:
+        with _inside(mistakes, "shown"):
+            loss, grads = self._loss_and_gradients(step, parameters)
+        if any(one.where != "both" for one in mistakes):
+            with _inside(mistakes, "back"):
+                _, grads = self._loss_and_gradients(step, parameters)
+        return loss, grads
+
+    def _adapted(self, parameters: Named) -> Weights:
+        return AdaptedWeights(self.weights, replace(self.adapter), parameters=parameters)  # replaced: scales anew
+
+    def _loss_and_gradients(self, step: TrainingStep, parameters: Named) -> tuple[float, Named]:
+        return loss_and_gradients(
+            self.weights, replace(self.adapter), step.batches, parameters=parameters,
+            label_smoothing=self.dump.settings.label_smoothing,
+        )  # fmt: skip
+
+    def _logits(self, step: TrainingStep, weights: Weights) -> np.ndarray:
+        logits = [
+            forward(ids, weights, KVCache(weights.config, weights.dtype))
+            for batch in step.batches
+            for ids, _ in batch.each_document()
+        ]
+        return np.concatenate(logits)
+
+    def _losses(self, step: TrainingStep, logits: np.ndarray, mistakes: tuple[Planted, ...]) -> np.ndarray:
+        with _inside(mistakes, "shown"):
+            return self._token_losses(step, logits)
+
+    def _token_losses(self, step: TrainingStep, logits: np.ndarray) -> np.ndarray:
+        """Of every row of logits; NaN where nothing is learned."""
+        smoothing = self.dump.settings.label_smoothing
+        wanted = np.concatenate([shifted(labels) for batch in step.batches for _, labels in batch.each_document()])
+        losses = np.full(len(logits), np.nan)
+        for row in np.flatnonzero(wanted != IGNORED):
+            alone = slice(row, row + 1)
+            losses[row], _ = cross_entropy(logits[alone], wanted[alone], label_smoothing=smoothing)
+        return losses
+
+
+class Run:
+    """What a replay made, by key."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.arrays: dict[Key, np.ndarray] = {}
+
+    def keep(self, step: TrainingStep, group: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Note the arrays of a group of stages."""
+        self.arrays |= {(step.number, group, name): array for name, array in arrays.items()}
+
+
+def _optimizer(
+    run: Run, step: TrainingStep, grads: Named, state: Mapping[str, Named], shown: Mapping[tuple[str, str], Shown],
+    settings: Settings,
+) -> dict[str, Named]:  # fmt: skip
+    """Clip and update, each from what the dump shows of the quantity before."""
+    clipped, norm = clip_by_norm(_over("gradient", grads, shown), max_norm=settings.max_grad_norm)
+    run.keep(step, "grad_norm", {"": np.asarray(norm)})
+    run.keep(step, "clipped", clipped)
+    made: dict[str, Named] = {group: {} for group in STATE}
+    current = ""
+
+    def noting(right: Callable[..., Any]) -> Callable[..., Any]:
+        def moments(grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> tuple[np.ndarray, ...]:
+            found = dict(zip(STATE[1:], right(grad, m, v, **how), strict=True))
+            for group, array in found.items():
+                made[group][current] = array
+            return tuple(_over(group, {current: array}, shown)[current] for group, array in found.items())
+
+        return moments
+
+    with replaced("llorch.train.adamw.moments", noting):
+        for current, grad in _over("clipped", clipped, shown).items():
+            made["parameters"][current], *_ = adamw_step(
+                state["parameters"][current], grad, state["first_moment"][current], state["second_moment"][current],
+                step=step.number, lr=step.lr, betas=settings.betas, eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            )  # fmt: skip
+    for group in STATE:
+        run.keep(step, group, made[group])
+    return made
+
+
+def _over(group: str, ours: Mapping[str, np.ndarray], shown: Mapping[tuple[str, str], Shown]) -> Named:
+    """Ours, with the dump's in their place where it shows them and they are numbers."""
+    theirs = {name: shown[group, name].array for name in ours if (group, name) in shown}
+    return {**ours, **{name: array for name, array in theirs.items() if np.isfinite(array).all()}}
+
+
+def _with_their_losses(loss: float, ours: np.ndarray, theirs: Shown) -> float:
+    """The loss, had the dump's token losses gone into the sum."""
+    assert theirs.rows is not None
+    learned = ~np.isnan(ours)
+    both = learned & theirs.rows
+    return loss + float((theirs.array[both] - ours[both]).sum()) / int(learned.sum())
+
+
+@contextmanager
+def _inside(mistakes: tuple[Planted, ...], where: str) -> Any:
+    """Plant those that are made in a part of the step."""
+    with ExitStack() as planting:
+        for one in mistakes:
+            if one.in_passes == (where != "optimizer") and one.where in ("both", where):
+                planting.enter_context(planted(one.mistake))
+                if one.along and one.mistake.along:
+                    planting.enter_context(replaced(*one.mistake.along))
+        yield

@@ -1,0 +1,132 @@
+"""How well a mistake, or a number that is moved until it fits, makes what a training dump shows."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.diagnosis.training.hypotheses import Family, Hypothesis, unsaid
+from llorch.diagnosis.training.judge import Judge, Judged
+from llorch.diagnosis.training.replay import Planted, Replay, Run, Where
+from llorch.verify.compare import times_over
+
+NEAR = 0.5  # share of the error from which on something may be its cause, or is near
+AFTER_CLIPPING = "gradients-after-clipping"
+_MOVES, _NUDGE, _FARTHEST = 12, 1e-4, 3.0  # of a logarithm that is looked for
+
+Cure = tuple[Planted, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One or two hypotheses together: the share of the error that they explain, and by how much the rest is over."""
+
+    cause: tuple[Hypothesis, ...]
+    share: float
+    left: float
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the hypotheses."""
+        return frozenset(one.name for one in self.cause)
+
+    @property
+    def planted(self) -> Cure:
+        """What is planted for it."""
+        return tuple(one.planted for one in self.cause)
+
+
+class Scorer:
+    """Scores for one wrong quantity, `wrong`, with what was named before planted already."""
+
+    def __init__(self, replay: Replay, judge: Judge, wrong: Sequence[Judged], cure: Cure) -> None:
+        """Prepare."""
+        self.replay, self.judge, self.wrong, self.cure = replay, judge, wrong, cure
+        self.step = judge.steps[wrong[0].key[0]]
+
+    def best_first(self, causes: Iterable[tuple[Hypothesis, ...]]) -> list[Scored]:
+        """Those that explain some of the error; what explains all of it before the rest."""
+        found = [self._scored(cause) for cause in causes]
+        return sorted((one for one in found if one.share > 0), key=lambda one: (one.left > 1, -round(one.share, 6)))
+
+    def chosen(self, scored: Sequence[Scored]) -> tuple[Scored | None, list[Scored]]:
+        """Of those that explain all of the error the one with which most of the dump is right, and its equals."""
+        explain = [one for one in scored if one.left <= 1 and one.share >= NEAR]
+        counts = [self.n_right(one) for one in explain]
+        if max(counts, default=-1) < 0:
+            return None, []
+        equal = [one for one, count in zip(explain, counts, strict=True) if count == max(counts)]
+        return equal[0], list({one.names: one for one in equal if not one.names & equal[0].names}.values())[:3]
+
+    def n_right(self, one: Scored) -> int:
+        """How many arrays of the whole dump are right with it; -1 where it is a number that fits this step alone."""
+        rows, (step, group, _) = self.judge.rows(self.replay.run(self.cure + one.planted)), self.wrong[0].key
+        others = any(row.over > 1 for row in rows if row.key[0] > step and row.key[1] == group)
+        return -1 if others and any(h.value and not h.honest for h in one.cause) else sum(row.over <= 1 for row in rows)
+
+    def fitted(self, family: Family, where: Where, norm: float) -> Iterator[Hypothesis]:
+        """A setting with the value that fits best; none where it has no effect. `norm` is that of the gradients."""
+
+        def plant(value: float) -> Planted:
+            return Planted(family.make(value), where, along=True)
+
+        value = self._fit(family.starts, plant)
+        if value is None or value > family.most:
+            return
+        sentence, shown = family.said(value)
+        if family.name == "loss-normalisation" and where == "back":
+            yield self._of_gradients(plant(value), value, norm)
+            return
+        honest = unsaid(self.replay.dump, family)
+        yield Hypothesis(
+            plant(value),
+            family.name,
+            sentence + (" The dump does not declare it." if honest else ""),
+            shown,
+            honest,
+        )
+
+    def _of_gradients(self, planted: Planted, factor: float, norm: float) -> Hypothesis:
+        largest = self.replay.dump.settings.max_grad_norm
+        if norm > largest and math.isclose(factor, largest / norm, rel_tol=1e-3):
+            said = "These are the gradients after clipping; name them `clipped.`, or dump them before clipping."
+            return Hypothesis(planted, AFTER_CLIPPING, said, f"{factor:.6g}", honest=True)
+        said = f"All gradients are {factor:.6g} times the gradients of the dumped loss."
+        return Hypothesis(planted, "gradient-scale", said, f"{factor:.6g}")
+
+    def _run(self, planted: Cure) -> Run:
+        return self.replay.run(self.cure + planted, until=self.wrong[0].key)
+
+    def _scored(self, cause: tuple[Hypothesis, ...]) -> Scored:
+        run, before, after, left = self._run(tuple(one.planted for one in cause)), 0.0, 0.0, 0.0
+        for row in self.wrong:
+            now = self.judge.difference(self.step, row.key[1], row.shown, run.arrays[row.key])
+            before, after = before + min(row.difference.error, 1e9) ** 2, after + min(now.error, 1e9) ** 2
+            left = max(left, now.over(row.limit))
+        return Scored(cause, 1 - math.sqrt(times_over(after, before)), left)
+
+    def _fit(self, starts: Sequence[float], plant: Callable[[float], Planted]) -> float | None:
+        """The number with which a replay is nearest to the dump, by Gauss's steps of its logarithm."""
+        x = min(starts, key=lambda start: float(np.linalg.norm(self._off(plant(start)))))
+        for _ in range(_MOVES):
+            here = self._off(plant(x))
+            slope = (self._off(plant(x * math.exp(_NUDGE))) - here) / _NUDGE
+            steep = float(slope @ slope)
+            if not (math.isfinite(steep) and steep > 1e-24):
+                return None
+            move = float(np.clip(-(slope @ here) / steep, -_FARTHEST, _FARTHEST))
+            x *= math.exp(move)
+            if abs(move) < 1e-7:
+                break
+        return x
+
+    def _off(self, planted: Planted) -> np.ndarray:
+        """What the quantity is off by, each array in its own unit; 0 where nothing is compared."""
+        run, off = self._run((planted,)), []
+        for row in self.wrong:
+            got, want = row.shown.array, run.arrays[row.key]
+            if row.shown.rows is not None:
+                got, want = got[row.shown.rows], want[row.shown.rows]
+            off.append(np.nan_to_num((want - got) / (np.linalg.norm(got) or 1.0)).ravel())
+        return np.concatenate(off)

@@ -1,1 +1,0 @@
-"""What llorch writes: the generated parts of the checkpoint pages; a diagnosis as JSON, JUnit and one HTML page."""

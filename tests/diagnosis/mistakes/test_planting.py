@@ -1,0 +1,30 @@
+"""Wrong functions in the place of right ones: wherever these are used, and never for longer than they are wanted."""
+
+import pytest
+
+from llorch.diagnosis.mistakes import MISTAKES, TrainingMistake
+from llorch.diagnosis.mistakes.planting import planted
+from llorch.lora.config import LoraConfig
+from llorch.train import adamw
+from llorch.verify.training import runner
+
+MISSING, LATE = "adamw-decay-missing", "adamw-step-counted-late"
+
+
+def of(*names: str) -> list[TrainingMistake]:
+    return [mistake for name in names if isinstance(mistake := MISTAKES[name], TrainingMistake)]
+
+
+def test_users_of_a_function_have_the_wrong_one_too():
+    with planted(*of("gradient-graph-cut-between-blocks", "loss-labels-not-shifted")):
+        assert runner.shifted.__qualname__.startswith("not_shifted")
+
+
+def test_mistakes_are_planted_upon_each_other_and_what_was_there_comes_back_after_an_error():
+    right, of_class = adamw.moved, vars(LoraConfig)["scaling_of"]
+    with pytest.raises(RuntimeError, match="inside"), planted(*of(MISSING, LATE, "lora-alpha-not-divided")):  # noqa: PT012
+        assert adamw.moved is not right
+        assert vars(LoraConfig)["scaling_of"] is not of_class
+        raise RuntimeError("inside")
+    assert adamw.moved is right
+    assert vars(LoraConfig)["scaling_of"] is of_class

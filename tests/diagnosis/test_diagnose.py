@@ -1,0 +1,248 @@
+"""Diagnosis of whole dumps: what is right is never accused, what was planted is named, gaps and later bugs included."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from planted import MICRO, golden_of
+from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from refusals import assert_tells
+
+from llorch.builtin import OTHERS
+from llorch.cache import KVCache
+from llorch.diagnosis.diagnose import causes, diagnose
+from llorch.diagnosis.expected import HALF
+from llorch.diagnosis.judged import Judge
+from llorch.diagnosis.replay import Change, Plant, Replay
+from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
+from llorch.diagnosis.search.trials import stage_of
+from llorch.diagnosis.verdict import RIGHT, Finding
+from llorch.dumps.stage_dump import Features, StageDump
+from llorch.ops.rounding import ActivationKind, round_activations
+from llorch.stages import keys
+from llorch.verify.goldens import PRODUCERS
+
+PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
+MODEL, SLOW = "micro-qwen3", pytest.mark.slow
+BLOCK_ENDS = ("l0.block_out", "final_norm")
+MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
+OF_EACH_STAGE = {mistake(name, MODEL).stages: name for name in MISTAKES if name != "mask-hides-itself"}.values()
+SAME_FROM_ZERO = {"rope-position-frozen": "rope-missing"}
+
+
+def names(found: Finding) -> set[str]:
+    return {each.name for each in (*found.suspects, *found.alternatives)}
+
+
+@pytest.mark.plain_cases(
+    "micro-llama3-llamacpp-far",
+    "micro-llama3-transformers-near",
+    "micro-ministral3-transformers-far",
+    "micro-qwen3-llamacpp-near",
+)
+@pytest.mark.parametrize("case", ["near", "far"])
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("model", [*MICRO, *(pytest.param(x, marks=() if x in PLAIN else SLOW) for x in OTHERS)])
+def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case: str):
+    this, trace = golden_of(model).cases[case], golden_of(model).evidence[producer].traces[case]
+    for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
+        dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
+        results = list(Judge(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
+        assert {result.verdict for result in results} == {RIGHT}
+        assert {result.key for result in results} == {*shown}
+        assert max(result.over for result in results) < 1
+
+
+@pytest.mark.parametrize("model", [MODEL, PLAIN[0]])
+def test_diagnose_of_a_right_dump_has_every_stage_and_no_finding(model: str):
+    this, trace = golden_of(model).cases["near"], golden_of(model).evidence["llamacpp"].traces["near"]
+    found = diagnose(wide(model), StageDump.of_arrays([this], dict(trace)))
+    assert (found.is_right, found.findings) == (True, [])
+    assert {result.key for result in found.results} == {*trace}
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["every-key", "keys-of-the-past"])
+def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch, first: int):
+    dump, right = dumped(MODEL, passes(MODEL, 5, 7)), KVCache.append
+
+    def append(self: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = right(self, layer, k, v)
+        return np.concatenate([keys[:, : -len(k)] * 0, keys[:, -len(k) :] * first], axis=1), values
+
+    monkeypatch.setattr(KVCache, "append", append)
+    found = list(causes(wide(MODEL), dump))
+    assert (found[0].kind != "honest", found[0].key, found[0].n_pass) == (True, "l0.k_cache", first)
+
+
+@pytest.mark.plain_cases(
+    "cache-keys-before-rope", "embedding-from-lm-head", "norm-gain-of-other-norm", "qkv-fused-per-group"
+)
+@pytest.mark.parametrize(  # no engine could go on with a cache of repeated heads
+    "name", [pytest.param(name, marks=() if name in OF_EACH_STAGE else SLOW) for name in MISTAKES]
+)
+def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
+    model, planted = MODEL, mistake(name, MODEL)
+    tokens = passes(model, 5, 7) if planted.after_cached else passes(model)
+    places = planted.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
+                              for layer in range(wide(model).config.n_layers) for stage in planted.stages))  # fmt: skip
+    first, *_ = causes(wide(model), dumped(model, tokens, planted.change(places), WHOLE))
+    assert SAME_FROM_ZERO.get(name, name) == first.suspects[0].name
+    assert stage_of(first.key) in planted.stages
+    assert first.suspects[0].share > 0.7
+
+
+@pytest.mark.slow_cases("rope-interleaved-pairs-l0.block_out-also0")
+@pytest.mark.parametrize(
+    ("name", "first", "also"),
+    [
+        ("rope-interleaved-pairs", "l0.block_out", set()),
+        pytest.param("norm-eps-1e-5-for-1e-6", "l0.block_out", {"norm-eps"}, marks=SLOW),
+        pytest.param("swiglu-gelu", "l0.block_out", set(), marks=SLOW),
+        pytest.param("ffn-gate-and-up-swapped", "l0.block_out", {"swiglu-silu-on-up"}, marks=SLOW),
+        ("cache-keys-before-rope", "l0.block_out", {"rope-missing"}),
+        ("logits-soft-capped", "logits", {"soft-cap"}),
+    ],
+)
+def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str, first: str, also: set[str]):
+    planted = mistake(name, MODEL)
+    inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in planted.stages)
+    places = ("logits",) if "logits" in planted.stages else tuple(inside)
+    (found,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), planted.change(places), BLOCKS))
+    assert (found.key, found.kind) == (first, "mistake")
+    assert {name, *also} <= names(found)
+
+
+@pytest.mark.plain_cases("<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4")
+@pytest.mark.parametrize(
+    ("family", "value", "said", "places"),
+    [
+        ("norm-eps", 3e-6, "3e-06", ()),
+        ("rope-theta", 123456.0, "123456", ()),
+        ("rope-position-offset", 7, "7", ()),
+        ("scores-scale", 0.1, "0.1", ("l0.attn_scores", "l1.attn_scores")),
+        ("soft-cap", 37.0, "37", ("logits",)),
+        ("mask-window", 6, "6", ("l0.attn_scores", "l1.attn_scores")),
+        ("scaled", 1.7, "1.7", ("l0.attn_out", "l1.attn_out")),
+        ("weights-of-other-layer", 0, "layer 0", ("l1.v_proj",)),
+    ],
+)
+@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=SLOW)])
+def test_a_value_is_recovered(family: str, value: float, said: str, places: tuple[str, ...], shown: Any):
+    if shown is BLOCKS and family == "rope-position-offset":
+        shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
+    known = next(each for each in FAMILIES if each.name == family)
+    change = known.made(value, wide(MODEL).config).change(places)
+    found, *_ = causes(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown))
+    assert said in [each.value for each in (*found.suspects, *found.alternatives)]
+
+
+@pytest.mark.slow
+def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
+    first, second = mistake("rope-interleaved-pairs", MODEL), mistake("swiglu-gelu", MODEL)
+    plants = {**first.change(("l0.q_rope", "l1.q_rope")).plants, **second.change(("l0.ffn_act", "l1.ffn_act")).plants}
+    whole = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
+    assert [found.suspects[0].name for found in whole] == ["rope-interleaved-pairs", "swiglu-gelu"]
+    (pair,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS))
+    assert {each.name for each in pair.suspects} == {"rope-interleaved-pairs", "swiglu-gelu"}
+    assert pair.layers == (0, 1)
+
+
+def test_what_is_none_of_the_known_is_local_and_has_no_name():
+    plant = Plant(lambda inputs, stage, array: array * (1 + 0.01 * np.sin(np.arange(array.shape[-1]))))
+    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": plant})))
+    (finding,) = found.findings
+    assert (finding.kind, finding.key, finding.made_in, finding.suspects) == (
+        "unknown",
+        "l1.v_proj",
+        ("l1.v_proj",),
+        (),
+    )
+    assert_tells(finding.sentence, "l1.v_proj")
+    behind = next(result for result in found.results if result.key == "l1.block_out")
+    assert behind.local.error < 1e-6 < behind.total.error  # inherited, not made there
+
+
+def test_one_wrong_token_is_said():
+    def wrong(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array[5] += 1
+        return array
+
+    (finding,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": Plant(wrong)})))
+    assert_tells(finding.sentence, "l0.ffn_up", "token 5")
+
+
+@pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
+def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
+    kind: ActivationKind = HALF[dtype]
+    rounded = Plant(lambda inputs, stage, array: round_activations(np.ascontiguousarray(array), kind))
+    half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}
+    features = Features(dtype=dtype) if declared else Features()
+    right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=features)
+    (finding,) = causes(wide(MODEL), right)
+    assert finding.kind == "honest"
+    assert_tells(finding.sentence, dtype)
+    turned = mistake("rope-interleaved-pairs", MODEL).change(("l0.q_rope", "l0.k_rope", "l1.q_rope", "l1.k_rope"))
+    wrong, *_ = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
+    assert wrong.suspects[0].name == "rope-interleaved-pairs"
+
+
+def test_a_cache_in_half_and_rounded_inputs_explain_what_nobody_declared():
+    cache = Plant(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
+    places = [f"l{layer}.{stage}" for layer in (0, 1) for stage in ("k_cache", "v_cache")]
+    dump = dumped(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
+    (found,) = causes(wide(MODEL), dump)
+    assert (found.kind, found.suspects[0].name) == ("honest", "cache-in-float16")
+
+
+def test_what_a_dump_cannot_show_is_said_with_the_reason():
+    short = diagnose(wide("micro-llama3"), dumped("micro-llama3", passes("micro-llama3", 1))).could_not_show
+    by_name = {name: reason for reason, names_ in short.items() for name in names_}
+    assert_tells(by_name["cache-past-forgotten"], "one", "pass")
+    assert_tells(by_name["rope-interleaved-pairs"], "rounding", "1 tokens", "position 0")
+    upper = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), shown=lambda key: key in ("embed", "l0.attn_norm")))
+    by_name = {name: reason for reason, names_ in upper.could_not_show.items() for name in names_}
+    assert_tells(by_name["swiglu-gelu"], "stage")
+
+
+def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
+    model, right = "micro-qwen3.5", ("embed", "l0.attn_norm", "l0.conv_out", "l0.q_l2", "l0.k_l2", "l0.beta")
+    shown = (*right, "l0.delta_out", "l0.attn_residual")
+    dump = dumped(model, passes(model), shown=lambda key: key in shown)
+    seen = {at: replace(one, read=lambda one=one: one.read() * np.float32(np.nan)) for at, one in dump.seen.items()}
+    finite = {(0, name): dump.seen[0, name] for name in right}
+    (found,) = causes(wide(model), replace(dump, seen=seen | finite))
+    assert (found.kind, found.key, found.suspects) == ("not finite", "l0.delta_out", ())
+
+
+@pytest.mark.parametrize(
+    "shown", [("l0.block_out", "l1.attn_context", "l1.ffn_norm", "l1.block_out"), pytest.param(BLOCK_ENDS, marks=SLOW)]
+)
+def test_a_layer_that_was_skipped_is_named(shown: tuple[str, ...]):
+    last = everywhere(mistake("block-skipped", MODEL), wide(MODEL)).plants["l1.block_out"]
+    dump = dumped(MODEL, passes(MODEL), Change({"l1.block_out": last}), lambda key: key in shown)
+    (found,) = causes(wide(MODEL), dump)
+    assert (found.key, found.suspects[0].name) == (shown[-1], "block-skipped")
+
+
+def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
+    right, turned = (
+        dumped(MODEL, passes(MODEL, 5, 7)),
+        dumped(MODEL, passes(MODEL, 5, 7), everywhere(mistake("rope-missing", MODEL), wide(MODEL))),
+    )
+    at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
+    noise = np.random.default_rng(0).standard_normal(right.seen[at[1]].read().shape).astype(np.float32)
+    wrong = {at[0]: turned.seen[at[0]], at[1]: replace(right.seen[at[1]], read=lambda: noise)}
+    shown = {key: seen for key, seen in right.seen.items() if key[1] in ("embed", "l0.q_norm")}
+    found, *_ = causes(wide(MODEL), replace(right, seen=shown | wrong))
+    assert (found.kind, found.n_pass, found.near_misses[0].name) == ("unknown", 0, "rope-missing")
+    assert_tells(found.sentence, "rope-missing", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "fact"),
+    [("norm-gain-plus-one", "micro-qwen3.5", "Qwen3.5"), ("rope-base-1e4", "micro-llama3", "scaling")],
+)
+def test_the_sentence_of_a_mistake_is_true_of_the_family(name: str, model: str, fact: str):
+    assert_tells(mistake(name, model).sentence, fact)

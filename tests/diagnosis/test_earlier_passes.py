@@ -1,0 +1,155 @@
+"""Dumps of a part of a run: a right engine is not accused, a wrong one is, and what nobody can judge is NOT RUN."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from fresh_engine import FreshEngine, raw_dump_of
+from planted_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
+
+from llorch.diagnosis.diagnose import diagnose
+from llorch.diagnosis.judged import Judge
+from llorch.diagnosis.replay import Change, Replay
+from llorch.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
+from llorch.dumps.names import stage_dump
+from llorch.dumps.raw import RawDump, with_earlier
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.verify.models import stored
+
+LLAMA, MISTRAL = "micro-llama", "micro-mistral"  # Mistral sees 19 tokens
+IDS = tuple(range(3, 35))
+ENDS: dict[str, tuple[str, tuple[int, ...], int]] = {  # the model; where passes end, of which the first are not dumped
+    "one step": (LLAMA, (7, 8), 1),
+    "second chunk": (LLAMA, (7, 12), 1),
+    "two steps": (LLAMA, (7, 8, 9), 1),
+    "cache of a window": (MISTRAL, (24, 25, 26), 0),
+    "chunk behind a window": (MISTRAL, (24, 30), 0),
+    "step behind a window": (MISTRAL, (24, 25), 1),
+}
+
+
+def run(name: str, change: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]] = dict) -> RawDump:
+    model, ends, n_hidden = ENDS[name]
+    engine, start, shown = FreshEngine(stored(model)[0]), 0, []
+    for end in ends:
+        shown.append((Tokens(IDS[start:end], start), change(engine.run(IDS[start:end]))))
+        start = end
+    return raw_dump_of(shown[n_hidden:])
+
+
+def judged(name: str, raw: RawDump) -> Diagnosis:
+    weights = stored(ENDS[name][0])[0]
+    dump = stage_dump(raw, weights.config, weights=weights)
+    return diagnose(wide(ENDS[name][0]), dump)
+
+
+def batched(shown: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array[None] for name, array in shown.items()}
+
+
+@pytest.mark.plain_cases("second chunk-batch of one", "step behind a window-")
+@pytest.mark.parametrize("change", [dict, batched], ids=["", "batch of one"])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_right_engine_is_not_accused(name: str, change: Callable):
+    raw = run(name, change)
+    found = judged(name, raw)
+    assert (found.findings, found.not_run) == ([], {})
+    assert len(found.results) == len(raw.arrays)
+
+
+@pytest.mark.parametrize("name", ["one step", "second chunk", "step behind a window"])
+def test_with_the_earlier_tokens_all_is_judged_from_the_beginning(name: str):
+    raw = run(name)
+    given = with_earlier(raw, IDS[: raw.passes[-1].first_position + len(raw.passes[-1].ids)])
+    assert [len(tokens.ids) for tokens in given.passes] == [ENDS[name][1][0], len(raw.passes[0].ids)]
+    found = judged(name, given)
+    assert (found.findings, found.not_run) == ([], {})
+    assert all(np.isfinite(result.total.error) for result in found.results)
+
+
+def test_ids_that_do_not_end_as_the_dump_does_leave_it_as_it_is():
+    raw = run("one step")
+    assert with_earlier(raw, (*IDS[:7], 99)) is raw
+    assert with_earlier(raw, IDS[1:8]) is raw
+    assert with_earlier(raw, None) is raw
+
+
+@pytest.mark.plain_cases(
+    "attn_probs-step behind a window",
+    "ffn_act-step behind a window",
+    "k_cache-second chunk",
+    "k_cache-step behind a window",
+)
+@pytest.mark.parametrize("name", ["one step", "second chunk", "chunk behind a window", "step behind a window"])
+@pytest.mark.parametrize("stage", ["k_cache", "attn_probs", "attn_context", "ffn_act"])
+def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
+    def spoilt(shown: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        array = shown[f"l1.{stage}"].copy()
+        array[..., -1, :] *= np.float32(1.001)  # of the newest key, or of the last token
+        return {**shown, f"l1.{stage}": array}
+
+    weights = stored(ENDS[name][0])[0]
+    dump = stage_dump(run(name, spoilt), weights.config, weights=weights)
+    wrong = [result.key for result in Judge(Replay(wide(ENDS[name][0]), dump)).results() if result.verdict == WRONG]
+    assert wrong[0] == f"l1.{stage}"
+
+
+def test_a_window_that_forgets_too_much_is_accused():
+    engine = FreshEngine(stored(MISTRAL)[0])
+    engine.run(IDS[:24])
+    engine.past = {layer: (k[:, 1:], v[:, 1:]) for layer, (k, v) in engine.past.items()}
+    raw = raw_dump_of([(Tokens(IDS[24:25], 24), engine.run(IDS[24:25]))])
+    found = judged("step behind a window", raw)
+    assert found.findings[0].key == "l0.attn_scores"
+
+
+def part(dump: StageDump, n_pass: int, n_before: int | None) -> StageDump:
+    seen = {(0, key): seen for key, seen in dump.of_pass(n_pass)}
+    return StageDump("part", (dump.passes[n_pass],), seen, n_before=n_before)
+
+
+def test_a_state_that_the_dump_does_not_show_is_not_run():
+    model = "micro-qwen3.5"
+    found = diagnose(wide(model), part(dumped(model, passes(model, 7, 1)), 1, 7))
+    layer = ("conv_state", "conv_out", "delta_state", "delta_out")
+    assert found.findings == []
+    assert found.not_run == {EARLIER_PASSES: [(0, f"l0.{stage}") for stage in layer]}
+
+
+def test_a_mistake_behind_a_state_that_is_not_shown_is_named():
+    model = "micro-qwen3.5"
+    change = everywhere(mistake("gate-sigmoid-missing", model), wide(model))
+    (found,) = diagnose(wide(model), part(dumped(model, passes(model, 7, 1), change), 1, 7)).findings
+    assert found.suspects[0].name == "gate-sigmoid-missing"
+
+
+@pytest.mark.parametrize("model", ["micro-qwen3.5", pytest.param(LLAMA, marks=pytest.mark.slow)])
+def test_an_error_of_a_later_step_without_any_cache_is_not_run(model: str):
+    shown = ("embed", "l0.attn_norm", "l0.attn_residual", "final_norm", "logits")
+    dump = dumped(model, passes(model, 7, 1), shown=lambda key: key in shown)
+    found = diagnose(wide(model), part(dump, 1, None))
+    assert found.findings == []
+    assert found.not_run == {EARLIER_PASSES: [(0, "l0.attn_residual"), (0, "final_norm")]}
+    assert [result.key for result in found.results] == ["embed", "l0.attn_norm", "logits"]
+
+
+@pytest.mark.slow
+def test_blocks_of_a_second_chunk_without_any_cache_are_not_run():
+    dump = dumped(LLAMA, passes(LLAMA, 7, 5), shown=BLOCKS)
+    found = diagnose(wide(LLAMA), part(dump, 1, None))
+    assert found.findings == []
+    assert [key for _, key in found.not_run[EARLIER_PASSES]] == ["l0.block_out", "l1.block_out", "l2.block_out"]
+
+
+@pytest.mark.slow
+def test_an_unknown_error_in_a_text_that_starts_late_is_found():
+    noise = np.random.default_rng(7).normal(scale=1e-2, size=5000)
+
+    def of_later_tokens(scores: np.ndarray) -> np.ndarray:
+        return scores + noise[: scores.size].reshape(scores.shape)
+
+    change = Change(passed_on={"l0.attn_scores": of_later_tokens})
+    dump = dumped(LLAMA, passes(LLAMA, 7, first_position=5000), change, BLOCKS)
+    found = diagnose(wide(LLAMA), part(dump, 0, None))
+    assert found.not_run == {}
+    assert [(finding.kind, finding.key) for finding in found.findings] == [("unknown", "l0.block_out")]

@@ -1,0 +1,124 @@
+"""Dumps of models whose layers treat positions each in its way: what was planted is named, in the layers it is in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planted import golden_of, models_of
+from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from raw_dumps import raw_dump
+from refusals import assert_tells
+
+from llorch.architecture import Layer
+from llorch.config import YarnScaling
+from llorch.diagnosis.diagnose import causes, diagnose
+from llorch.diagnosis.mistakes import Mistake
+from llorch.diagnosis.mistakes.layers import LAYERS
+from llorch.diagnosis.mistakes.positions import POSITIONS
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.diagnosis.replay import UNCHANGED, Change, Plant
+from llorch.dumps.names import stage_dump
+from llorch.stages import BY_NAME, key, keys
+
+PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*POSITIONS, *LAYERS)
+           for model in models_of(each)]  # fmt: skip
+
+
+@pytest.mark.plain_cases(
+    "rope-in-every-layer-micro-smollm3",
+    "shared-expert-of-llama4-*",
+    "temperature-on-keys-micro-ministral3",
+    "temperature-one-position-late-micro-llama4",
+)
+@pytest.mark.parametrize(("planted", "model"), PLANTED)
+def test_a_planted_mistake_is_named(planted: Mistake[StageInputs], model: str):
+    weights, stages = wide(model), [stage for stage in planted.stages if BY_NAME[stage].applies_to(wide(model).config)]
+    first = golden_of(model).cases[planted.cases[0]].first_position
+    change = everywhere(mistake(planted.name, model), weights)
+    found = list(causes(weights, dumped(model, passes(model, first_position=first), change)))
+    assert [suspect.name for each in found for suspect in each.suspects] == [planted.name]
+    assert found[0].key in {key(stage, planted.first_layer(stage, weights.config)) for stage in stages}
+
+
+TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # where a text begins; what layers are then
+    "rope-missing-one-layer-early": (0, lambda layers, i: layers[i - 1]),
+    "rope-in-every-layer": (0, lambda layers, i: layers[0]),
+    "chunk-ignored": (8188, lambda layers, i: replace(layers[i], chunk=None)),
+    "chunk-in-every-layer": (8188, lambda layers, i: replace(layers[i], chunk=8192)),
+    "temperature-in-every-layer": (8188, lambda layers, i: replace(layers[i], tempered=True)),
+}
+
+
+@pytest.mark.plain_cases("chunk-ignored-whole", "rope-in-every-layer-whole")
+@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Callable[[str], bool]):
+    """It runs as Llama 4 does, with another list of layers; stages that this model has not are not in its dump."""
+    model, (first, other) = "micro-llama4", TAKEN[name]
+    config = wide(model).config
+    layers = tuple(replace(other(config.layers, i), experts=layer.experts) for i, layer in enumerate(config.layers))
+    taken = Change(setting=lambda setting: replace(setting, config=replace(config, layers=layers)))
+    there = {place for place, _, _ in keys(config)}
+    dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
+    (found,) = causes(wide(model), dump)
+    assert [suspect.name for suspect in found.suspects] == [name]
+
+
+@pytest.mark.slow
+def test_hypotheses_that_exclude_each_other_are_no_crash():
+    """Where no single one explains an error pairs are tried: a mistake of YaRN beside one that leaves YaRN out."""
+    dump = dumped("micro-ministral3", passes("micro-ministral3"), shown=lambda place: place == "logits")
+    at = (0, "logits")
+    noise = np.random.default_rng(0).standard_normal(dump.seen[at].read().shape).astype(np.float32)
+    dump = replace(dump, seen={at: replace(dump.seen[at], read=lambda: noise)})
+    assert [found.kind for found in causes(wide("micro-ministral3"), dump)] == ["unknown"]
+
+
+@pytest.mark.parametrize("name", ["", "rope-in-every-layer", "rope-missing-one-layer-early"])
+def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out(name: str):
+    model = "micro-smollm3"
+    weights, (tokens,) = wide(model), passes(model)
+    change = everywhere(mistake(name, model), weights) if name else UNCHANGED
+    shown = {key: seen.read() for key, seen in dumped(model, [tokens], change).of_pass(0)}
+    for which in "qk":
+        shown[f"l3.{which}_rope"] = shown[f"l3.{which}_proj"].reshape(len(tokens.ids), -1, weights.config.head_dim)
+    dump = stage_dump(raw_dump(shown, tokens.ids), weights.config, weights=weights)
+    assert_tells("; ".join(dump.notes), "q_rope", "k_rope", "layer 3")
+    assert [suspect.name for found in causes(weights, dump) for suspect in found.suspects] == ([name] if name else [])
+
+
+def folded(model: str, *, compensated: bool) -> Change:
+    """YaRN's gain left out of cosines and sines; with it squared in the scale of the scores if it is compensated."""
+    yarn = wide(model).config.rope_scaling
+    assert isinstance(yarn, YarnScaling)
+    gain = yarn.attention_factor
+    assert abs(gain - 1) > 0.01
+    forgotten = everywhere(mistake("yarn-gain-forgotten", model), wide(model))
+    scores = [key for key, stage, _ in keys(wide(model).config) if stage.name == "attn_scores"]
+    scaled = Plant(lambda inputs, stage, array: array * gain**2)
+    return Change({**forgotten.plants, **dict.fromkeys(scores, scaled if compensated else Plant(lambda i, s, a: a))})
+
+
+@pytest.mark.parametrize("hidden", [(), ("attn_scores", "attn_probs"), ("q_rope", "attn_scores", "q_tempered")])
+def test_yarn_gain_in_the_scale_of_the_scores_is_no_mistake(hidden: tuple[str, ...]):
+    model = "micro-ministral3"
+    shown = lambda key: not key.endswith(hidden) if hidden else True  # noqa: E731
+    dump = dumped(model, passes(model, 8, 4), folded(model, compensated=True), shown)
+    found = diagnose(wide(model), dump)
+    assert found.findings == []
+    assert_tells("; ".join(found.notes), "YaRN")
+
+
+@pytest.mark.parametrize("shown", ["", "l0.q_rope"])  # queries alone cannot show that something makes up for it
+def test_yarn_gain_that_nothing_makes_up_for_is_named(shown: str):
+    model = "micro-ministral3"
+    dump = dumped(model, passes(model), folded(model, compensated=False), lambda key: key.endswith(shown))
+    assert [each.name for found in causes(wide(model), dump) for each in found.suspects] == ["yarn-gain-forgotten"]
+
+
+def test_inverse_frequencies_of_zero_are_one_cause_in_all_passes():
+    model = "micro-ministral3"
+    change = everywhere(mistake("rope-frequencies-zero", model), wide(model))
+    (found,) = causes(wide(model), dumped(model, passes(model, 7, 4, 1), change))
+    assert (found.n_pass, found.key, found.suspects[0].name) == (0, "l0.q_rope", "rope-frequencies-zero")

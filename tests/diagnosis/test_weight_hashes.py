@@ -1,0 +1,88 @@
+"""Weights of an engine beside ours: the same numbers are recognised in every layout, other ones refused."""
+
+import numpy as np
+import pytest
+from raw_dumps import weights_of
+from refusals import assert_tells, refuses
+
+from llorch.diagnosis.weight_hashes import check_weights
+from llorch.dumps.raw import digest
+from llorch.errors import GuardFailed
+from llorch.files.names import interleave, undo_interleave
+from llorch.ops.rounding import round_activations
+
+NAME = "micro-llama"
+WEIGHTS = weights_of(NAME)
+
+
+def bf16(array: np.ndarray) -> np.ndarray:
+    return round_activations(array, "BF16")
+
+
+def f16(array: np.ndarray) -> np.ndarray:
+    return round_activations(array, "F16")
+
+
+def weight(name: str) -> np.ndarray:
+    return WEIGHTS.array(f"layers.1.{name}")
+
+
+Q, K, UP = "model.layers.1.self_attn.q_proj.weight", "blk.1.attn_k.weight", "model.layers.1.mlp.up_proj.weight"
+HEADS, KV_HEADS = WEIGHTS.config.n_heads, WEIGHTS.config.n_kv_heads
+
+
+GUISES: dict[str, tuple[str, np.ndarray, str]] = {  # a name, what is under it, what the note tells of it
+    "q of neighbouring pairs": (Q, interleave(weight("q_proj"), HEADS), "neighbouring pairs"),
+    "k of neighbouring pairs": (K, interleave(weight("k_proj"), KV_HEADS), "neighbouring pairs"),
+    "k undone twice": (K, undo_interleave(weight("k_proj"), KV_HEADS), "twice"),
+    "transposed": (UP, weight("up_proj").T, "transposed"),
+    "another matrix": (UP, weight("gate_proj"), "layers.1.gate_proj"),
+    "another layer": (UP, WEIGHTS.array("layers.0.up_proj"), "layers.0.up_proj"),
+    "another name": ("blocks.1.w3", weight("up_proj"), "layers.1.up_proj"),
+    "plus 1": ("model.layers.1.input_layernorm.weight", weight("attn_norm") + 1, "plus 1"),
+    "rounded": (UP, bf16(weight("up_proj")), "bfloat16"),
+    "no weight": ("rope.freqs", np.ones(3), "not compared"),
+}
+
+
+@pytest.mark.parametrize(("name", "array", "how"), GUISES.values(), ids=GUISES)
+def test_the_same_numbers_in_another_layout_or_place_are_noted(name: str, array: np.ndarray, how: str):
+    (note,) = check_weights(WEIGHTS, {name: digest(array)}, source="mine", dtype="bfloat16")
+    assert_tells(note, f"weights: {name}", how)
+    others = {told for _, _, told in GUISES.values()} - {how}
+    assert not any(other in note for other in others)
+
+
+def test_keys_that_were_permuted_with_the_number_of_query_heads_are_recognised():
+    story = weights_of("story")
+    told = digest(interleave(story.array("layers.0.k_proj"), story.config.n_heads))
+    (note,) = check_weights(story, {"blk.0.attn_k.weight": told}, source="mine", dtype="")
+    assert_tells(note, "weights: blk.0.attn_k.weight", "neighbouring pairs", "heads", "q")
+
+
+def test_tensors_of_a_kind_are_told_together():
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
+    hashes = {name: digest(interleave(WEIGHTS.array(f"layers.{i}.q_proj"), HEADS)) for i, name in enumerate(names)}
+    hashes |= {f"freqs.{i}": digest(np.full(2, i)) for i in range(5)}
+    turned, unknown = check_weights(WEIGHTS, hashes, source="mine", dtype="")
+    assert_tells(turned, f"weights: {', '.join(names)}", "neighbouring pairs")
+    assert_tells(unknown, "weights: freqs.0, freqs.1, freqs.2", 2, "not compared")
+    assert "freqs.3" not in unknown
+
+
+OTHERS: dict[str, tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]] = {  # what is told, and what is not
+    "bfloat16": (bf16(weight("up_proj")), ("bfloat16",), ("transposed", "other numbers")),
+    "float16": (f16(weight("up_proj")), ("float16",), ("transposed", "other numbers")),
+    "bfloat16 transposed": (bf16(weight("up_proj")).T, ("transposed", "bfloat16"), ("other numbers",)),
+    "other numbers": (1.01 * weight("up_proj"), ("other numbers",), ("transposed", "float16")),
+}
+
+
+@pytest.mark.parametrize(("array", "told", "untold"), OTHERS.values(), ids=OTHERS)
+def test_other_numbers_are_refused(array: np.ndarray, told: tuple[str, ...], untold: tuple[str, ...]):
+    hashes = {UP: digest(array), Q: digest(weight("q_proj"))}
+    got = ("1 of 2", UP, *told)
+    with refuses(GuardFailed, expected=WEIGHTS.path, got=got, where="mine: weights") as caught:
+        check_weights(WEIGHTS, hashes, source="mine", dtype="float32")
+    assert not any(word in str(caught.value) for word in untold)
+    assert caught.value.guard == "weights"

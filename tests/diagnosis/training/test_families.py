@@ -1,0 +1,54 @@
+"""Training dumps of experts and delta nets: what was left out of a gradient is named, at the first tensor it spoils."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_adapters import family_adapter
+from planted_training import models_of, weights_of
+from without_gaps import without_gaps
+
+from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes.planting import planted
+from llorch.diagnosis.training.diagnose import diagnose_training
+from llorch.diagnosis.verdict import Finding
+from llorch.dumps.index import open_raw
+from llorch.train.numpy_step import loss_and_gradients
+from llorch.verify.training.recipe import Rows
+
+MODELS = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5")
+ROWS = Rows([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10, 11]], [1, 3])
+FIRST = {"micro-qwen2-moe": "l1.", "micro-qwen3-moe": "l1.", "micro-qwen3.5": "l0."}  # the last layer that has it
+
+
+def able(mistake: TrainingMistake) -> str:
+    return next(model for model in MODELS if mistake.applies_to(weights_of(model).config))
+
+
+def found_in(model: str, folder: Path, *mistakes: TrainingMistake) -> list[Finding]:
+    """Findings in a dump of one step, its ids, loss and gradients."""
+    weights, batch = weights_of(model), ROWS.batch()
+    adapter = family_adapter(weights.config)
+    with planted(*mistakes):
+        loss, grads = loss_and_gradients(weights.astype(np.float64, keep=True), adapter, [batch], label_smoothing=0.0)
+    arrays = {f"step1.grad.{name}": grads[name].astype(np.float32) for name in adapter.flat()}
+    tokens = {"input_ids": batch.ids, "labels": batch.labels, "attention_mask": (batch.positions >= 0).astype(int)}
+    arrays |= {f"step1.{name}": array for name, array in tokens.items()} | {"step1.loss": np.asarray(loss)}
+    path = folder / "dump.npz"
+    np.savez(path, allow_pickle=False, **arrays)
+    with without_gaps():
+        return list(diagnose_training(weights, adapter, open_raw(path)).findings)
+
+
+@pytest.mark.plain_cases("micro-qwen3-moe")
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
+    assert found_in(model, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [pytest.param(each, id=each.name) for each in TRAINING if not models_of(each)])
+def test_a_mistake_in_a_gradient_is_named(mistake: TrainingMistake, tmp_path: Path):
+    (finding,) = found_in(able(mistake), tmp_path, mistake)
+    assert [suspect.name for suspect in finding.suspects] == [mistake.name]
+    assert finding.key.startswith(FIRST[able(mistake)])
