@@ -68,11 +68,11 @@ AREAS = (
     Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
     Area("lora", "lora/* doctor/*", "lora/* doctor/* cli/lora_files model"),
     Area("data", "train/data/*", "train/data_* cli/data"),
-    Area("train", "train/* pytorch/train/* pytorch/train/verify_resume", "train/[!d]* pytorch/train/* cli/lora_train"),
+    Area("train", "train/* pytorch/train/*", "train/[!d]* pytorch/train/* cli/lora_train"),
     Area(
         "verification",
-        "verify/[!r]* verify/rounding_costs verify/runners/[!t]* verify/suites/[!p]*",
-        "verify/[!t]* verify/suites/* verify/teeth* files/matrix",
+        "places comparison verify/* verify/runners/[!t]* verify/suites/[!p]*",
+        "comparison* verify/[!t]* verify/suites/* verify/teeth* files/matrix",
     ),
     Area("learn", "learn/* learn/parts/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"),
     Area(

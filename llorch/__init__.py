@@ -11,7 +11,8 @@ model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.gene
 
 The rooms, in the order to read. Each imports those above it only; its first page says what enters and what leaves.
 
-    config/                 hyperparameters, from either kind of file; `stages` the ordered table of what is computed
+    config/                 hyperparameters, from either kind of file; `stages` the ordered table of what is computed,
+                            `places` where an array stands in a run, `comparison` how far two arrays are apart
     hub/                    which file a name stands for; models of the Hugging Face hub
     ops/                    one operation a file, forward beside backward, the formula on top
     forward  backward       the reference, one screen each; `cache` its keys and values, `numerics` how it rounds
@@ -44,6 +45,7 @@ from typing import TYPE_CHECKING
 from llorch.errors import CheckpointMismatch, FormatError, MissingExtra, NonFiniteRun
 
 if TYPE_CHECKING:
+    from llorch.comparison import Difference, Report, Tolerance, compare
     from llorch.config import ModelConfig
     from llorch.dumps.recorder import Recorder
     from llorch.generate import Token
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from llorch.pytorch.capture import capture
     from llorch.pytorch.model import TorchModel, load_torch
     from llorch.sampling import SamplingSettings
-    from llorch.verify.compare import Difference, Report, Tolerance, compare
 
 __version__ = "0.1.0"
 
@@ -76,10 +77,10 @@ __all__ = [
 ]
 
 _WHERE = {
-    "compare": "verify.compare",
-    "Difference": "verify.compare",
-    "Report": "verify.compare",
-    "Tolerance": "verify.compare",
+    "compare": "comparison",
+    "Difference": "comparison",
+    "Report": "comparison",
+    "Tolerance": "comparison",
     "ModelConfig": "config",
     "Recorder": "dumps.recorder",
     "Token": "generate",

@@ -454,6 +454,7 @@ STAGES: tuple[Stage, ...] = (
     ),
 )  # fmt: skip
 
+ATTENTION = "attention"  # stands for scores, probabilities and context as one operation
 BY_NAME: Mapping[str, Stage] = {stage.name: stage for stage in STAGES}
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.comparison import Tolerance, measure
 from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.numerics import GGML
 from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
+from llorch.places import Pass
 from llorch.stages import keys
-from llorch.verify.compare import Tolerance, measure
 from llorch.verify.judge import FAIL
 from llorch.verify.limits import limit, variances
-from llorch.verify.places import Pass
 from llorch.verify.rounding_costs import FREE
 from llorch.verify.suites.files import fingerprint
 from llorch.verify.suites.quantised import stage_rows

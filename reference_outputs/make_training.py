@@ -14,16 +14,16 @@ import made_again
 import numpy as np
 
 from llorch.builtin import builtin_path
+from llorch.comparison import EXACT, Difference, Tolerance, measure, measure_in
 from llorch.config import ModelConfig
 from llorch.engines import ProducerName, open_producer
 from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter
 from llorch.model import Model
 from llorch.numerics import DtypeName
+from llorch.places import Place
 from llorch.train.batch import Batch
-from llorch.verify.compare import EXACT, Difference, Tolerance, measure, measure_in
 from llorch.verify.goldens import sha256
-from llorch.verify.places import Place
 from llorch.verify.training.claims import errors, refuse_far_witnesses, tolerances, unit
 from llorch.verify.training.exports import EXPORTS, export_all, file_tables, safetensors_table
 from llorch.verify.training.goldens import (
@@ -62,7 +62,7 @@ from llorch.verify.training.recipe import (
 )
 
 if TYPE_CHECKING:
-    from llorch.engines.peft import Peft
+    from llorch.verify.training.peft import Peft
 
 TEXTS = (  # beginning and number of tokens, number of those that are not learned
     (("Once upon a time, Mia the little fox", 10, 4), ("The fox ran home to the river.", 7, 3)),
@@ -77,7 +77,7 @@ def make_training(name: str) -> TrainingGolden:
     A producer that is further from the truth than is ever granted is refused.
     """
     from llorch.engines.float64_everywhere import float64_everywhere
-    from llorch.engines.peft import Peft
+    from llorch.verify.training.peft import Peft
 
     path = builtin_path(name)
     weights = open_weights(path)
@@ -123,7 +123,7 @@ def make_training(name: str) -> TrainingGolden:
 def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """PEFT, unmodified, in pure float64, by name: each stage on what the golden was fed, and all from the beginning."""
     from llorch.engines.float64_everywhere import float64_everywhere
-    from llorch.engines.peft import Peft
+    from llorch.verify.training.peft import Peft
 
     adapter, config = golden.adapter_for(weights.config), weights.config
     with float64_everywhere():
@@ -142,8 +142,8 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
 def isolated_truth(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """The part of `truth_of` that depends on what the golden was fed."""
     from llorch.engines.float64_everywhere import float64_everywhere
-    from llorch.engines.peft import Peft
-    from llorch.engines.peft_isolated import Isolated
+    from llorch.verify.training.peft import Peft
+    from llorch.verify.training.peft_isolated import Isolated
 
     with float64_everywhere():
         made = Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
@@ -169,7 +169,7 @@ def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarra
 
 def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> TrainingGolden:
     """The golden as PEFT shows it on a base in half precision, and the truth of what that was fed."""
-    from llorch.engines.peft import Peft
+    from llorch.verify.training.peft import Peft
 
     made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
     half = replace(golden, arrays=golden.arrays | {name_of(place): array for place, array in made.items()})

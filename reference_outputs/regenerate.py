@@ -24,11 +24,12 @@ import make_training
 import numpy as np
 
 from llorch.builtin import EVERY, OTHERS, builtin_path
+from llorch.comparison import EXACT, FLOOR, Difference, Tolerance, measure
 from llorch.engines import Producer, open_producer
 from llorch.files import Weights, open_weights
 from llorch.model import Model
+from llorch.places import Pass
 from llorch.stages import keys
-from llorch.verify.compare import EXACT, FLOOR, Difference, Tolerance, measure
 from llorch.verify.goldens import (
     N_GREEDY,
     PRODUCERS,
@@ -46,7 +47,6 @@ from llorch.verify.goldens import (
 from llorch.verify.limits import MATHEMATICS, Limits, limit_of_softmax
 from llorch.verify.long_goldens import LongGolden, make_long, read_long, save_long
 from llorch.verify.models import unable_for
-from llorch.verify.places import Pass
 from llorch.verify.suites.files import foreign_tensors
 from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
 from llorch.verify.suites.quantised_goldens import read as read_quantised

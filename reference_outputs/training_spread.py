@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from make_training import apart
 
+from llorch.comparison import FACTOR, Difference, Tolerance, tolerance_from
 from llorch.config import ModelConfig
 from llorch.engines.float64_everywhere import float64_everywhere
-from llorch.engines.peft import Peft, gradient_of, trained
+from llorch.places import Place
 from llorch.train.batch import Batch
-from llorch.verify.compare import FACTOR, Difference, Tolerance, tolerance_from
-from llorch.verify.places import Place
 from llorch.verify.training import limits
 from llorch.verify.training.claims import tolerances
 from llorch.verify.training.goldens import TrainingGolden
+from llorch.verify.training.peft import Peft, gradient_of, trained
 from llorch.verify.training.places import CHAINED, Arrays
 from llorch.verify.training.recipe import OPTIMIZER, STEPS_SHOWN, step_batches
 

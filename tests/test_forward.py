@@ -5,8 +5,8 @@ from llorch.builtin import BUILTIN, builtin_path
 from llorch.cache import KVCache
 from llorch.families import forward
 from llorch.files import Weights, open_weights
+from llorch.places import Pass
 from llorch.stages import keys
-from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
 
 IDS = (5, 260, 17, 33, 2, 91, 144, 78, 300)

@@ -20,7 +20,8 @@ import numpy as np
 from benchmarks.diagnosis import arithmetic as how
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import stage_keys
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
+from llorch.places import Tokens
 from llorch.stages import forward_order
 
 THRESHOLD = 1.2  # of the skill, above which a component fails

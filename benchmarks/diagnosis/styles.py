@@ -17,9 +17,10 @@ from safetensors.numpy import save_file
 
 from benchmarks.diagnosis.port import OWN_NAMES, model_path
 from llorch.config import ModelConfig
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
+from llorch.places import Tokens
 from llorch.stages import key
 
 Tape = Mapping[str, np.ndarray]  # of a pass, under the names of the port

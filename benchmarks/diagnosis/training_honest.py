@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.diagnosis.trainer import SETTINGS
 from llorch.builtin import builtin_path
-from llorch.engines.peft import Peft
 from llorch.lora.adapter import Adapter
+from llorch.verify.training.peft import Peft
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}, "checkpointing": {"checkpointing": True},

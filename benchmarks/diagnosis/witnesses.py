@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.diagnosis.honest import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown, prompt
 from benchmarks.diagnosis.styles import Written
 from llorch.builtin import builtin_path, goldens_folder
-from llorch.dumps.stage_dump import Tokens
+from llorch.places import Tokens
 from llorch.verify.golden_arrays import SUFFIX, read_arrays
 from llorch.verify.suites.quantised_models import write_model
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from checkpoints.generated.tables import Blocks, roughly, short, table
 from llorch.builtin import builtin_path
+from llorch.comparison import measure
 from llorch.diagnosis.mistakes import STAGE_MISTAKES
 from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
+from llorch.places import part_of
 from llorch.stages import STAGES, key
-from llorch.verify.compare import measure
 from llorch.verify.goldens import PRODUCERS, Golden
 from llorch.verify.judge import Row
-from llorch.verify.places import part_of
 from llorch.verify.rounding_costs import ARITHMETICS
 from llorch.verify.runners.numpy import run
 from llorch.verify.suites.forward import ForwardSuite

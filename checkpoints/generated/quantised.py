@@ -7,9 +7,9 @@ from pathlib import Path
 
 from checkpoints.generated.tables import Blocks, mistakes, short, table
 from llorch.builtin import goldens_folder
+from llorch.comparison import measure
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.verify.compare import measure
 from llorch.verify.judge import PASS, Row
 from llorch.verify.runners.numpy import GGML as BACKEND
 from llorch.verify.runners.numpy import run

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.comparison import EXACT, Difference, Tolerance, measure
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.expected import Engine, rows
 from llorch.diagnosis.guards import check
@@ -18,11 +19,10 @@ from llorch.dumps.index import open_raw
 from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
+from llorch.places import Pass, has_tokens, part_of, token_axis
 from llorch.stages import BY_NAME
 from llorch.verify.choices import Choice
-from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.limits import limit, variances
-from llorch.verify.places import Pass, has_tokens, part_of, token_axis
 from llorch.verify.rounding_costs import CHAINED
 
 _ANY = Tolerance(np.inf, np.inf)

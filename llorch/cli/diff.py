@@ -11,8 +11,8 @@ from llorch.cli.options import MODEL, group, json_option, page_option, tokens_op
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from llorch.comparison import Report
     from llorch.files import Weights
-    from llorch.verify.compare import Report
     from llorch.verify.diff import Side
 
 VERSION = 1  # of what --json gives

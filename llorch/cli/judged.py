@@ -5,9 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llorch.comparison import times_over
 from llorch.config import ModelConfig
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, keys
-from llorch.verify.compare import times_over
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.runners.numpy import BACKENDS
 from llorch.verify.suites.long_contexts import LONG_MODES

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from llorch.cli.judged import NOT_RUN, TRAINING, Judged, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
+from llorch.comparison import FACTOR, FLOOR
 from llorch.engines import Route
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
-from llorch.verify.compare import FACTOR, FLOOR
 from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from llorch.comparison import measure
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
 from llorch.diagnosis.judged import Judge, Say
@@ -32,7 +33,6 @@ from llorch.diagnosis.verdict import (
 )
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
-from llorch.verify.compare import measure
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3

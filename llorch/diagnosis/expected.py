@@ -10,13 +10,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from llorch.comparison import FLOOR, Tolerance
 from llorch.diagnosis.replay import Arrays, Replay
 from llorch.dumps.stage_dump import Seen, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
+from llorch.places import token_axis
 from llorch.stages import BY_NAME, Stage
-from llorch.verify.compare import FLOOR, Tolerance
 from llorch.verify.limits import CACHES, SCORES, STATES, limit, variances
-from llorch.verify.places import token_axis
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}

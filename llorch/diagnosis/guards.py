@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from llorch.comparison import FLOORS, measure
 from llorch.config import ModelConfig
 from llorch.diagnosis.search.norm_places import check_norms
 from llorch.diagnosis.weight_hashes import check_weights
@@ -17,7 +18,6 @@ from llorch.errors import GuardFailed
 from llorch.files import Weights
 from llorch.ops.embedding import embedding
 from llorch.stages import Stage, keys
-from llorch.verify.compare import FLOORS, measure
 
 _CLOSE = 0.1  # relative error of the same rows, whatever their dtype
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from llorch.comparison import Difference, measure
 from llorch.diagnosis.earlier_passes import first_past, first_variances, unknown_stages
 from llorch.diagnosis.expected import Engine, Expectations, Expected, rows
 from llorch.diagnosis.profile import profile
 from llorch.diagnosis.replay import EMBED, Arrays, Past, Replay
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
 from llorch.dumps.stage_dump import Seen
+from llorch.places import token_axis
 from llorch.verify.choices import Choice
-from llorch.verify.compare import Difference, measure
-from llorch.verify.places import token_axis
 
 Say = Callable[[str], None]
 _UNKNOWN = Difference(math.nan, math.nan)

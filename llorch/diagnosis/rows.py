@@ -8,9 +8,9 @@ from llorch.diagnosis.judged import Say
 from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
+from llorch.places import Place
 from llorch.stages import BY_NAME
 from llorch.verify.judge import Row, row_of
-from llorch.verify.places import Place
 from llorch.verify.runners.numpy import FLOAT64, GGML
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from llorch.verify.compare import Difference, Tolerance
+from llorch.comparison import Difference, Tolerance
 
 RIGHT, HONEST, WRONG, NOT_RUN = "RIGHT", "HONEST", "WRONG", "NOT RUN"
 EARLIER_PASSES = (

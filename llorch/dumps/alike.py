@@ -10,9 +10,9 @@ from llorch.dumps.layout import PAIRED, Layout, unlike
 from llorch.dumps.our_run import watch
 from llorch.dumps.raw import RawArray
 from llorch.dumps.reading import Named, Read, Reader
-from llorch.dumps.stage_dump import Tokens
 from llorch.errors import FormatError
 from llorch.files import Weights
+from llorch.places import Tokens
 from llorch.stages import BY_NAME, STAGES
 
 _FUSED = {("q_proj", "k_proj", "v_proj"): ("stacked", "groups"), ("ffn_gate", "ffn_up"): ("stacked", "alternating")}

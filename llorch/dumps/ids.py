@@ -7,9 +7,9 @@ import numpy as np
 
 from llorch.dumps.mapping import NameMap
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Tokens
 from llorch.errors import FormatError, GuardFailed
 from llorch.files import Weights
+from llorch.places import Tokens
 
 _ROWS_AT_ONCE = 4096
 _SHOWN_IDS = 8

@@ -26,10 +26,11 @@ from pathlib import Path
 
 from llorch.dumps.known_names import RAW_SCORES
 from llorch.dumps.layout import FUSED_ORDERS, Layout
-from llorch.dumps.stage_dump import Features, Tokens
+from llorch.dumps.stage_dump import Features
 from llorch.errors import FormatError, suggestion
 from llorch.fields import Fields
 from llorch.files.mapped import read_regular
+from llorch.places import Tokens
 from llorch.stages import BY_NAME
 
 FUSABLE = ("q_proj", "k_proj", "v_proj", "ffn_gate", "ffn_up")

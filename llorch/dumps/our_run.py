@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from llorch.cache import KVCache
-from llorch.dumps.stage_dump import Tokens
 from llorch.families import forward
 from llorch.files import Weights
+from llorch.places import Tokens
 
 
 class _Enough(Exception):

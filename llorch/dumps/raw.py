@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llorch.dumps.stage_dump import Features, Tokens
+from llorch.dumps.stage_dump import Features
+from llorch.places import Tokens
 
 
 @dataclass(frozen=True)

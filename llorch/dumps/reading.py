@@ -22,9 +22,10 @@ from llorch.dumps.layout import (
 )  # fmt: skip
 from llorch.dumps.our_run import our_stage
 from llorch.dumps.raw import RawArray
-from llorch.dumps.stage_dump import Seen, Tokens
+from llorch.dumps.stage_dump import Seen
 from llorch.errors import FormatError
 from llorch.files import Weights
+from llorch.places import Tokens
 from llorch.stages import BY_NAME, axis_sizes, key
 
 _LIKE = 0.1  # what is unlike ours by less is ours, whatever its arithmetic

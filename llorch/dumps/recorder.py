@@ -26,10 +26,11 @@ import numpy as np
 from llorch.dumps.mapping import NameMap
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Features, StageDump, Tokens
+from llorch.dumps.stage_dump import Features, StageDump
 from llorch.dumps.stored import as_numbers
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights
+from llorch.places import Tokens
 from llorch.stages import BY_NAME, key
 
 Array = TypeVar("Array")

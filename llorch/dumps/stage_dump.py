@@ -5,18 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of one pass of an engine; those of earlier passes are in its cache.
-
-    Attributes:
-        ids: Token ids.
-        first_position: Position of the first one.
-    """
-
-    ids: tuple[int, ...]
-    first_position: int = 0
+from llorch.places import Tokens
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import numpy as np
 
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Features, Tokens
+from llorch.dumps.stage_dump import Features
 from llorch.dumps.stored import Stored, from_bytes, require_dtype, require_name, require_shape
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.mapped import MappedFile, open_regular
 from llorch.files.safetensors import open_safetensors
 from llorch.files.strict_json import parse_json
+from llorch.places import Tokens
 
 _MAX_ARRAYS = 65_536
 _MAX_IDS = 1 << 20

@@ -32,6 +32,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.architecture import Experts
+from llorch.comparison import Difference, distance
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.engines import OURS, Call, Route, Trace, check_ids, checked_trace, one_by_one
 from llorch.engines.child import tell
@@ -48,14 +49,12 @@ from llorch.engines.transformers_streamed import (
 )
 from llorch.files import Weights, open_weights
 from llorch.files.export_huggingface import written_family
+from llorch.files.lockstep import fits
 from llorch.files.quantised import QuantisedFolder
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
-from llorch.stages import key, keys
+from llorch.stages import ATTENTION, key, keys
 from llorch.threads import limited, n_threads_for
-from llorch.verify.compare import Difference
-from llorch.verify.lockstep import fits
-from llorch.verify.truth import ATTENTION, distance
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

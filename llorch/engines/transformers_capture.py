@@ -32,8 +32,7 @@ from llorch.pytorch.capture import (
     with_infinite_mask,
     without_batch,
 )
-from llorch.stages import key
-from llorch.verify.truth import ATTENTION
+from llorch.stages import ATTENTION, key
 
 _RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)  # of the pass that this thread computes
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from textwrap import wrap
 
+from llorch.comparison import times_over
 from llorch.diagnosis.verdict import Suspect
 from llorch.learn.judging import Judged, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.wrong import Number, Wrong, is_shown
 from llorch.stages import STAGES
-from llorch.verify.compare import times_over
 from llorch.verify.judge import FAIL, PASS, Row
 
 BORROWED, NOT_RUN = "BORROWED", "NOT RUN"

@@ -9,8 +9,8 @@ import numpy as np
 from llorch.diagnosis.mistakes import AFTER_LOGITS
 from llorch.diagnosis.profile import by_token, has_heads
 from llorch.learn.judging import Judged
+from llorch.places import Place
 from llorch.stages import BY_NAME
-from llorch.verify.places import Place
 
 CLEARLY = 10.0  # times what is allowed, so that rounding decides nothing that is said
 CHANNELS = {"head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "vocab"}

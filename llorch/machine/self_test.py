@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from llorch.builtin import goldens_folder
+from llorch.comparison import compare
 from llorch.machine.finding import Finding
 from llorch.model import load
-from llorch.verify.compare import compare
 from llorch.verify.goldens import read
 
 _MODEL = "micro-llama"

@@ -1,10 +1,8 @@
 """Verification: what engines that others wrote show, what ours makes of the same, and the verdict.
 
 In comes a model: a built-in name with its stored goldens, or a file that `engines` run now. Out come rows, one per
-comparison. On the way, and in the order to read:
+`comparison` of the array at one of the `places`. On the way, and in the order to read:
 
-    places     where an array stands: tokens of a pass; case, stage, layer, part
-    compare    how far two arrays are apart
     judge      a claim of an array, made from goldens alone; the one function that makes a row of it
     limits     how far a right run may be from a golden: every limit of the forward pass, derived
     goldens    what producers showed; `truth` is what transformers computes in pure float64

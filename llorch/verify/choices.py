@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.verify.compare import FACTOR, Difference, measure
+from llorch.comparison import FACTOR, Difference, measure
 
 GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, a stage of ours from a token on -> what the run goes on with
 

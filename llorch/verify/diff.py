@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llorch.comparison import FLOORS, Report, Tolerance, compare
 from llorch.dumps.raw import RawDump
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
 from llorch.errors import GuardFailed
+from llorch.places import Tokens, token_axis
 from llorch.stages import BY_NAME, key
-from llorch.verify.compare import FLOORS, Report, Tolerance, compare
-from llorch.verify.places import token_axis
 
 TOLERANCE = Tolerance(1e-5, 1e-4)  # of two float32 engines near position 0; of coarser ones in proportion
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from llorch.builtin import missing_golden
+from llorch.comparison import Difference
 from llorch.config import ModelConfig
 from llorch.engines import Call, Producer, Route, stored_route
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file
+from llorch.places import Pass
 from llorch.sampling import SamplingSettings
-from llorch.verify.compare import Difference
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
-from llorch.verify.places import Pass
 
 PRODUCERS = ("llamacpp", "transformers")
 TRUTH = "truth"

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+from llorch.comparison import Difference, Tolerance, measure, measure_in
 from llorch.engines import Route
+from llorch.places import Place
 from llorch.verify.choices import Choice
-from llorch.verify.compare import Difference, Tolerance, measure, measure_in
-from llorch.verify.places import Place
 
 PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
 

@@ -50,18 +50,18 @@ from types import MappingProxyType
 
 import numpy as np
 
+from llorch.comparison import EXACT, FACTOR, FLOOR, Difference, Tolerance
 from llorch.files import Weights
 from llorch.files.matrix import Matrix
 from llorch.files.packed import TILE
 from llorch.files.quant import MINIMA, decode_minima
 from llorch.numerics import QuantMethod
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind
+from llorch.places import Pass, part_of, token_axis
 from llorch.stages import STAGES, Stage, input_keys, key, keys, matrix_of
-from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, Tolerance
 from llorch.verify.limits_of_delta_nets import RULES as OF_DELTA_NETS
 from llorch.verify.limits_of_delta_nets import own_half
 from llorch.verify.limits_of_factors import limit_of_factor
-from llorch.verify.places import Pass, part_of, token_axis
 from llorch.verify.rounding_costs import (
     CHAINED,
     DRIFT,

@@ -26,9 +26,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from llorch.comparison import FACTOR
 from llorch.config import ModelConfig
 from llorch.stages import Stage, axis_sizes
-from llorch.verify.compare import FACTOR
 from llorch.verify.rounding_costs import Arithmetic
 
 _ALL = ("",)  # one group

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import missing_golden
+from llorch.comparison import Difference, measure
 from llorch.config import ModelConfig
 from llorch.engines import Producer, open_producer
 from llorch.engines.abilities import cannot_judge
 from llorch.files import Weights, open_weights
 from llorch.files.new_file import new_file
+from llorch.places import Pass, token_axis
 from llorch.stages import Stage, key, keys
-from llorch.verify.compare import Difference, measure
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.limits import SCORES
-from llorch.verify.places import Pass, token_axis
 
 N_LONG = 1200  # tokens: more than any window, chunk or first growth of a cache
 LAST = 16  # tokens that are stored and judged

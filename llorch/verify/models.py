@@ -16,10 +16,12 @@ from llorch.engines import ProducerName, Route, Say, open_producer
 from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import start
 from llorch.files import Weights, open_weights
+from llorch.files.lockstep import largest_part
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.residency import plan
 from llorch.memory import available_memory
 from llorch.model import Model
+from llorch.places import Pass
 from llorch.stages import keys
 from llorch.verify.goldens import (
     N_GREEDY,
@@ -36,9 +38,7 @@ from llorch.verify.goldens import (
     take,
 )
 from llorch.verify.judge import Row
-from llorch.verify.lockstep import largest_part
 from llorch.verify.long_goldens import long_cases, read_long
-from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
 from llorch.verify.runners.shared import SharedWeights

@@ -12,13 +12,10 @@ import numpy as np
 
 from llorch.engines import Call, Say, open_producer
 from llorch.engines.abilities import not_a_number
-from llorch.stages import Stage
-from llorch.verify.compare import Difference, measure
+from llorch.places import Pass
 from llorch.verify.goldens import Evidence, Truth, calls_for, shown_by
-from llorch.verify.places import Pass
 
 WITNESS = "transformers-float64"  # its name in rows
-ATTENTION = "attention"  # stands for scores, probabilities and context as one op
 
 
 def take_truth(
@@ -68,8 +65,3 @@ def require_numbers(engine: str, family: str, shown: Evidence, truth: Truth | No
             case, key = name.split("/")
             why = not_a_number(engine, family, key.rpartition(".")[2])
             raise ValueError(f"{engine}: expected numbers, got {lost.sum()} NaN of {lost.size} in {key} ({case}){why}")
-
-
-def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:
-    """How far a stage, in any float dtype, is from its truth in float64."""
-    return measure(array.astype(true.dtype), true, masked=stage.masked)

@@ -20,7 +20,7 @@ from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
-from llorch.verify.places import Pass
+from llorch.places import Pass
 from llorch.verify.runners.numpy import run
 from llorch.verify.training.recipe import make_adapter
 

@@ -8,7 +8,7 @@ from refusals import assert_cli_refuses
 
 from llorch.cli.dump_writer import WRITERS
 from llorch.dumps.index import open_raw
-from llorch.dumps.stage_dump import Tokens
+from llorch.places import Tokens
 from tests.dumps.test_writers import WRITERS as FILES
 
 

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 import llorch
 from llorch.cli.inputs import SENTENCE
 from llorch.dumps.index import open_raw
-from llorch.dumps.stage_dump import Features, Tokens
+from llorch.dumps.stage_dump import Features
 from llorch.ops.rope import rope
+from llorch.places import Tokens
 
 IDS = [3, 1, 4, 15, 9, 2, 6, 5]
 TOKENS = ",".join(map(str, IDS))

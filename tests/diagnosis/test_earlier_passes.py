@@ -13,7 +13,8 @@ from llorch.diagnosis.replay import Change, Replay
 from llorch.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump, with_earlier
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
+from llorch.places import Tokens
 from llorch.verify.models import stored
 
 LLAMA, MISTRAL = "micro-llama", "micro-mistral"  # Mistral sees 19 tokens

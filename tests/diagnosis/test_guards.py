@@ -13,12 +13,13 @@ from llorch.builtin import BUILTIN
 from llorch.diagnosis.guards import check
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump, digest
-from llorch.dumps.stage_dump import Features, Seen, StageDump, Tokens
+from llorch.dumps.stage_dump import Features, Seen, StageDump
 from llorch.errors import GuardFailed
 from llorch.files.names import inventory
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rounding import round_activations
+from llorch.places import Tokens
 
 NAME = "micro-llama"
 WEIGHTS = weights_of(NAME)

@@ -12,7 +12,7 @@ from llorch.diagnosis.diagnose import causes
 from llorch.dumps.stage_dump import StageDump
 from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.verify.places import Pass
+from llorch.places import Pass
 
 pytestmark = pytest.mark.live  # transformers makes the models
 

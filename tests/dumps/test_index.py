@@ -13,10 +13,11 @@ from refusals import assert_tells
 
 from llorch.dumps.index import open_raw
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Features, Tokens
+from llorch.dumps.stage_dump import Features
 from llorch.dumps.stored import known_dtype
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files.safetensors import tensor_bytes
+from llorch.places import Tokens
 
 rng = np.random.default_rng(0)
 Q = rng.normal(size=(3, 4, 6)).astype(np.float32)

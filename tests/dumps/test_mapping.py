@@ -7,7 +7,7 @@ from refusals import refuses
 
 from llorch.dumps.layout import Layout
 from llorch.dumps.mapping import mapping_of, read_mapping
-from llorch.dumps.stage_dump import Tokens
+from llorch.places import Tokens
 
 TEXT = """
 [names]

@@ -12,7 +12,7 @@ from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray
-from llorch.dumps.stage_dump import Tokens
+from llorch.places import Tokens
 from llorch.stages import key
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
+from llorch.places import Tokens
 
 
 def test_arrays_of_several_passes_are_told_apart():

@@ -13,9 +13,9 @@ from refusals import assert_tells
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Tokens
 from llorch.dumps.suggest import suggest
 from llorch.files.names import interleave
+from llorch.places import Tokens
 from llorch.stages import STAGES, keys
 
 MODEL = "micro-llama3"  # twelve heads, and twelve tokens: shapes do not tell

@@ -11,10 +11,10 @@ from refusals import Refusal, assert_tells, refuses, row
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Tokens
 from llorch.dumps.training_dump import TrainingDump, training_dump
 from llorch.files import open_weights
 from llorch.lora.adapter import Adapter
+from llorch.places import Tokens
 from llorch.train.batch import IGNORED
 from llorch.verify.training.recipe import make_adapter
 

@@ -11,10 +11,11 @@ import pytest
 import llorch
 import llorch.dumps.writers
 from llorch.cache import KVCache
+from llorch.comparison import compare
 from llorch.dumps.index import open_raw
 from llorch.dumps.names import stage_dump
-from llorch.dumps.stage_dump import Features, Tokens
-from llorch.verify.compare import compare
+from llorch.dumps.stage_dump import Features
+from llorch.places import Tokens
 
 WRITERS = sorted(Path(llorch.dumps.writers.__file__).parent.glob("*[!_].*"))
 

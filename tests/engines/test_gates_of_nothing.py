@@ -13,9 +13,9 @@ from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.model import load
 from llorch.numerics import GGML
+from llorch.places import Pass
 from llorch.verify.judge import PASS
 from llorch.verify.models import verify_as_stored, verify_live
-from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
 
 pytestmark = pytest.mark.live

@@ -11,8 +11,8 @@ from llorch.engines import ProducerName, Trace, open_here
 from llorch.engines.abilities import cannot_judge
 from llorch.families.delta_net import heads
 from llorch.files import open_weights
+from llorch.places import Pass
 from llorch.stages import BY_NAME
-from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
 
 pytestmark = pytest.mark.live

@@ -131,7 +131,7 @@ def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
 
 @pytest.mark.parametrize("free", [0, 1e9])
 def test_what_does_not_fit_is_streamed(monkeypatch: pytest.MonkeyPatch, free: float):
-    monkeypatch.setattr("llorch.verify.lockstep.available_memory", lambda: free)
+    monkeypatch.setattr("llorch.files.lockstep.available_memory", lambda: free)
     with open_here("transformers", builtin_path("micro-llama")) as engine:
         knobs = engine.provenance()["knobs"]
     assert ("layer" in str(knobs.get("weights"))) == (free == 0)  # type: ignore[attr-defined]

@@ -41,8 +41,8 @@ def test_every_variant_is_that_of_transformers(tmp_path: Path, settings: dict):
 
 @pytest.mark.parametrize("how", ["plain", "sdpa", "reproducible", "batch"])
 def test_torch_is_that_of_numpy_in_every_way_that_it_runs(tmp_path: Path, how: str):
+    from llorch.places import Pass
     from llorch.pytorch.device import target
-    from llorch.verify.places import Pass
     from llorch.verify.runners.torch import VARIANTS, TorchRunner
 
     weights = open_weights(random_folder("llama4", tmp_path / "llama4", 1, **CASES["dense and sparse layers"]))

@@ -49,7 +49,7 @@ def stored_once(model: str) -> "tuple[Weights, Golden]":
 
 @cache
 def brief_suite(model: str) -> "ForwardSuite":
-    from llorch.verify.places import Pass
+    from llorch.places import Pass
     from llorch.verify.suites.forward import ForwardSuite
 
     class CutOnce(Pass):

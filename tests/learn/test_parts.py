@@ -8,16 +8,16 @@ import pytest
 from refusals import assert_tells
 
 from llorch.builtin import BUILTIN
+from llorch.comparison import Tolerance
 from llorch.learn.check import check_functions
 from llorch.learn.checks import after_logits
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged
 from llorch.learn.lessons import PARTS
 from llorch.model import Model, load
+from llorch.places import Place
 from llorch.sampling import SamplingSettings
-from llorch.verify.compare import Tolerance
 from llorch.verify.judge import FAIL, PASS, Claim, judge
-from llorch.verify.places import Place
 
 TEXT = " two  spaces, Grüße 世界 🦊 and 1234567\n\tlines"
 

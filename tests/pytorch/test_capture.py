@@ -15,13 +15,14 @@ from torch import nn
 
 import llorch
 from llorch.builtin import builtin_path, goldens_folder
+from llorch.comparison import Tolerance
 from llorch.convert import convert
 from llorch.dumps.raw import digest
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
 from llorch.engines import open_producer
 from llorch.files import open_weights
+from llorch.places import Tokens
 from llorch.stages import keys
-from llorch.verify.compare import Tolerance
 from llorch.verify.goldens import Golden, read
 
 NAME = "micro-llama"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from llorch.builtin import BUILTIN, goldens_folder
+from llorch.comparison import measure
 from llorch.pytorch import sampling
 from llorch.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
-from llorch.verify.compare import measure
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
 from llorch.verify.limits import limit_of_softmax
 

@@ -32,7 +32,7 @@ MADE: dict[tuple[Callable, str], object] = {}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy lesson 01 for the command; each text of the lesson is run and drawn once for all tests.
 
-    The generated blocks are those of the repository's page: `tests/verify/test_pages.py` computes them.
+    The generated blocks are those of the repository's page: `tests/repository/test_pages.py` computes them.
     """
     shutil.copytree(LESSON, tmp_path / LESSON.name)
     monkeypatch.setattr(build, "FOLDER", tmp_path)

@@ -14,22 +14,15 @@ import llorch
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
     "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "hub", "ops",
-    "stages", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert",
-    "threads", "generate", "lora", "model", "evaluate", "train", "bench", "dumps", "pytorch", "engines", "doctor",
-    "verify", "diagnosis", "machine", "learn", "serve", "atlas", "__init__", "cli", "__main__",
+    "stages", "places", "comparison", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer",
+    "write_checks", "convert", "threads", "generate", "lora", "model", "evaluate", "train", "bench", "dumps", "pytorch",
+    "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas", "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
-STILL_UP = {  # imports that point up since their files moved, to be cut one by one: file, module below `llorch.verify`
-    ("llorch/engines/peft.py", "places"), ("llorch/engines/peft.py", "training.places"),
-    ("llorch/engines/peft.py", "training.recipe"), ("llorch/engines/peft_isolated.py", "places"),
-    ("llorch/engines/peft_isolated.py", "training.goldens"), ("llorch/engines/peft_isolated.py", "training.places"),
-    ("llorch/engines/peft_isolated.py", "training.recipe"), ("llorch/engines/transformers.py", "compare"),
-    ("llorch/engines/transformers.py", "lockstep"), ("llorch/engines/transformers.py", "truth"),
-    ("llorch/engines/transformers_capture.py", "truth"), ("llorch/engines/transformers_streamed.py", "lockstep"),
-}  # fmt: skip
 ON_TORCH = (  # nothing imports these at its top
     "llorch/pytorch/", "llorch/engines/", "llorch/verify/runners/torch", "llorch/verify/suites/packed",
-    "llorch/verify/training/torch_", "llorch/learn/on_torch/", "llorch/serve/", "llorch/atlas/engines/",
+    "llorch/verify/training/torch_", "llorch/verify/training/peft", "llorch/learn/on_torch/", "llorch/serve/",
+    "llorch/atlas/engines/",
 )  # fmt: skip
 OPTIONAL = (
     "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "uvicorn", "pydantic",
@@ -72,11 +65,6 @@ def violations(source: str, part: str, package: str = "llorch") -> list[str]:
         if LAYER[target] > LAYER[part]:
             found.append(f"line {line}: {part} (L{LAYER[part]}) imports {name} (L{LAYER[target]})")
     return found
-
-
-def _names(line: str, module: str) -> bool:
-    """Whether a line of `violations` names something of a module below `llorch.verify`."""
-    return f" llorch.verify.{module}." in line
 
 
 def top_level_imports(source: str) -> set[str]:
@@ -127,15 +115,7 @@ def test_the_first_page_shows_the_rooms_in_this_order():
 
 def test_imports_point_down_only():
     found = {path: violations(source, part_of(path), package_of(path)) for path, source in SOURCES.items()}
-    up = {(path, line) for path, lines in found.items() for line in lines}
-    known = {(path, line) for path, line in up for file, module in STILL_UP if path == file and _names(line, module)}
-    assert sorted(up - known) == []
-
-
-def test_an_import_that_still_points_up_leaves_the_list_once_it_is_cut():
-    found = {path: violations(SOURCES[path], part_of(path), package_of(path)) for path, _ in STILL_UP}
-    left = {(path, module) for path, module in STILL_UP if any(_names(line, module) for line in found[path])}
-    assert left == STILL_UP
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only():

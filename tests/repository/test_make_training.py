@@ -13,8 +13,8 @@ from planted_training import training_golden_of, weights_of
 from refusals import refuses
 
 from llorch.builtin import goldens_folder
-from llorch.verify.compare import FACTOR, Tolerance
-from llorch.verify.places import Place
+from llorch.comparison import FACTOR, Tolerance
+from llorch.places import Place
 from llorch.verify.training import runner
 from llorch.verify.training.goldens import MODELS, Tolerances, TrainingGolden, name_of
 from llorch.verify.training.places import Arrays

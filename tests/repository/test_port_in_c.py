@@ -10,6 +10,7 @@ import pytest
 from command_line import REPOSITORY, invoke
 from readme_blocks import readme_block
 
+from llorch.comparison import compare
 from llorch.diagnosis.diagnose import diagnose
 from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import read_mapping
@@ -17,7 +18,6 @@ from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
 from llorch.model import load
-from llorch.verify.compare import compare
 
 FOLDER = REPOSITORY / "benchmarks" / "diagnosis"
 SOURCE = (FOLDER / "port.c").read_text()

@@ -20,13 +20,13 @@ from planted_training import training_golden_of
 from refusals import assert_tells, refuses
 
 from llorch.builtin import EVERY, goldens_folder
+from llorch.comparison import Difference
 from llorch.files import Weights
+from llorch.places import Pass
 from llorch.verify import golden_arrays
-from llorch.verify.compare import Difference
 from llorch.verify.goldens import PRODUCERS, Evidence, Golden, TokenCheck, Truth
 from llorch.verify.limits import Limits
 from llorch.verify.long_goldens import read_long
-from llorch.verify.places import Pass
 from llorch.verify.training.goldens import FILES
 
 NAME = "micro-qwen3"

@@ -8,13 +8,13 @@ from functools import cache
 import numpy as np
 
 from llorch.builtin import builtin_path
+from llorch.comparison import Difference, Tolerance
 from llorch.config import ModelConfig
 from llorch.diagnosis.diagnose import settled
 from llorch.diagnosis.profile import profile
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
 from llorch.files import open_weights
 from llorch.stages import Stage, keys
-from llorch.verify.compare import Difference, Tolerance
 
 LIMIT = Tolerance(4.8e-7, 2e-6)
 N_TOKENS = 12

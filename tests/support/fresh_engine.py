@@ -6,8 +6,8 @@ import numpy as np
 
 from llorch.config import Llama3Scaling
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Tokens
 from llorch.files import Weights
+from llorch.places import Tokens
 
 
 class FreshEngine:

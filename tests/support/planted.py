@@ -9,16 +9,16 @@ import numpy as np
 
 from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.cache import KVCache
+from llorch.comparison import Tolerance, measure
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.cache import CACHES
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, made_wrong, variants
 from llorch.families import forward
 from llorch.files import Weights, open_weights
+from llorch.places import Pass, part_of
 from llorch.stages import BY_NAME, Stage, key, keys
-from llorch.verify.compare import Tolerance, measure
 from llorch.verify.goldens import PRODUCERS, Golden, read
-from llorch.verify.places import Pass, part_of
 from llorch.verify.runners.numpy import run
 from llorch.verify.suites.forward import ForwardSuite
 

@@ -8,8 +8,9 @@ from planted import golden_of
 
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.diagnosis.search.hypotheses import Hypothesis, known_mistakes
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
+from llorch.places import Tokens
 from llorch.stages import keys
 from llorch.verify.models import stored
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import goldens_folder
+from llorch.comparison import EXACT, Tolerance
 from llorch.diagnosis.mistakes import Mistake, QuantisedInputs
 from llorch.diagnosis.mistakes.variants import Variants, quantised_variants
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.ops.rounding import VariantName
-from llorch.verify.compare import EXACT, Tolerance
 from llorch.verify.limits import WORST
 from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
 from llorch.verify.suites.quantised_models import write_model

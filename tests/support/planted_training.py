@@ -6,11 +6,11 @@ from functools import cache
 from itertools import takewhile
 
 from llorch.builtin import builtin_path, goldens_folder
+from llorch.comparison import Difference, Tolerance
 from llorch.diagnosis.mistakes.planting import planted
 from llorch.diagnosis.mistakes.training import TrainingMistake
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
-from llorch.verify.compare import Difference, Tolerance
 from llorch.verify.judge import FAIL, Row
 from llorch.verify.training.claims import claims, limit, rows
 from llorch.verify.training.exports import exported, file_row

@@ -8,9 +8,9 @@ import numpy as np
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Tokens
 from llorch.files import Weights, open_weights
 from llorch.files.names import interleave
+from llorch.places import Tokens
 from llorch.stages import keys
 from llorch.verify.goldens import read
 

@@ -11,8 +11,8 @@ from planted_quantised import golden
 from refusals import refuses
 
 from llorch.builtin import goldens_folder
+from llorch.comparison import FLOOR
 from llorch.stages import BY_NAME, STAGES
-from llorch.verify.compare import FLOOR
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.suites import quantised as verify_quantised
 from llorch.verify.suites.quantised import BACKENDS, verify_quantised_stored

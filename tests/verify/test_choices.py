@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from refusals import assert_tells
 
+from llorch.comparison import EXACT, FACTOR
+from llorch.places import Place
 from llorch.verify.choices import Choice
-from llorch.verify.compare import EXACT, FACTOR
 from llorch.verify.judge import FAIL, PASS, TIE, Claim, judge
-from llorch.verify.places import Place
 
 SCORES = np.array([[4.0, 3.0, 2.0, 2.0 - 1e-6, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0]])
 IDS = np.array([[0, 1, 2], [4, 3, 2]])

@@ -8,11 +8,11 @@ from refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Seen, StageDump, Tokens
+from llorch.dumps.stage_dump import Seen, StageDump
 from llorch.errors import GuardFailed
 from llorch.files import open_weights
+from llorch.places import Pass, Tokens
 from llorch.verify.diff import Side, diff
-from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
 
 IDS = Tokens((3, 1, 4, 15, 9))

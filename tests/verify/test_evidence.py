@@ -13,6 +13,7 @@ from llorch.architecture import Layer, Temperature
 from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.engines import Producer, Route, one_by_one
 from llorch.files import open_weights
+from llorch.places import Pass
 from llorch.verify.goldens import (
     FAR_POSITION,
     PRODUCERS,
@@ -28,7 +29,6 @@ from llorch.verify.goldens import (
     take,
 )
 from llorch.verify.models import stored, unable_for
-from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
 from llorch.verify.truth import require_numbers
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llorch.comparison import EXACT, FLOOR, measure
 from llorch.engines import open_producer
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
+from llorch.places import token_axis
 from llorch.stages import BY_NAME, keys
-from llorch.verify.compare import EXACT, FLOOR, measure
 from llorch.verify.limits import MATHEMATICS, Limits, limit, product_error, rounded, squared_terms, variances
 from llorch.verify.models import stored
-from llorch.verify.places import token_axis
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, DRIFT, FLOAT32, FREE, SUM
 from llorch.verify.suites.quantised_models import matrix_bytes
 

@@ -9,6 +9,7 @@ import pytest
 
 from llorch.architecture import DeltaNet, Layer
 from llorch.cache import DeltaState
+from llorch.comparison import EXACT, measure
 from llorch.config import ModelConfig
 from llorch.families.delta_net import delta_net
 from llorch.files import Weights
@@ -16,10 +17,9 @@ from llorch.numerics import EXACT as EXACT_NUMERICS
 from llorch.ops.delta_rule import L2_EPS, delta_rule, log_decay
 from llorch.ops.rope import rope_tables
 from llorch.ops.short_conv import short_conv
+from llorch.places import Pass, token_axis
 from llorch.stages import keys
-from llorch.verify.compare import EXACT, measure
 from llorch.verify.limits import Limits, variances
-from llorch.verify.places import Pass, token_axis
 from llorch.verify.rounding_costs import CHAINED
 from llorch.verify.runners.numpy import run
 

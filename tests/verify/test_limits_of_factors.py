@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from planted import golden_of, suite_of, weights_of
 
+from llorch.comparison import FACTOR, Tolerance, measure
 from llorch.stages import BY_NAME
-from llorch.verify.compare import FACTOR, Tolerance, measure
 from llorch.verify.limits import Limits
 from llorch.verify.limits_of_factors import limit_of_factor
 from llorch.verify.rounding_costs import ARITHMETICS

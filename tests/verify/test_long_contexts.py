@@ -11,14 +11,14 @@ import pytest
 from refusals import refuses
 
 from llorch.builtin import EVERY
+from llorch.comparison import Difference
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
+from llorch.places import Pass
 from llorch.verify import long_goldens
-from llorch.verify.compare import Difference
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.long_goldens import LAST, N_LONG, read_long, save_long
 from llorch.verify.models import stored, stored_long
-from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 from llorch.verify.suites.long_contexts import IN_PARTS, WHOLE, bounds_of

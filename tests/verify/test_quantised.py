@@ -18,11 +18,11 @@ from llorch.files import Weights, matrix, open_weights
 from llorch.model import Model
 from llorch.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
+from llorch.places import Pass, Place
 from llorch.stages import CHECKPOINTS
 from llorch.verify.goldens import Evidence
 from llorch.verify.judge import FAIL, PASS, TIE, Row, exact_row
 from llorch.verify.models import verify_as_stored
-from llorch.verify.places import Pass, Place
 from llorch.verify.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
 from llorch.verify.suites import files
 from llorch.verify.suites.forward import ForwardSuite

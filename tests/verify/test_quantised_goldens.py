@@ -15,9 +15,9 @@ from llorch.builtin import goldens_folder
 from llorch.engines import Route
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
+from llorch.places import Pass
 from llorch.stages import input_keys, keys
 from llorch.verify.golden_arrays import SUFFIX
-from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.verify.suites.quantised_models import MODELS
 

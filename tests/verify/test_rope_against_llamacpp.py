@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
 
+from llorch.comparison import Tolerance, compare
 from llorch.engines import open_producer
 from llorch.model import load
-from llorch.verify.compare import Tolerance, compare
 
 pytestmark = pytest.mark.live
 

@@ -25,12 +25,12 @@ from planted import (
 )
 
 from llorch.builtin import OTHERS
+from llorch.comparison import EXACT, measure
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, STAGE_MISTAKES, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.mistakes.generation import right as right_loop
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, sampler_variants, variants
 from llorch.stages import BY_NAME, keys
-from llorch.verify.compare import EXACT, measure
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
 
 SHOWN = [mistake for mistake in STAGE_MISTAKES if models_of(mistake)]  # the others in `test_teeth_layers.py`

@@ -8,16 +8,17 @@ from families import random_folder
 from planted import by_name, chain, first_failing, models_of
 from planted_dumps import dump_of, everywhere, mistake_in
 
+from llorch.comparison import measure
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
 from llorch.diagnosis.search.hypotheses import FAMILIES
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
 from llorch.engines import ProducerName
+from llorch.places import Tokens
 from llorch.stages import BY_NAME, key
-from llorch.verify.compare import measure
 from llorch.verify.models import ask
 from llorch.verify.suites.forward import ForwardSuite
 

@@ -14,6 +14,7 @@ import llorch
 from llorch import forward
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache
+from llorch.comparison import Tolerance, measure
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
 from llorch.diagnosis.mistakes.variants import VISIBLE
@@ -22,7 +23,6 @@ from llorch.files.quant import GGMLType
 from llorch.model import Model
 from llorch.numerics import GGML
 from llorch.ops.rounding import VariantName
-from llorch.verify.compare import Tolerance, measure
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners import numpy as numpy_runner

@@ -8,11 +8,11 @@ from planted import golden_of, weights_of
 from planted_torch import PLANTED, Planted
 from torch_targets import on
 
+from llorch.comparison import Difference, Tolerance
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
-from llorch.verify.compare import Difference, Tolerance
 from llorch.verify.judge import FAIL, Row
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant
 from llorch.verify.suites.forward import ForwardSuite

@@ -14,8 +14,8 @@ from refusals import refuses
 from torch_targets import on
 
 from llorch.builtin import builtin_path, goldens_folder
+from llorch.comparison import FACTOR, FLOORS
 from llorch.stages import keys
-from llorch.verify.compare import FACTOR, FLOORS
 from llorch.verify.training import limits
 from llorch.verify.training.claims import claims, errors, refuse_far_witnesses
 from llorch.verify.training.goldens import FILES, HALF_DTYPES, MODELS, name_of
@@ -118,7 +118,7 @@ def test_training_in_float16_is_not_judged():
 def test_peft_keeps_the_adapter_in_float32_on_a_base_in_bfloat16():
     import torch
 
-    from llorch.engines.peft import Peft, trained
+    from llorch.verify.training.peft import Peft, trained
 
     golden = training_golden_of(MODEL)
     model = Peft(builtin_path(MODEL), n_threads=1, dtype=DTYPE).adapted(golden.adapter_for(weights_of(MODEL).config))
@@ -128,7 +128,7 @@ def test_peft_keeps_the_adapter_in_float32_on_a_base_in_bfloat16():
 
 @pytest.mark.live
 def test_stored_errors_are_those_of_peft_running_now():
-    from llorch.engines.peft import Peft
+    from llorch.verify.training.peft import Peft
 
     golden, weights = training_golden_of(MODEL), weights_of(MODEL)
     producer = Peft(weights.path, n_threads=1, dtype=DTYPE)

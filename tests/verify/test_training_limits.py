@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from llorch.builtin import builtin_path
+from llorch.comparison import Tolerance
 from llorch.files import open_weights
-from llorch.verify.compare import Tolerance
 from llorch.verify.training.limits import CEILINGS, GATE, amplification, of_dump, of_parameters, wide_limit
 from llorch.verify.training.recipe import OPTIMIZER
 

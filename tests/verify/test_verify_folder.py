@@ -23,9 +23,9 @@ from tiny_models import (
 from llorch.cache import KVCache
 from llorch.families import forward
 from llorch.files import open_weights
+from llorch.places import Pass
 from llorch.verify.judge import FAIL, PASS
 from llorch.verify.models import verify_live
-from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
 from llorch.verify.truth import WITNESS
 

@@ -16,8 +16,8 @@ from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope, rope_adjacent, rope_tables
 from llorch.ops.short_conv import next_state
+from llorch.places import Pass, part_of
 from llorch.stages import BY_NAME, Stage, input_key, key, keys
-from llorch.verify.places import Pass, part_of
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from llorch.comparison import Difference, measure
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import (
     QUANTISED,
@@ -20,9 +21,8 @@ from llorch.diagnosis.mistakes import (
 from llorch.diagnosis.mistakes.sampling import RIGHT
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
 from llorch.files import Weights
+from llorch.places import Pass
 from llorch.stages import BY_NAME, Stage
-from llorch.verify.compare import Difference, measure
-from llorch.verify.places import Pass
 
 VISIBLE = 10.0  # a mistake counts where it exceeds the tolerance by this factor
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
+from llorch.comparison import times_over
 from llorch.diagnosis.report.figures import LEVELS, Rung, heat, histogram, ladder
 from llorch.diagnosis.report.record import (
     causes,
@@ -25,7 +26,6 @@ from llorch.diagnosis.report.record import (
 from llorch.diagnosis.verdict import WRONG, Diagnosis, Finding, StageResult
 from llorch.errors import printable
 from llorch.stages import STAGES
-from llorch.verify.compare import times_over
 
 MAX_FIGURES = 6  # findings with heat maps; a page of hundreds would load for minutes
 MARKS = {"RIGHT": "✓", "HONEST": "≈", "WRONG": "✗", "NOT RUN": "-"}

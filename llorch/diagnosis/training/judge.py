@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llorch.comparison import FLOORS, Difference, Tolerance, measure, measure_in
 from llorch.config import ModelConfig
 from llorch.diagnosis.training.replay import FLOW, Key, Run
 from llorch.dumps.training_dump import Shown, TrainingDump, TrainingStep
 from llorch.numerics import DtypeName
-from llorch.verify.compare import FLOORS, Difference, Tolerance, measure, measure_in
 from llorch.verify.training import limits
 from llorch.verify.training.places import CHAINED, ISOLATED
 from llorch.verify.training.recipe import OptimizerRecipe

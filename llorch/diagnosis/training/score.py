@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llorch.comparison import times_over
 from llorch.diagnosis.training.hypotheses import Family, Hypothesis, unsaid
 from llorch.diagnosis.training.judge import Judge, Judged
 from llorch.diagnosis.training.replay import Planted, Replay, Run, Where
-from llorch.verify.compare import times_over
 
 NEAR = 0.5  # share of the error from which on something may be its cause, or is near
 AFTER_CLIPPING = "gradients-after-clipping"

@@ -13,6 +13,7 @@ import numpy as np
 
 from llorch import sampling
 from llorch.builtin import BUILTIN, held
+from llorch.comparison import EXACT, measure
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.verdict import Suspect
 from llorch.errors import LearnerFault
@@ -21,10 +22,9 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson
 from llorch.learn.part import Part
-from llorch.verify.compare import EXACT, measure
+from llorch.places import Place
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.judge import FAIL, Claim, exact_row, judge
-from llorch.verify.places import Place
 from llorch.verify.runners.numpy import NumpyRunner, run
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.tokens import edge_of_top_p

@@ -23,10 +23,10 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode, NearMiss
 from llorch.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.learn.part import Part
+from llorch.places import Pass
 from llorch.stages import Stage, keys
 from llorch.verify.judge import Claim, judge
 from llorch.verify.models import stored
-from llorch.verify.places import Pass
 from llorch.verify.runners import Trace
 from llorch.verify.runners.numpy import NumpyRunner, run
 from llorch.verify.suites.forward import ForwardSuite

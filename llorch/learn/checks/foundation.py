@@ -21,9 +21,9 @@ from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson
 from llorch.learn.parts.foundation import BFLOAT16, MERGE, TENSOR_TABLE
 from llorch.model import Model
+from llorch.places import Place
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.models import stored
-from llorch.verify.places import Place
 from llorch.verify.suites.files import foundation_rows, own_tensors, token_rows
 
 ONE = 0x3F80  # the bfloat16 that everyone knows

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.comparison import times_over
 from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
 from llorch.diagnosis.mistakes.planting import planted, replaced
 from llorch.diagnosis.training.hypotheses import RANDOM
@@ -26,7 +27,6 @@ from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson
 from llorch.learn.part import Part
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.verify.compare import times_over
 from llorch.verify.judge import FAIL, Claim, judge
 from llorch.verify.training.claims import claims, stored
 from llorch.verify.training.exports import Table, exported, file_row, gguf_table

@@ -14,10 +14,11 @@ from llorch.diagnosis.replay import Change, Past, Plant, Replay
 from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import together
 from llorch.diagnosis.verdict import Finding
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import StageDump
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights, open_weights
 from llorch.hub import find
+from llorch.places import Tokens
 
 RUNS = {"whole": (12,), "steps": (9, 1, 1, 1), "chunks": (7, 6), "far": (9, 1)}  # tokens of the passes
 FAR = 4003  # where `far` begins; no multiple of a power of two

@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llorch.numerics import DtypeName
+from llorch.places import Pass
 from llorch.verify.choices import GoOn, as_made
-from llorch.verify.places import Pass
 
 Trace = Mapping[str, np.ndarray]
 

@@ -28,12 +28,12 @@ from llorch.model import Model
 from llorch.numerics import DtypeName
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
+from llorch.places import Pass, has_tokens, part_of, token_axis
 from llorch.sampling import SamplingSettings, probabilities
 from llorch.stages import input_keys, key, keys, matrix_of
 from llorch.verify.choices import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import Limits, off
-from llorch.verify.places import Pass, has_tokens, part_of, token_axis
 from llorch.verify.runners import See, Trace
 
 OWN_SUMS = "numpy-float32"  # every sum in float32, which is how larger models run

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llorch.files import Weights
+from llorch.files.lockstep import Lockstep, Turn
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed, Rows
-from llorch.verify.lockstep import Lockstep, Turn
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from llorch.errors import CheckpointMismatch
 from llorch.files import Weights
 from llorch.generate import IdsOnly
 from llorch.numerics import DtypeName
+from llorch.places import Pass
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
@@ -31,7 +32,6 @@ from llorch.stages import keys
 from llorch.verify.choices import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import SCORES
-from llorch.verify.places import Pass
 from llorch.verify.runners import See, Trace
 from llorch.verify.runners.torch_observed import ObservedCase
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from llorch.config import ModelConfig
 from llorch.errors import CheckpointMismatch
+from llorch.places import Pass
 from llorch.pytorch.causal_lm import Keep, keep_nothing
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel, as_numpy
 from llorch.stages import BY_NAME
 from llorch.verify.choices import GoOn, as_made
-from llorch.verify.places import Pass
 
 MORE = 3  # tokens that the neighbour has more
 PADDING = 2  # columns that are padding in every row

@@ -21,9 +21,9 @@ from llorch.files.gguf import GGUFFile
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised import QuantisedFolder
+from llorch.places import Place
 from llorch.verify.goldens import TokenCheck
 from llorch.verify.judge import Row, exact_row
-from llorch.verify.places import Place
 
 logger = logging.getLogger(__name__)
 

@@ -18,21 +18,21 @@ from typing import Any
 
 import numpy as np
 
+from llorch.comparison import EXACT, Difference, Tolerance, distance, measure
 from llorch.engines import Route
 from llorch.files import Weights
+from llorch.places import Pass, Place, part_of, token_axis
 from llorch.sampling import greedy
-from llorch.stages import BY_NAME, Stage, input_keys, key, keys
+from llorch.stages import ATTENTION, BY_NAME, Stage, input_keys, key, keys
 from llorch.verify.choices import Choice, GoOn, as_made
-from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.goldens import SAMPLINGS, Evidence, Truth, sampler_inputs
 from llorch.verify.judge import FAIL, Claim, Row, judge, routed, tied
 from llorch.verify.limits import MATHEMATICS, NOTHING_KNOWN, SCORES, Limits, Margins, limit_of_softmax, widened
-from llorch.verify.places import Pass, Place, part_of, token_axis
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, FLOAT32, ISOLATED
 from llorch.verify.runners import Runner, See
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.tokens import Tokens, edge_of_top_p
-from llorch.verify.truth import ATTENTION, WITNESS, distance
+from llorch.verify.truth import WITNESS
 
 COPIES = ("embed", "k_cache", "v_cache", "conv_state")  # isolated they are exact: nothing is computed
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from llorch.comparison import FACTOR, FLOORS, Tolerance
 from llorch.engines import Route
 from llorch.files import Weights
+from llorch.places import Pass, Place, token_axis
 from llorch.stages import Stage
-from llorch.verify.compare import FACTOR, FLOORS, Tolerance
 from llorch.verify.judge import Claim, Row, judge
 from llorch.verify.limits import MATHEMATICS, WORST
 from llorch.verify.long_goldens import LAST, LongGolden, judged_stages, last_tokens
-from llorch.verify.places import Pass, Place, token_axis
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import OWN_SUMS
 from llorch.verify.truth import WITNESS

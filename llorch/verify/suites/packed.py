@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from llorch.builtin import goldens_folder
+from llorch.comparison import Tolerance
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.numerics import GGML
 from llorch.ops.rounding import round_activations
+from llorch.places import Place
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_packed
@@ -26,10 +28,8 @@ from llorch.pytorch.packing import PACKERS, decode, pack
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.proof import speed_up
 from llorch.stages import Stage, input_keys, keys, matrix_of
-from llorch.verify.compare import Tolerance
 from llorch.verify.judge import PASS, Claim, Row, exact_row, judge, routed
 from llorch.verify.limits import WORST, product_error
-from llorch.verify.places import Place
 from llorch.verify.rounding_costs import ARITHMETICS, FLOAT32
 from llorch.verify.suites.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
 from llorch.verify.suites.quantised_goldens import CASE, FOLDER, QuantisedGolden, read

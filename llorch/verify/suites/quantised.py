@@ -27,8 +27,8 @@ from llorch.ops.rounding import (
     quantize_blocks,
     round_activations,
 )
+from llorch.places import Place
 from llorch.verify.judge import PASS, Row, exact_row, routed
-from llorch.verify.places import Place
 from llorch.verify.runners.numpy import GGML, GgmlRunner
 from llorch.verify.suites.files import fingerprint
 from llorch.verify.suites.forward import ForwardSuite

@@ -15,9 +15,9 @@ import numpy as np
 from llorch.builtin import missing_golden
 from llorch.engines import stored_route
 from llorch.files.quant import GGMLType
+from llorch.places import Pass
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.goldens import Evidence
-from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_models import MODELS
 
 FOLDER = "quantised"

@@ -6,11 +6,11 @@ from itertools import zip_longest
 
 import numpy as np
 
+from llorch.comparison import Tolerance, measure
+from llorch.places import Place
 from llorch.sampling import SamplingSettings
-from llorch.verify.compare import Tolerance, measure
 from llorch.verify.judge import Row, exact_row, tied
 from llorch.verify.limits import Margins, moved_past_p
-from llorch.verify.places import Place
 from llorch.verify.runners import Runner
 
 

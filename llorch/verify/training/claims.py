@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder
+from llorch.comparison import Difference, Tolerance, tolerance_from
 from llorch.config import ModelConfig
 from llorch.engines import OURS, stored_route
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
-from llorch.verify.compare import Difference, Tolerance, tolerance_from
+from llorch.places import Place
 from llorch.verify.goldens import sha256
 from llorch.verify.judge import Claim, Row, judge
-from llorch.verify.places import Place
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training import limits
 from llorch.verify.training.exports import exported, file_row

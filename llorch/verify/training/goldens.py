@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import missing_golden
+from llorch.comparison import Tolerance
 from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
+from llorch.places import Place
 from llorch.train.batch import Batch
-from llorch.verify.compare import Tolerance
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
-from llorch.verify.places import Place
 from llorch.verify.training.limits import FROM_FILES
 from llorch.verify.training.places import LOADED_BY, PEFT, at, of_tensors, places
 from llorch.verify.training.recipe import LORA, Rows

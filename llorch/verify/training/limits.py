@@ -30,11 +30,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from llorch.comparison import FACTOR, FLOAT32_ULP, FLOOR, FLOORS, Tolerance
 from llorch.config import ModelConfig
 from llorch.numerics import DtypeName
+from llorch.places import Place
 from llorch.stages import keys
-from llorch.verify.compare import FACTOR, FLOAT32_ULP, FLOOR, FLOORS, Tolerance
-from llorch.verify.places import Place
 from llorch.verify.training.places import CHAINED, ISOLATED
 from llorch.verify.training.recipe import OptimizerRecipe
 

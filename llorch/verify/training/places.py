@@ -9,7 +9,7 @@ import numpy as np
 
 from llorch.lora.adapter import LORA_A, LORA_B
 from llorch.lora.config import LAYER_TARGETS
-from llorch.verify.places import Place
+from llorch.places import Place
 from llorch.verify.training.recipe import MERGED, SCHEDULES, SHARED_INPUT, SMOOTHINGS, STATE, STEPS_ALONE, STEPS_SHOWN
 from llorch.verify.training.stages import BY_GROUP
 

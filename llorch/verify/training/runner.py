@@ -18,9 +18,9 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
 from llorch.ops.linear import linear
+from llorch.places import Place
 from llorch.stages import input_key, key
 from llorch.train import adamw, numpy_step, schedules
-from llorch.verify.places import Place
 from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.places import (
     INPUT_OF,

@@ -19,6 +19,7 @@ from llorch.files import Weights
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.numerics import DtypeName
+from llorch.places import Place
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import Cut, all_of, load_dense
@@ -33,7 +34,6 @@ from llorch.pytorch.train.step import Stepper
 from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.batch import IGNORED
 from llorch.verify.judge import Row
-from llorch.verify.places import Place
 from llorch.verify.training.claims import claims, routed, rows, stored
 from llorch.verify.training.goldens import HALF_DTYPES, TrainingGolden
 from llorch.verify.training.limits import NUMPY_ALONE

@@ -5,6 +5,7 @@ import re
 import pytest
 from planted import weights_of
 
+from llorch.comparison import Tolerance
 from llorch.diagnosis.mistakes import (
     AFTER_LOGITS,
     GENERATION,
@@ -22,7 +23,6 @@ from llorch.diagnosis.mistakes.norm import skipped
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import mistakes_of
 from llorch.stages import BY_NAME, CHECKPOINTS
-from llorch.verify.compare import Tolerance
 from llorch.verify.training.stages import BY_GROUP
 
 EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)

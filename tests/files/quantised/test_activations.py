@@ -13,7 +13,7 @@ from llorch.files import open_weights
 from llorch.files.quantised.activations import read_activations
 from llorch.numerics import SCHEME
 from llorch.ops.scheme_rounding import SchemeRounding
-from llorch.verify.places import Pass
+from llorch.places import Pass
 from llorch.verify.runners.numpy import run
 
 FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"

@@ -10,11 +10,11 @@ from continuous import job, some_ids
 from torch import Tensor
 
 from llorch.builtin import builtin_path
+from llorch.comparison import FACTOR
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE
-from llorch.verify.compare import FACTOR
 from llorch.verify.long_goldens import LongGolden
 from llorch.verify.models import stored, stored_long
 

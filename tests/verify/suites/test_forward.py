@@ -12,13 +12,13 @@ from refusals import assert_tells, refuses
 from llorch import forward as forward_page
 from llorch.builtin import BUILTIN
 from llorch.cache import KVCache
+from llorch.comparison import EXACT, FACTOR, FLOOR, Difference, measure
+from llorch.places import Pass
 from llorch.stages import BY_NAME, key, keys
 from llorch.verify.choices import GoOn, as_made
-from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, measure
 from llorch.verify.goldens import N_GREEDY, PRODUCERS, Evidence, Truth
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.limits import MATHEMATICS, Limits
-from llorch.verify.places import Pass
 from llorch.verify.runners import See, Trace
 from llorch.verify.runners import numpy as numpy_runner
 from llorch.verify.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from refusals import assert_tells
 
+from llorch.comparison import Tolerance
 from llorch.sampling import SamplingSettings, probabilities, softmax
-from llorch.verify.compare import Tolerance
 from llorch.verify.goldens import sampler_inputs
 from llorch.verify.judge import FAIL, TIE
 from llorch.verify.limits import NOTHING_KNOWN, Margins

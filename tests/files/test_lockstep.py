@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llorch.verify.lockstep import Lockstep
+from llorch.files.lockstep import Lockstep
 
 
 def test_every_job_ends_a_layer_before_any_begins_the_next():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from refusals import assert_tells, refuses
 
+from llorch.comparison import EXACT, FACTOR, FLOOR, Difference, Tolerance, check, measure, tolerance_from
 from llorch.errors import CheckpointMismatch
-from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, Tolerance, check, measure, tolerance_from
 
 TIGHT = Tolerance(1e-6, 1e-6)
 ANYTHING = Tolerance(math.inf, math.inf)

@@ -4,8 +4,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.dumps.stage_dump import Tokens
 from llorch.stages import Stage, key
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one pass of an engine; those of earlier passes are in its cache.
+
+    Attributes:
+        ids: Token ids.
+        first_position: Position of the first one.
+    """
+
+    ids: tuple[int, ...]
+    first_position: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from refusals import assert_tells, refuses
 
+from llorch.comparison import EXACT, Difference, Report, Tolerance, check, compare, measure, measure_in
 from llorch.errors import CheckpointMismatch
-from llorch.verify.compare import EXACT, Difference, Report, Tolerance, check, compare, measure, measure_in
 
 ANYTHING = Tolerance(math.inf, math.inf)
 TIGHT = Tolerance(1e-6, 1e-6)

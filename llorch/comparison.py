@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llorch.errors import CheckpointMismatch
-from llorch.stages import forward_order
+from llorch.stages import Stage, forward_order
 
 FLOAT32_ULP = 2.0**-23
 FLOOR = 4 * FLOAT32_ULP  # 4 ulp of the tensor's scale: no tolerance is ever below it
@@ -177,6 +177,11 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
     tokens = None if token_axis is None else _by_token(off, scaled, token_axis)
     factor = 1 + times_over(float(np.vdot(off, scaled)), float(np.vdot(scaled, scaled)))
     return Difference(error, times_over(largest, size), None, index, float(a[index]), float(b[index]), tokens, factor)
+
+
+def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:
+    """How far a stage, in any float dtype, is from its truth in float64."""
+    return measure(array.astype(true.dtype), true, masked=stage.masked)
 
 
 def measure_in(got: object, want: object, *, unit: float) -> Difference:

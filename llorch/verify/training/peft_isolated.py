@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llorch.engines.peft import (
+from llorch.lora.adapter import Adapter
+from llorch.places import Place
+from llorch.verify.training.goldens import TrainingGolden
+from llorch.verify.training.peft import (
     IN_TORCH,
     Peft,
     Watch,
@@ -26,9 +29,6 @@ from llorch.engines.peft import (
     trained,
     updated,
 )
-from llorch.lora.adapter import Adapter
-from llorch.verify.places import Place
-from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.places import (
     INPUT_OF,
     MERGED_AT,

@@ -12,9 +12,9 @@ from training_rows import rows as training_rows
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same
 from checkpoints.generated.tables import Blocks, equal, table
+from llorch.places import Place
 from llorch.stages import CHECKPOINTS, STAGES
 from llorch.verify.judge import Row, exact_row
-from llorch.verify.places import Place
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")
