@@ -148,7 +148,8 @@ def _compressed_tensors(folder: Folder) -> Mapping[str, Matrix]:
         if form == "nvfp4-pack-quantized":
             return _compressed_nvfp4(tensors, scheme)
         exact = {key: t.double() if t.dtype in (torch.bfloat16, torch.float16) else t for key, t in tensors.items()}
-        return BaseCompressor.get_value_from_registry(form).decompress(exact, scheme)["weight"]
+        decompress: Any = BaseCompressor.get_value_from_registry(form).decompress
+        return decompress(exact, scheme)["weight"]
 
     names = dict.fromkeys(folder.modules("weight_scale") + folder.modules("weight_packed"))
     return _named([name for name in names if schemes.get(name) is not None], matrix)
