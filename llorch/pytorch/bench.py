@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from llorch.bench import COPY_BYTES, PRODUCT_WIDTH, SHAPES, Load, Subject, best_time, processor, prompts
 from llorch.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.quant import GGMLType
 from llorch.files.residency import Residency
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache
@@ -31,7 +30,7 @@ from llorch.pytorch.parallel import named_on
 from llorch.pytorch.parallel_model import load_parallel, of_the_first
 from llorch.pytorch.proof import own_leaves, speed_up
 from llorch.pytorch.quantised_linear import PackedMatrix
-from llorch.pytorch.random_weights import random_bytes, random_model, weight_bytes
+from llorch.pytorch.random_weights import kind_named, random_bytes, random_model, weight_bytes
 from llorch.pytorch.ranks import summed
 from llorch.pytorch.sampling import Needs
 from llorch.pytorch.splitting import of_a_rank
@@ -168,7 +167,7 @@ def random(shape: str, at: Target, weights_type: str | None, load: Load, *, comp
     """Make random weights of a shape, a key of `SHAPES`, on a device; `weights_type` names that of blocks."""
     config = SHAPES[shape]
     load.require(config)
-    kind = None if weights_type is None else GGMLType[weights_type]
+    kind = None if weights_type is None else kind_named(weights_type)
     need, free = random_bytes(config, at, kind), free_memory(at.device)
     if need > free:
         raise MemoryError(

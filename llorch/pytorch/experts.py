@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from llorch.config import ModelConfig
-from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import MLP, Hidden, Keep, swiglu, widened
-from llorch.pytorch.packing import Fields, decode
+from llorch.pytorch.packing import Fields, Kind, decode
 from llorch.pytorch.quantised_linear import Multiply, PackedMatrix, QuantisedLinear, multiply_by_tiles
 
 Chosen = Int[Tensor, "batch seq topk"]
 PerExpert = Float[Tensor, "batch seq _topk _width"]  # or 1 for all of a token
-MultiplyChosen = Callable[[Tensor, Tensor, Fields, GGMLType, int], Tensor]
+MultiplyChosen = Callable[[Tensor, Tensor, Fields, Kind, int], Tensor]
 
 
 class SparseMoe(nn.Module):
@@ -109,7 +108,7 @@ class ExpertLinear(nn.Module):
 class QuantisedExperts(PackedMatrix):
     """One packed matrix per expert, in fields of all, one below the other; only chosen ones are decoded."""
 
-    def __init__(self, fields: Fields, ggml_type: GGMLType, n_experts: int) -> None:
+    def __init__(self, fields: Fields, ggml_type: Kind, n_experts: int) -> None:
         """Keep fields made by `pack` of all rows."""
         super().__init__(fields, ggml_type)
         self.n_experts = n_experts
@@ -148,7 +147,7 @@ def reads_nothing_back(x: PerExpert, ids: Chosen, n_experts: int) -> bool:
 
 
 def multiply_decoded(
-    x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: GGMLType, n_experts: int
+    x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: Kind, n_experts: int
 ) -> Float[Tensor, "choices out"]:
     """Multiply each row, which is that of some choices in succession, by the matrix of the expert chosen."""
     chosen = {name: field.unflatten(0, (n_experts, -1))[ids].flatten(0, 1) for name, field in fields.items()}

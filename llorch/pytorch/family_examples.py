@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from llorch.config import ModelConfig
-from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import widened
 from llorch.pytorch.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.delta_rule import delta_rule
 from llorch.pytorch.device import Target
 from llorch.pytorch.experts import ExpertLinear, QuantisedExperts
-from llorch.pytorch.random_weights import random_fields
+from llorch.pytorch.packing import Kind
+from llorch.pytorch.random_weights import kind_named, random_fields
 from llorch.pytorch.trial import Example, Numbers
 
 N_EXPERTS, TOP = 9, 4
@@ -23,7 +23,7 @@ PACKED_EXPERTS = "packed experts "
 def example_of(kind: str, config: ModelConfig, at: Target) -> Example:
     """Examples of a kind of leaf, at the shapes of a model."""
     if kind.startswith(PACKED_EXPERTS):
-        return _packed_experts(config, at, GGMLType[kind.removeprefix(PACKED_EXPERTS)])
+        return _packed_experts(config, at, kind_named(kind.removeprefix(PACKED_EXPERTS)))
     return EXAMPLES[kind](config, at)
 
 
@@ -96,7 +96,7 @@ def _experts(config: ModelConfig, at: Target) -> Example:
     return _chosen(config, at, plain, width)
 
 
-def _packed_experts(config: ModelConfig, at: Target, kind: GGMLType) -> Example:
+def _packed_experts(config: ModelConfig, at: Target, kind: Kind) -> Example:
     width = -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     fields = random_fields((N_EXPERTS * (config.intermediate_size // 8), width), kind, at.device)

@@ -10,16 +10,17 @@ from torch.overrides import TorchFunctionMode
 
 from llorch.config import ModelConfig
 from llorch.files import Weights
-from llorch.files.layout import TiledValues, rows_of
+from llorch.files.layout import rows_of
 from llorch.files.names import Weight, inventory, undo_interleave
 from llorch.files.packed import Packed
-from llorch.files.quant import GGMLType
+from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.experts import QuantisedExperts
 from llorch.pytorch.families import build
-from llorch.pytorch.packing import PACKERS, Fields, pack
+from llorch.pytorch.packing import Fields, Kind, Table, has_finite_numbers, pack
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
+from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_stored
 
 Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one
 
@@ -43,11 +44,12 @@ def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cu
 
 
 def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """As `load_dense`, but every matrix of a type in `PACKERS` stays packed."""
+    """As `load_dense`, but every matrix that has a `kind_of` packed ones stays packed."""
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
-        if row.is_matrix and weights.stored_type(row.name) in PACKERS:
-            _put_packed(model, weights, row, dtype, device, cut)
+        kind = kind_of(weights, row.name) if row.is_matrix else None
+        if kind is not None:
+            _put_packed(model, weights, row, kind, dtype, device, cut)
         else:
             _put_dense(model, weights, row, dtype, device, cut)
     if weights.config.tie_word_embeddings:
@@ -95,41 +97,54 @@ def _put_dense(
 
 
 def _put_packed(
-    model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut
+    model: nn.Module, weights: Weights, row: Weight, kind: Kind, dtype: torch.dtype, device: torch.device, cut: Cut
 ) -> None:
     """Replace the module that a matrix belongs to by one that keeps it packed."""
     slot, stored = weights.slots[row.name], _as_stored(weights, row)
-    kind, by_row = stored[0].ggml, np.concatenate([one.by_row for one in stored])
-    if slot.interleaved_heads:
-        by_row = undo_interleave(by_row, slot.interleaved_heads)
-    fields = pack(torch.from_numpy(by_row), kind)
+    fields = _fields(stored, kind, slot.interleaved_heads)
     fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
-    _require_finite(fields, stored)
+    _require_finite(fields, kind, stored)
     owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
-    setattr(model.get_submodule(owner), name, _leaf(fields, kind, row, dtype, slot.layout.columns))
+    columns = None if slot.layout.columns is None else slot.layout.columns.index()
+    if (order := group_order(stored[0])) is not None:
+        columns = np.argsort(order)
+    setattr(model.get_submodule(owner), name, _leaf(fields, kind, row, dtype, columns))
+
+
+def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int) -> Fields:
+    """Take a matrix, or those of all experts, apart."""
+    if isinstance(kind, Table):
+        parts = [pack_stored(one, kind) for one in map(in_group_order, stored) if isinstance(one, QuantisedMatrix)]
+        return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    by_row = np.concatenate([one.by_row for one in stored])
+    if interleaved_heads:
+        by_row = undo_interleave(by_row, interleaved_heads)
+    return pack(torch.from_numpy(by_row), kind)
 
 
 def _as_stored(weights: Weights, row: Weight) -> list[Packed]:
-    """A matrix, or those of all experts; only GGUF files have types that stay packed."""
+    """A matrix, or those of all experts."""
     if len(row.shape) == 3:
         return [weights.expert_as_stored(row.name, number) for number in range(row.shape[0])]
     return [rows_of(weights.as_stored(row.name), weights.slots[row.name].layout)]
 
 
-def _leaf(fields: Fields, kind: GGMLType, row: Weight, dtype: torch.dtype, columns: TiledValues | None) -> nn.Module:
+def _leaf(fields: Fields, kind: Kind, row: Weight, dtype: torch.dtype, columns: np.ndarray | None) -> nn.Module:
     if row.name == "embed_tokens":
         return QuantisedEmbedding(fields, kind, dtype)
     if len(row.shape) == 3:
         return QuantisedExperts(fields, kind, row.shape[0])
     leaf = QuantisedLinear(fields, kind)
-    return leaf if columns is None else Reordered(leaf, torch.from_numpy(columns.index()).to(fields["codes"].device))
+    return leaf if columns is None else Reordered(leaf, torch.from_numpy(columns).to(fields["codes"].device))
 
 
-def _require_finite(fields: Fields, stored: Sequence[Packed]) -> None:
+def _require_finite(fields: Fields, kind: Kind, stored: Sequence[Packed]) -> None:
     """Refuse what decodes to NaN or infinity: that is so exactly when a float of a block is not finite."""
     for one in stored:
         one.require_scales()
-    if not all(field.isfinite().all() for field in fields.values() if field.is_floating_point()):
+    if not all(field.isfinite().all() for field in fields.values() if field.is_floating_point()) or (
+        isinstance(kind, Table) and not has_finite_numbers(fields, kind)
+    ):
         for one in stored:
             for start, tile in one.tiles():  # decoded once more to say where
                 one.require_finite(start, tile)

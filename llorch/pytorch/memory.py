@@ -16,15 +16,14 @@ import torch
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.names import inventory
-from llorch.files.packed import StoredType
 from llorch.files.quant import GGMLType
 from llorch.files.residency import Residency
 from llorch.memory import available_memory
 from llorch.pytorch.cpu.library import library
 from llorch.pytorch.device import DTYPES, Target
-from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.splitting import cut_axis, of_a_rank
+from llorch.pytorch.stored_kinds import kind_of, packed_bytes
 
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a batch per pass of long prompts
 SLOTS = 256  # caches for generation are whole multiples
@@ -69,9 +68,10 @@ def predict(
     weights: Weights, target: Target, residency: Literal["decoded", "packed"], batch: int, n_tokens: int,
     n_ranks: int = 1,
 ) -> Need:  # fmt: skip
-    """Count bytes from shapes and types; nothing is read. `n_tokens` is the context per sequence, prompt and answer.
+    """Count bytes from shapes and types; only scales are read.
 
-    Of `n_ranks` that share every layer, what each of them needs.
+    `n_tokens` is the context per sequence, prompt and answer. With `n_ranks` that share every layer, the bytes are
+    those of each rank.
     """
     config, width, kind = of_a_rank(weights.config, n_ranks), target.dtype.itemsize, target.device.type
     slots = min(-(-n_tokens // SLOTS) * SLOTS, config.max_position_embeddings) + 1
@@ -175,7 +175,7 @@ def _beside_pages(weights: Weights, target: Target, n_jobs: int, longest: int) -
 
 
 def _as_loaded(weights: Weights) -> Literal["decoded", "packed"]:
-    return "packed" if any(weights.stored_type(name) in PACKERS for name in weights) else "decoded"
+    return "packed" if any(kind_of(weights, name) for name in weights) else "decoded"
 
 
 def _slot(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -199,29 +199,29 @@ def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
 def _choice(
     weights: Weights, target: Target, decoded: Wanted, free: float, *, from_blocks: bool
 ) -> Literal["decoded", "packed"]:
-    if not any(weights.stored_type(name) in PACKERS for name in weights):
+    if not any(kind_of(weights, name) for name in weights):
         return "decoded"
     if from_blocks and (target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None)):
         return "packed"
     return "decoded" if _need(weights, target, decoded).peak <= free else "packed"
 
 
-def _stays_packed(kind: StoredType, residency: str) -> bool:
-    return residency == "packed" and kind in PACKERS
+def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
+    return residency == "packed" and kind_of(weights, name) is not None
 
 
 def _kept(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Bytes of a weight, or of a rank's part of it, once it is loaded."""
     n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
-    if _stays_packed(weights.stored_type(name), residency):
-        return weights.stored_bytes(name) // n_parts
+    if _stays_packed(weights, name, residency):
+        return packed_bytes(weights, name) // n_parts
     return math.prod(weights.shape(name)) * target.dtype.itemsize // n_parts
 
 
 def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """What lies beside a weight while it is read, decoded, reordered and converted, and before it is cut."""
     elements, kind = math.prod(weights.shape(name)), weights.stored_type(name)
-    if _stays_packed(kind, residency):
+    if _stays_packed(weights, name, residency):
         return (3 if kind is GGMLType.Q8_0 else 4) * elements  # blocks, and codes of a byte that are joined anew
     decoded = 0 if kind is GGMLType.F32 and n_ranks == 1 else 4 * elements
     converted = 0 if target.dtype is torch.float32 else 4 * elements
@@ -233,7 +233,7 @@ def _lost(weights: Weights, target: Target, residency: str, n_ranks: int) -> int
     if target.device.type != "cpu":
         return 0
     decoded = [name for name in weights if weights.stored_type(name) is not GGMLType.F32]
-    kept = [name for name in decoded if not _stays_packed(weights.stored_type(name), residency)]
+    kept = [name for name in decoded if not _stays_packed(weights, name, residency)]
     return sum(_kept(weights, name, target, residency, n_ranks) for name in kept) // 10
 
 
@@ -301,7 +301,7 @@ def _suggestion(weights: Weights, target: Target, wanted: Wanted, free: float) -
 
 def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[tuple[str, Target, Wanted]]:
     half = Target(target.device, DTYPES["bfloat16"])
-    packable = wanted.residency == "decoded" and any(weights.stored_type(name) in PACKERS for name in weights)
+    packable = wanted.residency == "decoded" and any(kind_of(weights, name) for name in weights)
     packed = replace(wanted, residency="packed")
     for batch in _halves(wanted.batch, least=1):
         yield f"a batch of {batch}", target, replace(wanted, batch=batch)

@@ -16,6 +16,13 @@ as many rows as the weight; bits are moved, none is added, so that a weight take
            upper   uint8    in / 4       the upper two bits, see below
            scales  int8     in / 16      x = d * scale * (code - 32)
            d       float16  in / 256
+    Table  codes   uint8    in / 2, in   four bits, see below, or eight bits in the order of the elements
+           d       float32  groups       x = d * (values[code] - zero) + minimum
+           zero    float32  groups       absent where it is 0
+           minimum float32  groups       absent where it is 0
+
+A `Table` keeps a matrix of a quantised Hugging Face folder, with the values of its codes. Its groups have 16 columns,
+or a multiple of 32. Its factor or divisor applies last.
 
 Codes of less than a byte: 32 elements are four little-endian words, and element 4 * j + i is part j of word i. So a
 thread that loads 16 bytes holds all codes that share a scale, and the inputs of part j of its words are neighbours.
@@ -28,15 +35,33 @@ Source: ggml src/ggml-common.h (layouts in a file), see `llorch.files.blocks`; t
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
+from llorch.files.packed import Scheme
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 
 Fields = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Scheme):
+    """A kind of matrix whose codes of four or eight bits look up a number; `name` is a key of `TABLES`."""
+
+    values: bytes  # 16 or 256 numbers, float32
+    has_zeros: bool = False  # a field has them; else they are part of the values
+    factor: float | None = None  # of all numbers, a float32
+    divisor: float | None = None
+
+
+Kind = GGMLType | Table  # of a packed matrix
+TABLES: Mapping[str, int] = MappingProxyType({"TABLE_4": 16, "TABLE_8": 256})  # numbers of a table
+RUN = 32  # elements that share a scale, or their number divides that of those
 
 
 def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
@@ -45,14 +70,20 @@ def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, 
     return {name: field.contiguous() for name, field in PACKERS[ggml_type](blocks).items()}
 
 
-def decode(fields: Fields, ggml_type: GGMLType) -> Float32[Tensor, "*rows in"]:
-    """Decode whole rows, to the bits of `llorch.files.quant.decode`; a scale that is not finite gives inf or NaN."""
-    return DECODERS[ggml_type](fields)
+def decode(fields: Fields, ggml_type: Kind) -> Float32[Tensor, "*rows in"]:
+    """Decode whole rows, to the bits of `llorch.files`; a scale that is not finite gives inf or NaN."""
+    return _decode_table(fields, ggml_type) if isinstance(ggml_type, Table) else DECODERS[ggml_type](fields)
 
 
-def width(fields: Fields, ggml_type: GGMLType) -> int:
+def width(fields: Fields, ggml_type: Kind) -> int:
     """Elements of one row."""
-    return fields["codes"].shape[-1] * (1 if ggml_type is GGMLType.Q8_0 else 2)
+    return fields["codes"].shape[-1] * (1 if ggml_type.name in ("Q8_0", "TABLE_8") else 2)
+
+
+@cache
+def values_of(table: Table, device: torch.device) -> Float32[Tensor, " codes"]:
+    """Put the numbers of a table on a device."""
+    return torch.frombuffer(bytearray(table.values), dtype=torch.float32).to(device)
 
 
 def four_bits(codes: UInt8[Tensor, "*rows bytes"]) -> UInt8[Tensor, "*rows in"]:
@@ -77,13 +108,28 @@ def six_bits(scales: UInt8[Tensor, "*rows bytes"]) -> tuple[UInt8[Tensor, "*rows
     return scale.flatten(-2), minimum.flatten(-2)
 
 
+def has_finite_numbers(fields: Fields, table: Table) -> bool:
+    """Tell if every code means a finite number, and no scaled number can overflow."""
+    values = values_of(table, fields["codes"].device)
+    wrong = ~values.isfinite()
+    largest = values.where(~wrong, 0).abs().max()
+    if "zero" in fields:
+        largest = largest + fields["zero"].abs().max()
+    largest = largest * fields["d"].abs().max()
+    if "minimum" in fields:
+        largest = largest + fields["minimum"].abs().max()
+    if not _times_factor(largest, table).isfinite() or not largest.isfinite():
+        return False
+    return not any((fields["codes"] == code).any() for code in wrong.nonzero().flatten().tolist())
+
+
 def _pack_q8_0(blocks: Tensor) -> dict[str, Tensor]:
     return {"codes": blocks[..., 2:].flatten(1).view(torch.int8), "d": _halves(blocks[..., :2])}
 
 
 def _pack_q4_0(blocks: Tensor) -> dict[str, Tensor]:
     codes = torch.cat((blocks[..., 2:] & 15, blocks[..., 2:] >> 4), dim=-1)  # (out, blocks, 32)
-    return {"codes": _join_four_bits(codes.flatten(1)), "d": _halves(blocks[..., :2])}
+    return {"codes": join_four_bits(codes.flatten(1)), "d": _halves(blocks[..., :2])}
 
 
 def _pack_q4_k(blocks: Tensor) -> dict[str, Tensor]:
@@ -93,7 +139,7 @@ def _pack_q4_k(blocks: Tensor) -> dict[str, Tensor]:
     scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)  # (out, blocks, 8)
     minimum = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
     return {
-        "codes": _join_four_bits(codes.flatten(1)),
+        "codes": join_four_bits(codes.flatten(1)),
         "scales": _join_six_bits(scale.flatten(1), minimum.flatten(1)),
         "d": _halves(blocks[..., :2]),
         "dmin": _halves(blocks[..., 2:4]),
@@ -106,7 +152,7 @@ def _pack_q6_k(blocks: Tensor) -> dict[str, Tensor]:
     upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     upper = torch.cat([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)  # (out, blocks, 2, 4, 32)
     return {
-        "codes": _join_four_bits(lower.flatten(1)),
+        "codes": join_four_bits(lower.flatten(1)),
         "upper": _join_two_bits(upper.flatten(1)),
         "scales": blocks[..., 192:208].flatten(1).view(torch.int8),
         "d": _halves(blocks[..., 208:]),
@@ -133,6 +179,23 @@ def _decode_q6_k(fields: Fields) -> Tensor:
     return _scaled(codes.view(torch.int8) - 32, _scaled(fields["scales"], fields["d"].float()))
 
 
+def _decode_table(fields: Fields, table: Table) -> Tensor:
+    codes = four_bits(fields["codes"]) if table.name == "TABLE_4" else fields["codes"]
+    numbers = values_of(table, codes.device)[codes.int()].unflatten(-1, (fields["d"].shape[-1], -1))
+    if "zero" in fields:
+        numbers = numbers - fields["zero"][..., None]
+    numbers = numbers * fields["d"][..., None]
+    if "minimum" in fields:
+        numbers = numbers + fields["minimum"][..., None]
+    return _times_factor(numbers.flatten(-2), table)
+
+
+def _times_factor(numbers: Tensor, table: Table) -> Tensor:
+    if table.factor is not None:
+        numbers = numbers * table.factor
+    return numbers if table.divisor is None else numbers / table.divisor
+
+
 def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
     """Integers times the scale of the run that each is in, rounded to float32."""
     runs = numbers.unflatten(-1, (scales.shape[-1], -1))
@@ -144,7 +207,8 @@ def _halves(columns: Tensor) -> Tensor:
     return columns.flatten(1).contiguous().view(torch.float16)
 
 
-def _join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
+def join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
+    """Pack codes of four bits, the reverse of `four_bits`."""
     parts = codes.unflatten(1, (-1, 8, 4)).mT  # (out, runs, word, part)
     return (parts[..., ::2] | parts[..., 1::2] << 4).flatten(1)
 
@@ -167,3 +231,5 @@ PACKERS: Mapping[GGMLType, Callable[[Tensor], dict[str, Tensor]]] = MappingProxy
 DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType(
     {GGMLType.Q8_0: _decode_q8_0, GGMLType.Q4_0: _decode_q4_0, GGMLType.Q4_K: _decode_q4_k, GGMLType.Q6_K: _decode_q6_k}
 )
+
+KIND_NAMES = (*(kind.name for kind in PACKERS), *TABLES)

@@ -13,21 +13,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llorch.files.quant import GGMLType
-from llorch.pytorch.packing import Fields, decode, width
+from llorch.pytorch.packing import Fields, Kind, decode, width
 
-Multiply = Callable[[Tensor, Fields, GGMLType, Tensor | None], Tensor]
+Multiply = Callable[[Tensor, Fields, Kind, Tensor | None], Tensor]
 
+_INTEGERS = {torch.float16: torch.int16, torch.float32: torch.int32}
 TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for the product to be efficient
 
 
 class PackedMatrix(nn.Module):
     """The fields of a packed matrix.
 
-    They are kept as integers, so that `.to(dtype)` of a model leaves them alone: a scale is float16 by its format.
+    They are kept as integers, so that `.to(dtype)` of a model leaves them alone: its format fixes the dtype of a scale.
     """
 
-    def __init__(self, fields: Fields, ggml_type: GGMLType) -> None:
+    def __init__(self, fields: Fields, ggml_type: Kind) -> None:
         """Keep fields made by `pack`; matrices that are given the same ones share them."""
         super().__init__()
         self.ggml_type = ggml_type
@@ -35,7 +35,7 @@ class PackedMatrix(nn.Module):
         self.in_features = width(fields, ggml_type)
         self._dtypes = {name: field.dtype for name, field in fields.items()}
         for name, field in fields.items():
-            self.register_buffer(name, field.view(torch.int16) if field.dtype is torch.float16 else field)
+            self.register_buffer(name, field.view(_INTEGERS.get(field.dtype, field.dtype)))
 
     @property
     def fields(self) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class PackedMatrix(nn.Module):
 class QuantisedLinear(PackedMatrix):
     """A linear layer, with the interface of `nn.Linear`."""
 
-    def __init__(self, fields: Fields, ggml_type: GGMLType) -> None:
+    def __init__(self, fields: Fields, ggml_type: Kind) -> None:
         """Start without a bias, which is set as the parameter `bias`."""
         super().__init__(fields, ggml_type)
         self.bias: nn.Parameter | None
@@ -100,7 +100,7 @@ class FrozenProduct(torch.autograd.Function):
 class QuantisedEmbedding(PackedMatrix):
     """An embedding, with the interface of `nn.Embedding`; only the rows that are asked for are decoded."""
 
-    def __init__(self, fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> None:
+    def __init__(self, fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> None:
         """Keep the fields; rows are handed out in `dtype`."""
         super().__init__(fields, ggml_type)
         self.dtype = dtype
@@ -111,7 +111,7 @@ class QuantisedEmbedding(PackedMatrix):
 
 
 def multiply_by_tiles(
-    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
+    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
     """Compute x @ decode(fields).T + bias, a tile of the matrix, rounded to the dtype of `x`, at a time."""
     y = x.new_empty(len(x), len(fields["codes"]))
@@ -120,7 +120,7 @@ def multiply_by_tiles(
     return y
 
 
-def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: GGMLType) -> Float[Tensor, "rows in"]:
+def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: Kind) -> Float[Tensor, "rows in"]:
     """Compute grad @ decode(fields), the gradient of a product's input; tiles are summed in at least float32."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=wide)
@@ -129,7 +129,7 @@ def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: GG
     return total.to(grad.dtype)
 
 
-def tiles(fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+def tiles(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
     """Decode a matrix, `TILE` elements at a time, rounded to `dtype`: which rows, and the rows."""
     n_rows, step = len(fields["codes"]), max(1, TILE // width(fields, ggml_type))
     for start in range(0, n_rows, step):

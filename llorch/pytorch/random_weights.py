@@ -1,26 +1,42 @@
 """Models of a real shape with random weights, made on the device: a device can be measured without a download."""
 
 import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from types import MappingProxyType
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from llorch.config import ModelConfig
 from llorch.files.names import Weight, inventory
 from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.quantised.codes import E4M3, INT8, integers
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
 from llorch.pytorch.experts import QuantisedExperts
 from llorch.pytorch.families import build
 from llorch.pytorch.load import put
-from llorch.pytorch.packing import Fields, pack, width
+from llorch.pytorch.packing import Fields, Kind, Table, pack, values_of, width
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
 
+GROUP = 64  # columns that share a scale of a table, as MLX and bitsandbytes have them
+_NF4 = NormalDist()
+TABLE_EXAMPLES: Mapping[str, Table] = MappingProxyType(
+    {
+        "TABLE_4": Table("TABLE_4", integers(4).tobytes()),
+        "TABLE_8": Table("TABLE_8", E4M3.tobytes()),
+        "NF4": Table("TABLE_4", np.array([_NF4.inv_cdf((i + 0.5) / 16) for i in range(16)], np.float32).tobytes()),
+        "INT8": Table("TABLE_8", INT8.tobytes()),
+    }
+)  # numbers of codes; those of NF4 are like those of a file
 SIZE = 0.02  # of weights and of scales; small enough that no activation overflows in float16
 
 
 @torch.no_grad()
-def random_model(config: ModelConfig, target: Target, packed: GGMLType | None = None) -> CausalLM:
+def random_model(config: ModelConfig, target: Target, packed: Kind | None = None) -> CausalLM:
     """Build a model, its matrices dense or in blocks of a type, whose size its rows must be a multiple of."""
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -46,7 +62,7 @@ def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
     put(model, path_of(row.name), tensor + 1 if row.name.endswith("norm") else tensor)
 
 
-def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: GGMLType) -> None:
+def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: Kind) -> None:
     fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
     if row.name == "embed_tokens":
         leaf = QuantisedEmbedding(fields, packed, target.dtype)
@@ -58,12 +74,14 @@ def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: GGMLType) 
     setattr(model.get_submodule(owner), name, leaf)
 
 
-def random_fields(shape: tuple[int, ...], packed: GGMLType, device: torch.device) -> Fields:
+def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) -> Fields:
     """Random codes, with scales that give numbers of about the size of real weights."""
-    elements, n_bytes = BLOCK_SIZES[packed]
+    elements, n_bytes = _block(packed)
     if shape[1] % elements:
         raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
     raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
+    if isinstance(packed, Table):
+        return _random_table(raw, packed, shape[1] // GROUP)
     fields = pack(raw, packed)
     largest = {GGMLType.Q8_0: 128, GGMLType.Q4_0: 8, GGMLType.Q4_K: 63 * 15, GGMLType.Q6_K: 128 * 32}[packed]
     for field in fields.values():
@@ -73,11 +91,33 @@ def random_fields(shape: tuple[int, ...], packed: GGMLType, device: torch.device
     return fields
 
 
-def random_bytes(config: ModelConfig, target: Target, packed: GGMLType | None = None) -> int:
+def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
+    """Scales for groups of `GROUP` columns; tables of unsigned integers have a minimum in each group."""
+    values = values_of(table, codes.device)
+    if not values.isfinite().all():  # codes that are no numbers
+        codes = codes.where(values.isfinite()[codes.int()], 0)
+    d = torch.full((len(codes), n_groups), 2 * SIZE / float(values.nan_to_num(0).abs().max()), device=codes.device)
+    return {"codes": codes, "d": d} | ({"minimum": -d * values.max() / 2} if (values >= 0).all() else {})
+
+
+def _block(packed: Kind) -> tuple[int, int]:
+    """Elements and bytes of codes that cannot be told apart."""
+    if isinstance(packed, Table):
+        return GROUP, GROUP // 2 if packed.name == "TABLE_4" else GROUP
+    return BLOCK_SIZES[packed]
+
+
+def kind_named(name: str) -> Kind:
+    """Find a kind by the name of its kernels or of its numbers."""
+    return TABLE_EXAMPLES[name] if name in TABLE_EXAMPLES else GGMLType[name]
+
+
+def random_bytes(config: ModelConfig, target: Target, packed: Kind | None = None) -> int:
     """Bytes that `random_model` takes: all weights, and what the largest needs while it is made."""
     shapes = [row.shape for row in inventory(config).values()]
-    elements, n_bytes = (1, target.dtype.itemsize) if packed is None else BLOCK_SIZES[packed]
-    return sum(map(math.prod, shapes)) * n_bytes // elements + 4 * max(map(math.prod, shapes))
+    elements, n_bytes = (1, target.dtype.itemsize) if packed is None else _block(packed)
+    scales = 2 * sum(map(math.prod, shapes)) * 4 // GROUP if isinstance(packed, Table) else 0
+    return sum(map(math.prod, shapes)) * n_bytes // elements + scales + 4 * max(map(math.prod, shapes))
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -10,9 +10,8 @@ from llorch.architecture import Layer
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.names import inventory
-from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.paths import path_of
+from llorch.pytorch.stored_kinds import block_size, kind_of
 
 _FEED = ("mlp", "mlp.shared_expert")
 COLUMNS = (
@@ -49,11 +48,11 @@ def require_split(config: ModelConfig, n_ranks: int) -> None:
 def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
     """Why matrices cannot be cut as they are packed: a column cut must fall between two blocks."""
     for row in inventory(weights.config).values():
-        kind, path = weights.stored_type(row.name), path_of(row.name).removesuffix(".weight")
-        if kind in PACKERS and path.endswith(EXPERTS) and n_ranks > 1:
+        kind, path = kind_of(weights, row.name), path_of(row.name).removesuffix(".weight")
+        if kind is not None and path.endswith(EXPERTS) and n_ranks > 1:
             return f"{row.name}: packed experts cannot be split"
-        if isinstance(kind, GGMLType) and kind in PACKERS and cut_axis(path_of(row.name)) == 1:
-            size = BLOCK_SIZES[kind][0]
+        if kind is not None and cut_axis(path_of(row.name)) == 1:
+            size = block_size(weights, row.name)
             if row.shape[-1] // size % n_ranks:
                 n_blocks = f"{row.shape[-1] // size} blocks of {size} columns ({kind.name})"
                 return f"{row.name}: expected a number of blocks divisible by {n_ranks} ranks, got {n_blocks}"

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from llorch.bench import SHAPES
 from llorch.config import ModelConfig
-from llorch.files.quant import GGMLType
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
 from llorch.pytorch.leaves import Leaves, put_leaves
+from llorch.pytorch.packing import KIND_NAMES, Kind
 from llorch.pytorch.quantised_linear import QuantisedLinear
-from llorch.pytorch.random_weights import random_fields, random_model
+from llorch.pytorch.random_weights import kind_named, random_fields, random_model
 from llorch.pytorch.sampling import Needs
 from llorch.pytorch.sdpa import sdpa_attention, use_sdpa
 from llorch.sampling import SamplingSettings
@@ -172,8 +172,8 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> Example:
     """Examples of a kind of leaf, at the shapes of a model."""
     if kind in _EXAMPLES:
         return _EXAMPLES[kind](config, at)
-    if (name := kind.removeprefix("packed ")) in GGMLType.__members__:
-        return _packed(config, at, GGMLType[name])
+    if (name := kind.removeprefix("packed ")) in KIND_NAMES:
+        return _packed(config, at, kind_named(name))
     from llorch.pytorch import family_examples  # which is made of what stands here
 
     return family_examples.example_of(kind, config, at)
@@ -198,7 +198,7 @@ def _linear(config: ModelConfig, at: Target) -> Example:
     return _of(plain, *((numbers(rows, 1, width),) for rows in (1, 3, 8, 9)))
 
 
-def _packed(config: ModelConfig, at: Target, ggml_type: GGMLType) -> Example:
+def _packed(config: ModelConfig, at: Target, ggml_type: Kind) -> Example:
     numbers, width = Numbers(at), -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     plain = QuantisedLinear(random_fields((config.intermediate_size, width), ggml_type, at.device), ggml_type)

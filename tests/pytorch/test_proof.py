@@ -22,16 +22,16 @@ from llorch.pytorch import proof, trial
 from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.leaves import leaves_for
-from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.packing import KIND_NAMES
 from llorch.pytorch.proof import try_apart, verdicts
 from llorch.pytorch.trial import Verdict, tried
 
 own_leaves = proof.own_leaves.__wrapped__  # a process remembers the results of the function
 
 CPU = torch.device("cpu")
-ALL = ["packed Q8_0", "packed Q4_0", "packed Q4_K", "packed Q6_K", "norm", "linear", "rotate", "attend", "act", "block"]
+ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
 QUICK = ("norm", "rotate", "attend", "act")  # in Triton's interpreter
-EXPERTS = [f"packed experts {kind.name}" for kind in PACKERS]
+EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
 RIGHT, WRONG, SLOW = Verdict(0.5, 0.9), Verdict(7.0, 0.9), Verdict(0.5, 1.4)
 

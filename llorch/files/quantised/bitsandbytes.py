@@ -8,7 +8,7 @@ With double quantisation the scale of a block is a code too:
 Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState.from_dict`) and `nn/modules.py` (`Int8Params`).
 """
 
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 
@@ -64,12 +64,11 @@ def _add_four_bit(source: Source, module: str, kind: str) -> None:
         parts["nested_absmax"] = source.take(module, "weight.nested_absmax", ["F32"], (n_nested,))
         parts["nested_values"] = source.take(module, "weight.nested_quant_map", ["F32"], (256,))
     source.unused.add(f"{module}.weight.{_STATE}{kind}")
-    n_in = shape[1]
     recipe = Recipe(
         codes=_codes(shape),
         values=lambda parts: parts["values"].floats(),
         scale=_absmax(state if nested else None, shape, size),
-        group=size if n_in % size == 0 else 1,
+        group=gcd(size, shape[1]),
         zero_scales=True,
     )
     name = f"{kind.upper()}, blocks of {size}" + (", double quantised" if nested else "")
@@ -110,10 +109,10 @@ def _codes(shape: Shape) -> Reader:
 
 
 def _absmax(nested: Fields | None, shape: Shape, size: int) -> Reader:
-    n_in = shape[1]
+    group = gcd(size, shape[1])  # columns of a row that are in one block, wherever blocks begin
 
     def read(parts: Parts, rows: Rows) -> np.ndarray:
-        blocks = _span(rows, (shape[0], n_in // size)) if n_in % size == 0 else _span(rows, shape) // size
+        blocks = _span(rows, (shape[0], shape[1] // group)) * group // size
         stored = parts["absmax"].array[blocks]
         if nested is None:
             return stored

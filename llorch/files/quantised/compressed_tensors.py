@@ -219,13 +219,7 @@ def _add_nvfp4(source: Source, module: str, weights: Fields) -> None:
         "scale": source.take(module, "weight_scale", ["F8_E4M3"], (n_out, half // 8), "nvfp4-pack-quantized"),
         "global": source.take(module, "weight_global_scale", ["F32"], (1,)),
     }
-    blocks = floats_of("scale")
-
-    def scale(parts: Parts, rows: Rows) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            return blocks(parts, rows).astype(np.float64) / parts["global"].floats()
-
-    add_fp4(source, module, parts, scale, 16, "NVFP4")
+    add_fp4(source, module, parts, floats_of("scale"), 16, "NVFP4", divisor=floats_of("global"))
 
 
 def _add_mxfp4(source: Source, module: str, weights: Fields) -> None:
@@ -237,13 +231,17 @@ def _add_mxfp4(source: Source, module: str, weights: Fields) -> None:
     add_fp4(source, module, parts, exponents_of("scale"), 32, "MXFP4")
 
 
-def add_fp4(source: Source, module: str, parts: Mapping[str, str], scale: Reader, size: int, name: str) -> None:
+def add_fp4(
+    source: Source, module: str, parts: Mapping[str, str], scale: Reader, size: int, name: str,
+    *, divisor: Reader | None = None,
+) -> None:  # fmt: skip
     """Note a matrix of E2M1 codes, the lower half of a byte first, with a scale for some columns."""
     n_out, n_bytes = source.tensors[parts["codes"]].shape
     recipe = Recipe(
         codes=lambda parts, rows: stream(parts["codes"].array[rows], 4, 2 * n_bytes),
         values=E2M1,
         scale=scale,
+        divisor=divisor,
         group=size,
         zero_scales=True,
     )

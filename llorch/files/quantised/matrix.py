@@ -2,6 +2,8 @@
 
     W[n, k] = (value[code[n, k]] - zero[n, g]) * scale[n, g] + minimum[n, g]        g = the group of column k
 
+One number of the whole matrix may multiply or divide that at the end.
+
 Every format of `llorch.files.quantised` has this form. It differs in the bits of a code, in the values of the codes
 (integers, E2M1, E4M3, a table of the file), in where scales and zero points lie, and in which columns share them. The
 difference of two codes is exact in float32; the product is rounded once, and is exact too for scales of 8 or 16 bits.
@@ -72,10 +74,11 @@ class Recipe:
 
     codes: Reader  # (rows, in) uint8
     values: np.ndarray | Callable[[Parts], np.ndarray]  # float32 by code; the table may be a part
-    scale: Reader  # (rows, groups) float32, or float64 where the product of two scales is rounded with the code
+    scale: Reader  # (rows, groups) float32
     zero: Reader | None = None  # (rows, groups) float32
     minimum: Reader | None = None  # (rows, groups) float32
     factor: np.float32 | None = None  # multiplied last
+    divisor: Reader | None = None  # (1, 1) float32; divides last
     group: int | Callable[[Parts], np.ndarray]
     zero_scales: bool = False  # a scale of 0 has a meaning: all numbers of the group are 0
     check: Callable[[Parts], str | None] = lambda parts: None  # a contradiction, as a message
@@ -124,7 +127,9 @@ class QuantisedMatrix(Packed):
                 made += self.spread(recipe.minimum(self.parts, rows))
             if recipe.factor is not None:
                 made *= recipe.factor
-        return made.astype(np.float32, copy=False)
+            if recipe.divisor is not None:
+                made /= recipe.divisor(self.parts, rows)
+        return made
 
     def decode_rows_into(self, rows: slice, out: np.ndarray) -> None:
         """Write some rows into a float32 array."""
@@ -144,7 +149,9 @@ class QuantisedMatrix(Packed):
         """Refuse (NonFinite, OutOfRange, Inconsistent, with tensor and place) scales that cannot be meant."""
         if said := self.recipe.check(self.parts):
             raise FormatError("Inconsistent", said, path=self.path)
-        for reader, may_be_zero in ((self.recipe.scale, self.recipe.zero_scales), (self.recipe.minimum, True)):
+        recipe = self.recipe
+        readers = ((recipe.scale, recipe.zero_scales), (recipe.minimum, True), (recipe.divisor, False))
+        for reader, may_be_zero in readers:
             if reader is None:
                 continue
             numbers = reader(self.parts, self.stored(slice(None)))

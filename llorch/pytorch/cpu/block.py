@@ -21,7 +21,7 @@ from llorch.pytorch.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRot
 from llorch.pytorch.cpu.library import pointer
 from llorch.pytorch.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
-from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.packing import KIND_NAMES
 
 MOST = 64  # rows of a block in one call, where its leaves take any number
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -159,7 +159,7 @@ def cpu_leaves(
         return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled, fixed=fixed)
 
     leaves: Mapping[str, Callable[[Any], Any]] = {
-        **{f"packed {kind.name}": packed for kind in PACKERS},
+        **{f"packed {kind}": packed for kind in KIND_NAMES},
         "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled, fixed=fixed),
         "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),
@@ -178,6 +178,6 @@ def _experts(compiled: ctypes.CDLL) -> Mapping[str, Callable[[Any], Any]]:
     def packed(leaf: Any) -> CpuQuantisedExperts:
         return CpuQuantisedExperts(leaf.fields, leaf.ggml_type, leaf.n_experts, compiled)
 
-    return {f"packed experts {kind.name}": packed for kind in PACKERS} | {
+    return {f"packed experts {kind}": packed for kind in KIND_NAMES} | {
         "experts": lambda leaf: CpuExperts(leaf.weight, compiled)
     }

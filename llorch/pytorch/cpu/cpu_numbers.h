@@ -41,6 +41,18 @@ static inline lanes load(const float *x) {
     return v;
 }
 
+/* The first n floats, zeros after them; n may be more than there are lanes. */
+static inline lanes load_some(const float *x, long n) {
+    if (n >= LANES) return load(x);
+#ifdef __AVX512F__
+    return (lanes)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), x);
+#else
+    lanes v = {0};
+    for (long i = 0; i < n; i++) v[i] = x[i];
+    return v;
+#endif
+}
+
 static inline lanes splat(float x) {
     return (lanes){0} + x;
 }

@@ -9,11 +9,10 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from llorch.files.quant import GGMLType
 from llorch.pytorch.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.experts import Chosen, PerExpert, grouped
-from llorch.pytorch.packing import Fields
+from llorch.pytorch.packing import Fields, Kind
 
 FEW = 32  # rows up to which one call for all is faster
 
@@ -70,7 +69,7 @@ class CpuExperts(_Chosen):
 class CpuQuantisedExperts(_Chosen):
     """See `QuantisedExperts`."""
 
-    def __init__(self, fields: Fields, ggml_type: GGMLType, n_experts: int, library: ctypes.CDLL) -> None:
+    def __init__(self, fields: Fields, ggml_type: Kind, n_experts: int, library: ctypes.CDLL) -> None:
         """Take over the fields of all matrices, one below the other."""
         self_all = CpuQuantisedLinear(fields, ggml_type, None, library)
         super().__init__((n_experts, self_all.out_features // n_experts, self_all.in_features), library)

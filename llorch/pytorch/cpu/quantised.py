@@ -6,25 +6,47 @@ The layouts are those of `llorch.pytorch.packing`, whose `decode` is the twin of
 import ctypes
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from llorch.files.quant import GGMLType
+from llorch.files.quantised.codes import E4M3, INT8
 from llorch.pytorch.cpu.library import pointer
 from llorch.pytorch.cpu.linear import TILE, product
-from llorch.pytorch.packing import Fields
+from llorch.pytorch.packing import RUN, Fields, Kind, Table, values_of, width
 from llorch.pytorch.quantised_linear import PackedMatrix
 
 KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
+TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
+_LOOK_UP, _SIGNED, _E4M3, _EVEN = range(4)  # `way` in cpu_products.c
 HALF = {torch.float32: 0, torch.bfloat16: 1}
+_MORE = ("upper", "dmin", "zero", "minimum")  # a kind has one of these at most
 FEW = 8  # rows up to which decoding in registers, once per row, is faster than a tile in memory
+
+
+def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
+    """Lay out what all rows share, as `shared` in cpu_products.c has it."""
+    group = width(fields, table) // fields["d"].shape[-1]
+    offset = 1 if "zero" in fields else 2 if "minimum" in fields else 0
+    integers = torch.tensor([group // RUN, _way(table, fields), offset], dtype=torch.int32)
+    factors = torch.tensor([1.0 if one is None else one for one in (table.factor, table.divisor)])
+    return torch.cat((integers.view(torch.float32), factors, values_of(table, torch.device("cpu"))))
+
+
+def _way(table: Table, fields: Fields) -> int:
+    values = values_of(table, torch.device("cpu"))
+    if table.values == INT8.tobytes():
+        return _SIGNED
+    if table.values == E4M3.tobytes() and "zero" not in fields:
+        return _E4M3
+    return _EVEN if torch.equal(values, values[0].round() + torch.arange(len(values))) else _LOOK_UP
 
 
 class CpuQuantisedLinear(PackedMatrix):
     """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
 
     def __init__(
-        self, fields: Fields, ggml_type: GGMLType, bias: Tensor | None, library: ctypes.CDLL, *, fixed: bool = False
+        self, fields: Fields, ggml_type: Kind, bias: Tensor | None, library: ctypes.CDLL, *, fixed: bool = False
     ) -> None:
         """Take over the fields of a packed layer, or of an embedding that it shares them with.
 
@@ -33,7 +55,8 @@ class CpuQuantisedLinear(PackedMatrix):
         super().__init__(fields, ggml_type)
         self.bias, self.fixed = bias, fixed
         self.library = library
-        self._kind = KINDS[ggml_type]
+        self._kind = TABLE_KINDS[ggml_type.name] if isinstance(ggml_type, Table) else KINDS[ggml_type]
+        self._shared = shared_by_rows(ggml_type, fields) if isinstance(ggml_type, Table) else None
         self._found: tuple[int | None, ...] = ()
         self._found_for: object = None
 
@@ -66,8 +89,9 @@ class CpuQuantisedLinear(PackedMatrix):
         """What the compiled functions want to know of the matrix; found once, until the fields are moved."""
         buffers = self._buffers
         if buffers["codes"] is not self._found_for:
-            more = buffers.get("dmin" if self.ggml_type is GGMLType.Q4_K else "upper")
-            self._found = tuple(map(pointer, (buffers["codes"], buffers["d"], buffers.get("scales"), more)))
+            more = next((buffers[name] for name in _MORE if name in buffers), None)
+            scales = buffers.get("scales") if self._shared is None else self._shared
+            self._found = tuple(map(pointer, (buffers["codes"], buffers["d"], scales, more)))
             self._found_for = buffers["codes"]
         return self._kind, *self._found, HALF[dtype]
 

@@ -1,5 +1,6 @@
 """The table of what runs on CUDA instead of torch's own; importing it imports Triton."""
 
+from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import Block
 from llorch.pytorch.cuda.decode_attention import decode_attention
 from llorch.pytorch.cuda.dense_matvec import DenseLinear, Together
@@ -9,7 +10,7 @@ from llorch.pytorch.cuda.quantised import multiply
 from llorch.pytorch.cuda.quantised_matvec import multiply_chosen
 from llorch.pytorch.experts import QuantisedExperts
 from llorch.pytorch.leaves import Leaves
-from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.packing import KIND_NAMES
 from llorch.pytorch.quantised_linear import QuantisedLinear
 
 
@@ -20,8 +21,10 @@ def packed(leaf: QuantisedLinear) -> QuantisedLinear:
 
 
 def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
-    """Packed matrices of experts, likewise; those of a few rows at once."""
-    leaf.multiply, leaf.multiply_chosen = multiply, multiply_chosen
+    """Multiply packed matrices of experts by kernels; a table's few rows have none, so the twin multiplies them."""
+    leaf.multiply = multiply
+    if isinstance(leaf.ggml_type, GGMLType):
+        leaf.multiply_chosen = multiply_chosen
     return leaf
 
 
@@ -40,8 +43,8 @@ def joined(block: Block) -> Block:
 LEAVES: Leaves = {
     "norm": FusedRMSNorm,
     "linear": DenseLinear,
-    **{f"packed {kind.name}": packed for kind in PACKERS},
-    **{f"packed experts {kind.name}": packed_experts for kind in PACKERS},
+    **{f"packed {kind}": packed for kind in KIND_NAMES},
+    **{f"packed experts {kind}": packed_experts for kind in KIND_NAMES},
     "rotate": lambda plain: rotate_and_cache,
     "attend": lambda plain: decode_attention,
     "act": lambda plain: swiglu,

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from llorch.files.quant import GGMLType
-from llorch.pytorch.packing import Fields
+from llorch.pytorch.packing import Fields, Kind
 
 RUN = 32
 
@@ -86,9 +86,10 @@ def multiply_few_rows(
 
 
 def multiply_chosen(
-    x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: GGMLType, n_experts: int
+    x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: Kind, n_experts: int
 ) -> Float[Tensor, "choices out"]:
     """Multiply each row, which is that of some choices in succession, by the matrix of the expert chosen."""
+    assert isinstance(ggml_type, GGMLType)
     y = x.new_empty(len(ids), len(fields["codes"]) // n_experts)
     _launch((y.shape[1], len(ids)), x, y, None, ids, fields, ggml_type, n_rows=1, share=len(ids) // len(x))
     return y

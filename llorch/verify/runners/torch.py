@@ -23,11 +23,11 @@ from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel, as_numpy, load_torch
-from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.parallel import cut_for, named_on
 from llorch.pytorch.parallel_model import ParallelModel
 from llorch.pytorch.reproducible import attention as fixed_attention
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
+from llorch.pytorch.stored_kinds import kind_of
 from llorch.stages import keys
 from llorch.verify.choices import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
@@ -85,7 +85,7 @@ VARIANTS: Mapping[str, Variant] = {  # suffix of the backend's name
 
 def variants_for(target: Target, weights: Weights) -> list[str]:
     """Suffixes of all that is judged: compiled on CUDA only, where it is used; packed where the file has such."""
-    packed = any(weights.stored_type(name) in PACKERS for name in weights)
+    packed = any(kind_of(weights, name) for name in weights)
     left_out = {"-compiled": target.device.type != "cuda", "-packed": not packed}
     return [suffix for suffix in VARIANTS if not left_out.get(suffix, False)]
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from packed_matrices import TABLES, packed_table
 from torch import nn
 from torch.nn.functional import linear
 
@@ -12,6 +13,9 @@ from llorch.verify.suites.quantised_models import random_blocks
 
 ROWS = [1, 3, FEW, FEW + 1, 40]
 OUT = 70
+SHAPES = [
+    (name, width) for width in (192, 768) for name, (_, group, _) in TABLES.items() if width % (group or width) == 0
+]
 
 
 def layer(ggml_type, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
@@ -87,3 +91,44 @@ def test_leading_axes_and_strides_of_the_input_do_not_matter():
     got = leaf(x)
     assert got.shape == (2, 3, OUT)
     assert error(got, truth(x, leaf)) < 1e-6
+
+
+def table_layer(name: str, dtype: torch.dtype, *, width: int = 768) -> CpuQuantisedLinear:
+    fields, table = packed_table(name, OUT, width)
+    compiled = library()
+    assert compiled is not None
+    return CpuQuantisedLinear(fields, table, bias_of(dtype), compiled)
+
+
+def size_of(x: torch.Tensor, leaf: CpuQuantisedLinear) -> torch.Tensor:
+    """Bound the terms of a product; values and offsets are summed apart."""
+    weight = decode(leaf.fields, leaf.ggml_type).double().abs().amax(-1)
+    return x.double().abs().sum(-1, keepdim=True) * 2 * weight + 1
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("name", "width"), SHAPES)
+def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows, width):
+    leaf = table_layer(name, torch.float32, width=width)
+    x = inputs(rows, width, torch.float32)
+    assert ((leaf(x).double() - truth(x, leaf)).abs() <= width * 2.0**-24 * size_of(x, leaf)).all()
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", TABLES)
+def test_bfloat16_products_with_a_table_are_no_worse_than_those_of_torch_with_a_decoded_matrix(name, rows):
+    leaf = table_layer(name, torch.bfloat16)
+    x = inputs(rows, 768, torch.bfloat16)
+    decoded = decode(leaf.fields, leaf.ggml_type).bfloat16()
+    assert error(leaf(x), truth(x, leaf)) <= 1.01 * error(linear(x, decoded, leaf.bias), truth(x, leaf))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", TABLES)
+def test_decoding_a_table_has_the_bits_of_the_twin(name, dtype):
+    leaf = table_layer(name, dtype)
+    got = torch.empty(OUT - 3, 768, dtype=dtype)
+    leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
+    want = decode(leaf.fields, leaf.ggml_type)[3:].to(dtype)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

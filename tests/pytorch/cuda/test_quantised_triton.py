@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from packed_matrices import activations, packed_matrix
+from packed_matrices import TABLES, activations, packed_matrix, packed_table
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.experts import multiply_decoded
@@ -21,6 +21,12 @@ from llorch.pytorch.cuda.quantised_matvec import multiply_chosen, multiply_few_r
 
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
 SHAPES = [(1, 256), (7, 768)]  # rows are odd, and the runs of 768 columns are no power of two
+TABLE_SHAPES = [
+    (name, (rows, width))
+    for rows, width in ((3, 96), (7, 768))
+    for name, (_, group, _) in TABLES.items()
+    if width % (group or width) == 0
+]
 NARROW = [GGMLType.Q8_0, GGMLType.Q4_0]  # their rows may be any number of runs
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of a number, at most
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -115,6 +121,22 @@ def test_a_matrix_is_decoded_to_the_bits_of_the_twin(ggml_type, shape, dtype, de
     fields = packed_matrix(ggml_type, shape[0], shape[1], device)
     got, want = decode_to(fields, ggml_type, dtype), decode(fields, ggml_type).to(dtype)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("name", "shape"), TABLE_SHAPES, ids=str)
+def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
+    fields, table = packed_table(name, *shape, device)
+    got, want = decode_to(fields, table, torch.float32), decode(fields, table)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", TABLES)
+def test_few_rows_are_multiplied_by_a_table(name, rows, device):
+    fields, table = packed_table(name, 7, 768, device)
+    x, bias = activations(rows, 768, torch.float32, device), torch.linspace(-1, 1, 7).to(device)
+    assert_close(multiply(x, fields, table, bias), x, decode(fields, table), bias)
 
 
 @pytest.mark.slow_cases("interpreter-1", "interpreter-2", "interpreter-3", "interpreter-32")

@@ -1,0 +1,168 @@
+"""The kind of packed matrix that torch keeps a stored weight as, and the fields of a quantised folder's matrix.
+
+A matrix of a GGUF file stays in its type if `PACKERS` has that type. A matrix of a quantised folder becomes a `Table`,
+with 4 bits for each code if it has at most 16 different codes, else with 8 bits. Decoding applies the operations of
+`QuantisedMatrix.decode_rows` in the same order, so both have the same bits.
+
+These matrices are decoded when they are loaded:
+
+    rows whose length 32 does not divide
+    scales whose groups have different sizes, or sizes that 16 does not divide
+    experts with different tables, or different numbers that apply last
+"""
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+from math import gcd, prod
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int
+from torch import Tensor
+
+from llorch.files import Weights
+from llorch.files.packed import Packed, Rows
+from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader
+from llorch.pytorch.packing import PACKERS, RUN, TABLES, Kind, Table, join_four_bits
+
+_HALF_RUN = 16  # columns of the smallest group that kernels know
+_SCALE_BYTES = 4
+_AT_ONCE = 1 << 22  # elements whose codes are unpacked in one go
+_KNOWN: MutableMapping[object, dict[str, Kind | None]] = WeakKeyDictionary()  # by the opened folder
+
+
+def kind_of(weights: Weights, name: str) -> Kind | None:
+    """Find the kind that torch keeps a weight as; None: it is decoded. Zero points of a quantised folder are read."""
+    stored = weights.as_stored(name)
+    if not isinstance(stored, QuantisedMatrix):
+        kind = stored.ggml_type
+        return kind if isinstance(kind, GGMLType) and kind in PACKERS else None
+    known = _KNOWN.setdefault(weights.source, {})
+    if name not in known:
+        kinds = {_table(in_group_order(one)) for one in weights.all_stored(name)}
+        known[name] = kinds.pop() if len(kinds) == 1 else None
+    return known[name]
+
+
+def block_size(weights: Weights, name: str) -> int:
+    """Count the columns of a packed weight that stay together: those of one scale, or all if they are reordered."""
+    kind, stored = kind_of(weights, name), weights.as_stored(name)
+    if isinstance(kind, GGMLType):
+        return BLOCK_SIZES[kind][0]
+    return weights.shape(name)[-1] if group_order(stored) is not None else max(RUN, _scale_columns(stored))
+
+
+def packed_bytes(weights: Weights, name: str) -> int:
+    """Predict the bytes of a weight that is kept packed, at most."""
+    kind, elements = kind_of(weights, name), prod(weights.shape(name))
+    if isinstance(kind, GGMLType):
+        size, n_bytes = BLOCK_SIZES[kind]
+        return elements // size * n_bytes
+    assert kind is not None
+    scales = 2 * _SCALE_BYTES * elements // _scale_columns(in_group_order(weights.as_stored(name)))
+    return (elements // 2 if kind.name == "TABLE_4" else elements) + scales
+
+
+def pack_stored(matrix: QuantisedMatrix, kind: Table) -> dict[str, Tensor]:
+    """Split a matrix into fields, as `packing.pack` does; `in_group_order` has put its columns in order."""
+    recipe, size = matrix.recipe, _scale_columns(matrix)
+    fields = {"codes": _packed_codes(matrix, kind), "d": _of_groups(matrix, recipe.scale, size)}
+    if recipe.minimum is not None:
+        fields["minimum"] = _of_groups(matrix, recipe.minimum, size)
+    if kind.has_zeros and recipe.zero is not None:
+        fields["zero"] = _of_groups(matrix, recipe.zero, size)
+    return fields
+
+
+def in_group_order(matrix: Packed) -> Packed:
+    """Put columns that share a scale next to each other; a matrix that has them so is returned as it is."""
+    order = group_order(matrix)
+    if order is None or not isinstance(matrix, QuantisedMatrix):
+        return matrix
+    recipe = matrix.recipe
+
+    def codes(parts: Parts, rows: Rows) -> np.ndarray:
+        return recipe.codes(parts, rows)[:, order]
+
+    assert callable(recipe.group)
+    size = int(np.bincount(recipe.group(matrix.parts))[0])
+    return replace(matrix, recipe=replace(recipe, codes=codes, group=size))
+
+
+def group_order(matrix: Packed) -> Int[np.ndarray, " in"] | None:
+    """Give the new order of the columns, for a matrix whose groups have one size but not neighbouring columns."""
+    if not isinstance(matrix, QuantisedMatrix) or not callable(matrix.recipe.group) or _group(matrix) is not None:
+        return None
+    numbers = matrix.recipe.group(matrix.parts)
+    counts = np.bincount(numbers)
+    return np.argsort(numbers, kind="stable") if (counts == counts[0]).all() else None
+
+
+def _table(matrix: Packed) -> Table | None:
+    assert isinstance(matrix, QuantisedMatrix)
+    recipe, values = matrix.recipe, matrix.values
+    if matrix.shape[1] % RUN or _group(matrix) is None or _scale_columns(matrix) % _HALF_RUN:
+        return None
+    zero = None if recipe.zero is None else _numbers(matrix, recipe.zero)
+    has_zeros = zero is not None and bool(zero.min() != zero.max())
+    if zero is not None and not has_zeros:
+        values = values - zero.flat[0]
+    if has_zeros and recipe.minimum is not None:
+        return None
+    name = "TABLE_4" if len(values) <= TABLES["TABLE_4"] else "TABLE_8"
+    padded = values[0] + np.arange(TABLES[name], dtype=np.float32)  # unused codes continue a row of integers
+    padded[: len(values)] = values
+    divisor = None if recipe.divisor is None else float(_numbers(matrix, recipe.divisor)[0, 0])
+    factor = None if recipe.factor is None else float(recipe.factor)
+    return Table(name, padded.tobytes(), has_zeros, factor, divisor)
+
+
+def _scale_columns(matrix: Packed) -> int:
+    """Count the columns that share a scale in the packed matrix: 16, or a multiple of 32 where the folder has that."""
+    size = _group(matrix) if isinstance(matrix, QuantisedMatrix) else None
+    assert size is not None
+    return size if size % RUN == 0 else gcd(size, _HALF_RUN)
+
+
+def _group(matrix: QuantisedMatrix) -> int | None:
+    """Count the columns that share a scale, where these are neighbours and all groups have one size; else None."""
+    group, n_in = matrix.recipe.group, matrix.shape[1]
+    if callable(group):
+        numbers = group(matrix.parts)
+        size = int(np.argmax(numbers != numbers[0])) or n_in
+        return size if np.array_equal(numbers, np.arange(n_in) // size) and n_in % size == 0 else None
+    return gcd(group, n_in)  # a last group that is shorter: in parts that divide both
+
+
+def _numbers(matrix: QuantisedMatrix, reader: Reader) -> Float32[np.ndarray, "rows groups"]:
+    return reader(matrix.parts, matrix.stored(slice(None)))
+
+
+def _of_groups(matrix: QuantisedMatrix, reader: Reader, size: int) -> Float32[Tensor, "rows groups"]:
+    """Read the numbers of every `size` columns, which divides the columns of a group."""
+    numbers, (n_rows, n_in) = _numbers(matrix, reader), matrix.shape
+    group = matrix.recipe.group if isinstance(matrix.recipe.group, int) else _group(matrix)
+    assert group is not None
+    if numbers.shape[1] > 1 and group != size:
+        numbers = np.repeat(numbers, group // size, axis=1)
+    return torch.from_numpy(np.array(np.broadcast_to(numbers[:, : n_in // size], (n_rows, n_in // size)), np.float32))
+
+
+def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
+    """Pack the codes, some rows at a time."""
+    width = matrix.shape[1] // (2 if kind.name == "TABLE_4" else 1)
+    packed = torch.empty(matrix.shape[0], width, dtype=torch.uint8)
+    for rows, codes in _codes(matrix):
+        packed[rows] = join_four_bits(codes) if kind.name == "TABLE_4" else codes
+    return packed
+
+
+def _codes(matrix: QuantisedMatrix) -> Iterator[tuple[slice, Tensor]]:
+    n_out, n_in = matrix.shape
+    step = max(32, _AT_ONCE // n_in // 32 * 32)  # whole words of formats that pack along the rows
+    for start in range(0, n_out, step):
+        rows = slice(start, min(start + step, n_out))
+        codes = matrix.recipe.codes(matrix.parts, matrix.stored(rows))
+        yield rows, torch.from_numpy(np.require(codes, requirements=["C", "W"]))

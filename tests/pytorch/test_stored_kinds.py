@@ -1,0 +1,148 @@
+"""Packed matrices of quantised folders, against the folders' own decoding in NumPy."""
+
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantised_folders import FOLDERS, NAMES, Tensors, changed
+from refusals import refuses
+
+from llorch.errors import FormatError
+from llorch.files import Weights, open_weights
+from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.load import load_packed
+from llorch.pytorch.model import load_torch
+from llorch.pytorch.packing import Table, decode
+from llorch.pytorch.stored_kinds import block_size, group_order, in_group_order, kind_of, pack_stored, packed_bytes
+
+
+def quantised(weights: Weights) -> list[str]:
+    return [name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix)]
+
+
+@cache
+def first(folder: str) -> QuantisedMatrix:
+    weights = open_weights(FOLDERS / folder)
+    matrix = weights.as_stored(quantised(weights)[0])
+    assert isinstance(matrix, QuantisedMatrix)
+    return matrix
+
+
+class Source:
+    """An opened folder."""
+
+
+def weights_of(*experts: QuantisedMatrix) -> Any:
+    """Weights that have one tensor, the matrices of all experts."""
+    return SimpleNamespace(
+        source=Source(), as_stored=lambda name: experts[0], all_stored=lambda name: list(experts),
+        shape=lambda name: (len(experts), *experts[0].shape),
+    )  # fmt: skip
+
+
+def with_recipe(matrix: QuantisedMatrix, **changes: Any) -> QuantisedMatrix:
+    return replace(matrix, recipe=replace(matrix.recipe, **changes))
+
+
+def decoded(matrix: QuantisedMatrix, kind: Table) -> np.ndarray:
+    ordered = in_group_order(matrix)
+    assert isinstance(ordered, QuantisedMatrix)
+    numbers, order = decode(pack_stored(ordered, kind), kind).numpy(), group_order(matrix)
+    return numbers if order is None else numbers[:, np.argsort(order)]
+
+
+@pytest.mark.parametrize("folder", NAMES)
+def test_packed_matrices_of_every_folder_decode_to_the_bits_of_the_folder(folder):
+    weights = open_weights(FOLDERS / folder)
+    with closing(weights.source):
+        assert quantised(weights)
+        for name in quantised(weights):
+            kind, stored = kind_of(weights, name), weights.as_stored(name)
+            assert isinstance(kind, Table)
+            assert isinstance(stored, QuantisedMatrix)
+            assert np.array_equal(decoded(stored, kind).view(np.uint32), stored.decode().view(np.uint32))
+
+
+@pytest.mark.parametrize("folder", ["awq-gemm", "mlx-4bit", "bnb-nf4-double", "ct-fp8-dynamic", "ct-nvfp4"])
+def test_predicted_bytes_hold_all_fields_and_few_more(folder):
+    weights = open_weights(FOLDERS / folder)
+    with closing(weights.source):
+        for name in quantised(weights):
+            kind, stored = kind_of(weights, name), weights.as_stored(name)
+            assert isinstance(kind, Table)
+            assert isinstance(stored, QuantisedMatrix)
+            taken = sum(field.nbytes for field in pack_stored(stored, kind).values())
+            assert taken <= packed_bytes(weights, name) <= 1.5 * taken
+
+
+@pytest.mark.parametrize("folder", ["awq-gemm", "gptq-4bit-act-order", "mlx-6bit", "modelopt-nvfp4"])
+def test_a_model_with_packed_matrices_computes_the_logits_of_the_decoded_one(folder):
+    packed, decoded = (load_torch(FOLDERS / folder, residency=residency) for residency in ("packed", "decoded"))
+    codes = {name for name, _ in packed.module.named_buffers() if name.endswith(".codes")}
+    assert len(codes) == len(quantised(packed.weights))
+    ids = [3, 1, 4, 1, 5]
+    got, want = (model.forward(ids) for model in (packed, decoded))
+    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+
+
+def loaded(path: Path, load: Any) -> CausalLM:
+    weights = open_weights(path)
+    with closing(weights.source):
+        return load(weights, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_rows_with_one_zero_point_are_packed_by_the_kind_of_the_whole_matrix():
+    whole = first("awq-gemm")
+    kind = kind_of(weights_of(whole), "w")
+    assert isinstance(kind, Table)
+    assert kind.has_zeros
+    picked = whole.picked(np.array([5]))
+    alike = with_recipe(picked, zero=lambda parts, rows: np.full((len(rows), 2), 3, np.float32))
+    assert np.array_equal(decoded(alike, kind), alike.decode())
+
+
+@pytest.mark.parametrize("group", [24, 40])
+def test_groups_that_sixteen_does_not_divide_are_decoded(group):
+    assert kind_of(weights_of(with_recipe(first("gptq-4bit"), group=group)), "w") is None
+
+
+def test_groups_of_different_sizes_are_decoded():
+    numbers = np.arange(64) // 40
+    numbers[5] = 1
+    assert kind_of(weights_of(with_recipe(first("gptq-4bit"), group=lambda parts: numbers)), "w") is None
+
+
+def test_a_row_that_is_no_multiple_of_32_columns_is_decoded():
+    assert kind_of(weights_of(replace(first("mlx-4bit"), shape=(64, 48))), "w") is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"divisor": lambda parts, rows: np.full((1, 1), 3, np.float32)}, {"factor": np.float32(3)}]
+)
+def test_experts_whose_last_factors_differ_are_decoded(change):
+    one = first("ct-nvfp4")
+    assert isinstance(kind_of(weights_of(one, one), "w"), Table)
+    assert kind_of(weights_of(one, with_recipe(one, **change)), "w") is None
+
+
+def test_columns_in_group_order_stay_together_and_others_by_group():
+    assert block_size(weights_of(first("gptq-4bit-act-order")), "w") == first("gptq-4bit-act-order").shape[1]
+    assert block_size(weights_of(first("gptq-4bit")), "w") == 32
+    assert block_size(weights_of(first("mlx-nvfp4")), "w") == 32
+
+
+def test_a_code_that_is_no_number_is_refused(tmp_path):
+    def spoil(tensors: Tensors) -> None:
+        name = next(name for name in tensors if name.endswith("down_proj.weight"))
+        dtype, shape, data = tensors[name]
+        tensors[name] = dtype, shape, data[:-1] + b"\x7f"
+
+    with refuses(FormatError, "NonFinite", "(63, 159)"):
+        loaded(changed(tmp_path, "ct-fp8-dynamic", tensors=spoil), load_packed)
