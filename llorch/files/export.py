@@ -10,7 +10,6 @@ Source: llama.cpp conversion/base.py, `prepare_tensors`, and conversion/llama.py
 """
 
 import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from llorch.errors import FormatError
 from llorch.files import GGUFFile, Weights
 from llorch.files.encode import LARGEST, encode, encoded_size
 from llorch.files.layout import AS_IS
+from llorch.files.mapped import release_pages
 from llorch.files.metadata import NUMBERS, StringArray
 from llorch.files.names import Tensor, Weight, gguf_tensors, interleave, inventory
 from llorch.files.new_file import new_file
@@ -135,17 +135,7 @@ def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
         yield weights.read(weight.name)
     finally:
         for stored in weights.all_stored(weight.name):
-            _release_pages(stored.raw)
-
-
-def _release_pages(view: np.ndarray) -> None:
-    """Let the system forget the pages of a mapped file that were read: they count as memory of this process."""
-    owner: object = view
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    mapped = owner.obj if isinstance(owner, memoryview) else owner
-    if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):  # not on Windows
-        mapped.madvise(mmap.MADV_DONTNEED)
+            release_pages(stored.raw)
 
 
 def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
@@ -201,7 +191,7 @@ def _parts_of_stack(weights: Weights, weight: Weight, ggml_type: GGMLType) -> It
         else:
             yield from encode(array, ggml_type, name=weight.gguf, path=weights.path)
     for stored in weights.all_stored(weight.name):
-        _release_pages(stored.raw)
+        release_pages(stored.raw)
 
 
 def assembled(weights: Weights, tensor: Tensor, *, in_gguf: bool) -> np.ndarray:

@@ -62,6 +62,16 @@ def read_regular(path: str | Path, *, limit: int) -> bytes:
     return data
 
 
+def release_pages(view: np.ndarray) -> None:
+    """Let the system forget the pages of a mapped file that were read: they count as memory of this process."""
+    owner: object = view
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    mapped = owner.obj if isinstance(owner, memoryview) else owner
+    if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):  # not on Windows
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
 class MappedFile:
     """A read-only map of a regular file; views stay valid after `close`, new ones are refused."""
 

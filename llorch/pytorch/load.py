@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.layout import rows_of
+from llorch.files.mapped import release_pages
 from llorch.files.names import Weight, inventory, undo_interleave
 from llorch.files.packed import Packed
 from llorch.files.quantised.matrix import QuantisedMatrix
@@ -52,6 +53,8 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
             _put_packed(model, weights, row, kind, dtype, device, cut)
         else:
             _put_dense(model, weights, row, dtype, device, cut)
+        for stored in weights.all_stored(row.name):
+            release_pages(stored.raw)
     if weights.config.tie_word_embeddings:
         embedding = model.model.embed_tokens
         if isinstance(embedding, QuantisedEmbedding):

@@ -209,8 +209,12 @@ def _halves(columns: Tensor) -> Tensor:
 
 def join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
     """Pack codes of four bits, the reverse of `four_bits`."""
-    parts = codes.unflatten(1, (-1, 8, 4)).mT  # (out, runs, word, part)
-    return (parts[..., ::2] | parts[..., 1::2] << 4).flatten(1)
+    words = codes.contiguous().view(torch.int64)  # four codes of part 2 b, then four of part 2 b + 1
+    pairs = (words | words >> 28).to(torch.int32).view(torch.uint8).unflatten(1, (-1, 4, 4))  # (out, runs, b, word)
+    joined = torch.empty_like(pairs)
+    for word in range(4):
+        joined[:, :, word] = pairs[..., word]
+    return joined.flatten(1)
 
 
 def _join_two_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:

@@ -21,12 +21,16 @@ def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows 
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return data[:, :count]
-    if bits in (2, 4):
-        per_byte = 8 // bits
-        codes = np.empty((len(data), data.shape[1], per_byte), np.uint8)
-        for i in range(per_byte):
+    if bits == 4:
+        pairs = data.astype("<u2")
+        pairs |= pairs << 4
+        pairs &= 0x0F0F
+        return pairs.view(np.uint8)[:, :count]
+    if bits == 2:
+        codes = np.empty((len(data), data.shape[1], 4), np.uint8)
+        for i in range(4):
             np.right_shift(data, i * bits, out=codes[:, :, i])
-        codes &= (1 << bits) - 1
+        codes &= 3
         return codes.reshape(len(data), -1)[:, :count]
     binary = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(len(data), count, bits)
     return np.packbits(binary, axis=2, bitorder="little")[:, :, 0]

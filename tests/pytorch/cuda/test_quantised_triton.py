@@ -125,7 +125,8 @@ def test_a_matrix_is_decoded_to_the_bits_of_the_twin(ggml_type, shape, dtype, de
 
 @pytest.mark.parametrize(("name", "shape"), TABLE_SHAPES, ids=str)
 def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
-    fields, table = packed_table(name, *shape, device)
+    n_out, n_in = shape
+    fields, table = packed_table(name, n_out, n_in, device)
     got, want = decode_to(fields, table, torch.float32), decode(fields, table)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
