@@ -11,6 +11,7 @@ from rich.console import Console
 
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.tables import console, print_table, table
+from llorch.cli.weight_types import Quantisation, of_file, of_folder, rows_of
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, SafetensorsFolder, open_gguf, open_weights
 from llorch.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ class Contents:
     config: dict | None
     tokenizer: dict | None
     metadata: dict
+    quantisation: Quantisation | None  # None if every matrix is floats
     tensors: list[dict]  # name, type, shape, offset, n_bytes
     problems: list[str]  # why llorch would refuse to run it
 
@@ -49,6 +51,7 @@ class Contents:
         _pairs(out, "config", self.config and _by_row(self.config))
         _pairs(out, "tokenizer", self.tokenizer)
         _pairs(out, "metadata", self.metadata)
+        _print_quantisation(out, self.quantisation)
         rows = table("tensors", "type", "shape", ">offset", ">bytes")
         for tensor in self.tensors:
             shape = " x ".join(map(str, tensor["shape"]))
@@ -65,12 +68,14 @@ def read_contents(path: Path) -> Contents:
         tensors = _attempt(problems, lambda: _tensors_of_folder(path)) or []
         tokenizer = _attempt(problems, lambda: _tokenizer_of_folder(path))
         _attempt(problems, lambda: read_templates(path))
+        quantisation = _attempt(problems, lambda: of_folder(path))
     else:
         with open_gguf(path) as file:
             kind, metadata = f"GGUF v{file.version}", {key: _plain(value) for key, value in file.metadata.items()}
             tensors = _tensors(file, lambda tensor: tensor.ggml_type.name)
             tokenizer = _attempt(problems, lambda: Tokenizer.from_gguf(file) if has_vocabulary(file) else None)
             _attempt(problems, lambda: templates_of_metadata(file.metadata, path))
+            quantisation = of_file(file)
     config = _attempt(problems, lambda: open_weights(path).config)
     return Contents(
         path=path,
@@ -78,6 +83,7 @@ def read_contents(path: Path) -> Contents:
         config=asdict(config) if config is not None else None,
         tokenizer=_describe(tokenizer) if tokenizer is not None else None,
         metadata=metadata,
+        quantisation=quantisation,
         tensors=tensors,
         problems=problems,
     )
@@ -160,6 +166,19 @@ def _in_words(layer: Mapping[str, Any]) -> str:
 
 def _short(text: str) -> str:
     return text[:SHOWN] + (" ..." if len(text) > SHOWN else "")
+
+
+def _print_quantisation(out: Console, made: Quantisation | None) -> None:
+    if made is None:
+        return
+    rows = table("quantisation", ">matrices", ">numbers", ">bytes", ">bits per weight")
+    for one in made.types:
+        bits = f"{one.bits_per_weight:.2f}"
+        rows.add_row(one.type, str(one.n_matrices), f"{one.n_numbers:,}", f"{one.n_bytes:,}", bits)
+    out.print()
+    print_table(out, rows)
+    for key, text in rows_of(made).items():
+        out.print(f"{key}: {repr(text)[1:-1]}")
 
 
 def _pairs(out: Console, title: str, values: Mapping[str, object] | None) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import invoke, spawn
+from quantised_folders import FOLDERS
 from tiny_models import random_tensors, write_file, write_folder
 from whole_folders import write_whole_folder
 
 import llorch
+from llorch.convert import convert
 from llorch.files.metadata import Cursor, StringArray, read_metadata
+from llorch.files.quant import GGMLType
 
 
 @pytest.fixture
@@ -113,3 +116,57 @@ def test_every_missing_tensor_of_a_folder_is_named(tmp_path: Path):
     assert result.exit_code == 2
     assert "2 Missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in result.stderr
     assert json.loads(result.stdout)["config"] is None
+
+
+# Type, matrices, bits per weight: bits of a code, and 16 bits of a scale for each group of columns.
+SUMMARIES = {
+    "ct-mixed": [("FP8, one scale a row", 3, 8.2), ("compressed-tensors 4-bit, groups of 32", 3, 4.5), ("BF16", 3, 16)],
+    "ct-fp8-static-kv": [("FP8, one scale", 7, 8 + 8 * 14 / 43008), ("BF16", 2, 16)],
+    "mlx-4bit": [("MLX 4-bit, groups of 32", 9, 5)],
+    "bnb-nf4-double": [("NF4, blocks of 64, double quantised", 7, 4.748), ("BF16", 2, 16)],
+    "modelopt-nvfp4": [("NVFP4, groups of 16", 7, 4.505), ("BF16", 2, 16)],
+}
+
+
+def summary_of(path: Path) -> dict:
+    result = invoke("inspect", str(path), "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)["quantisation"]
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_inspect_quantised_folder_counts_matrices_and_bits_of_each_type(name: str):
+    made = summary_of(FOLDERS / name)
+    assert [(one["type"], one["n_matrices"]) for one in made["types"]] == [row[:2] for row in SUMMARIES[name]]
+    bits = [one["bits_per_weight"] for one in made["types"]]
+    np.testing.assert_allclose(bits, [row[2] for row in SUMMARIES[name]], atol=6e-4)
+    assert made["bits_per_weight"] == pytest.approx(
+        8 * sum(one["n_bytes"] for one in made["types"]) / sum(one["n_numbers"] for one in made["types"]), abs=6e-4
+    )
+
+
+def test_inspect_quantised_folder_names_modules_of_floats_and_roundings():
+    made = summary_of(FOLDERS / "ct-fp8-static-kv")
+    assert made["method"] == "compressed-tensors"
+    assert made["not_quantised"] == ["lm_head", "model.embed_tokens"]
+    assert (made["activations"], made["kv_cache"]) == (
+        ["E4M3, static scale (7 times)"],
+        ["E4M3, static scale (2 times)"],
+    )
+    assert summary_of(FOLDERS / "gptq-4bit")["activations"] == []
+    assert "quant_method" in summary_of(FOLDERS / "modelopt-nvfp4")["not_read"]
+    text = " ".join(invoke("inspect", str(FOLDERS / "ct-mixed")).stdout.split())
+    assert "compressed-tensors 4-bit, groups of 32 3 8,192 4,608 4.50" in text
+    assert "model.layers.*.self_attn.o_proj" in text
+
+
+def test_inspect_float_folder_has_no_quantisation():
+    assert summary_of(FOLDERS / "float") is None
+    assert json.loads(invoke("inspect", "story", "--json").stdout)["quantisation"] is None
+
+
+def test_inspect_gguf_file_counts_matrices_and_bits_of_each_type(tmp_path: Path):
+    convert(FOLDERS / "float", tmp_path / "m.gguf", ggml_type=GGMLType.Q4_0)
+    made = summary_of(tmp_path / "m.gguf")
+    assert [(one["type"], one["n_matrices"], one["bits_per_weight"]) for one in made["types"]] == [("Q4_0", 9, 4.5)]
+    assert (made["method"], made["not_quantised"]) == ("ggml", [])

@@ -1,0 +1,125 @@
+"""The number types of the matrices of a file: how each is quantised, and which matrices are floats."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from llorch.errors import FormatError
+from llorch.files import GGUFFile
+from llorch.files.packed import StoredType, has_codes
+from llorch.files.quantised import QuantisedFolder, is_quantised
+from llorch.files.strict_json import read_settings
+
+
+@dataclass(frozen=True)
+class MatrixType:
+    """All matrices of one number type."""
+
+    type: str
+    n_matrices: int
+    n_numbers: int
+    n_bytes: int  # with scales, zero points and tables, as stored
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The number types of the matrices of a file, and the roundings that its settings ask for."""
+
+    method: str
+    types: list[MatrixType]  # the largest first
+    bits_per_weight: float  # of all matrices together
+    not_quantised: list[str]  # modules whose matrices are floats
+    activations: list[str]  # roundings of the inputs of matrices
+    kv_cache: list[str]  # roundings of keys and values
+    not_read: str | None  # why llorch cannot compute the roundings
+
+
+Matrix = tuple[str, StoredType, tuple[int, ...], int]  # name, type, shape, bytes
+
+
+def of_file(file: GGUFFile) -> Quantisation | None:
+    """Summarise the types of a GGUF file; None if every matrix is floats."""
+    matrices = [(name, one.ggml_type, one.shape, one.n_bytes) for name, one in file.tensors.items()]
+    return _summarised("ggml", matrices)
+
+
+def of_folder(path: Path) -> Quantisation | None:
+    """Summarise the settings of a quantised Hugging Face folder; None if it is not quantised.
+
+    Raises:
+        FormatError: The folder is one that `QuantisedFolder` refuses.
+    """
+    values = read_settings(path / "config.json")
+    if not is_quantised(values, path):
+        return None
+    with QuantisedFolder(path, values) as folder:
+        matrices = [
+            (name, folder.packed(name).ggml_type, one.shape, one.n_bytes) for name, one in folder.tensors.items()
+        ]
+        activations, caches, not_read = [], [], None
+        try:
+            activations = _counted(map(str, folder.activations.inputs.values()))
+            caches = _counted(str(one) for pair in folder.activations.caches.values() for one in pair)
+        except FormatError as error:
+            not_read = str(error)
+        return _summarised(folder.method, matrices, activations, caches, not_read)
+
+
+def rows_of(made: Quantisation) -> Mapping[str, str]:
+    """Give the lines of the table that follow those of the types."""
+    floats = Counter(_without_numbers(name) for name in made.not_quantised)
+    rows = {"method": made.method, "bits per weight, all matrices": f"{made.bits_per_weight:.2f}"}
+    rows["not quantised"] = ", ".join(_times(name, count) for name, count in floats.items()) or "none"
+    if made.not_read is not None:
+        return rows | {"activations, KV cache": f"unknown: {made.not_read}"}
+    return rows | {
+        "activations": ", ".join(made.activations) or "not quantised",
+        "KV cache": ", ".join(made.kv_cache) or "not quantised",
+    }
+
+
+def _summarised(
+    method: str,
+    tensors: Iterable[Matrix],
+    activations: list[str] | None = None,
+    caches: list[str] | None = None,
+    not_read: str | None = None,
+) -> Quantisation | None:
+    matrices = [one for one in tensors if len(one[2]) > 1]
+    if not any(has_codes(kind) for _, kind, _, _ in matrices):
+        return None
+    kinds: dict[StoredType, list[Matrix]] = {}
+    for one in matrices:
+        kinds.setdefault(one[1], []).append(one)
+    types = [MatrixType(kind.name, len(some), *_sizes(some)) for kind, some in kinds.items()]
+    return Quantisation(
+        method=method,
+        types=sorted(types, key=lambda one: -one.n_numbers),
+        bits_per_weight=_sizes(matrices)[2],
+        not_quantised=[name.removesuffix(".weight") for name, kind, _, _ in matrices if not has_codes(kind)],
+        activations=activations or [],
+        kv_cache=caches or [],
+        not_read=not_read,
+    )
+
+
+def _sizes(matrices: list[Matrix]) -> tuple[int, int, float]:
+    """Count numbers and bytes, and the bits of one number."""
+    n_numbers, n_bytes = sum(prod(one[2]) for one in matrices), sum(one[3] for one in matrices)
+    return n_numbers, n_bytes, round(8 * n_bytes / max(1, n_numbers), 3)
+
+
+def _counted(texts: Iterable[str]) -> list[str]:
+    return [_times(text, count) for text, count in Counter(texts).items()]
+
+
+def _times(text: str, count: int) -> str:
+    return text if count == 1 else f"{text} ({count} times)"
+
+
+def _without_numbers(name: str) -> str:
+    """Replace the number of a layer or an expert by a star."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
