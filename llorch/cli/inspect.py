@@ -17,8 +17,8 @@ from llorch.cli.output import to_json
 def command(*, file: str, as_json: bool) -> None:
     """Show the hyperparameters, tokenizer, metadata and tensor table of FILE without reading a tensor.
 
-    Of a quantised FILE it also shows how many matrices have which type, their bits per weight with scales and zero
-    points, the modules that are floats, and the rounding of activations and KV cache.
+    For a quantised FILE, a summary counts the matrices of each type and gives their bits per weight with scales and
+    zero points. The summary also names the modules of floats, and the rounding of activations and KV cache.
 
     FILE is a .gguf file, a Hugging Face folder or a built-in model. If llorch refuses a part, such as another
     architecture or a missing tensor, stderr names it after the rest, and the exit code is 2.

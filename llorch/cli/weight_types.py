@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,7 +56,7 @@ def of_folder(path: Path) -> Quantisation | None:
     values = read_settings(path / "config.json")
     if not is_quantised(values, path):
         return None
-    with QuantisedFolder(path, values) as folder:
+    with closing(QuantisedFolder(path, values)) as folder:
         matrices = [
             (name, folder.packed(name).ggml_type, one.shape, one.n_bytes) for name, one in folder.tensors.items()
         ]
