@@ -16,7 +16,8 @@ from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files import GGUFFile, Weights, open_weights
 from llorch.files.encode import LARGEST, encode
-from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, write_gguf_content
+from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, most_used, write_gguf_content
+from llorch.files.export_blocks import Blocks, find_blocks
 from llorch.files.export_huggingface import (
     DTYPES,
     huggingface_config,
@@ -69,6 +70,8 @@ class Conversion:
     n_tensors: int
     n_bytes: int
     fallbacks: list[str]  # matrices that are F16, because their rows are no whole number of blocks
+    kept: dict[str, str]  # quantised matrices that stay packed, and their types
+    decoded: dict[str, str]  # quantised matrices that no type of ggml holds exactly, and why
     has_vocabulary: bool
     notes: list[str]  # what the target cannot hold
 
@@ -79,6 +82,7 @@ class _Job:
     target: Path
     ggml_type: GGMLType
     report: Callable[[str], None]
+    blocks: Blocks
     notes: list[str] = field(default_factory=list)
 
 
@@ -92,10 +96,11 @@ def convert(
 ) -> Conversion:
     """Write a GGUF file or Hugging Face folder as the other, or in another type; by its name a .gguf is a GGUF file.
 
-    Of a quantised folder a folder of floats can be written, too.
+    A quantised folder can become a folder of floats, too.
 
     Type None keeps that of the matrices where the target can hold it without loss, else takes F32; a folder has one
-    type for all, norms and biases too. Refused: a target that exists (FileExistsError; with `force` a file, and a
+    type for all, norms and biases too. A matrix of a quantised folder stays packed in a GGUF file where a type of ggml
+    has exactly its numbers. Refused: a target that exists (FileExistsError; with `force` a file, and a
     folder of nothing but a model's, is replaced), a type that its format lacks or a target that is the source
     (ValueError), what it cannot express (FormatError). After an error nothing is left of the target.
     """
@@ -113,16 +118,17 @@ def write_model(
 ) -> Conversion:
     """Write an open model, with tokenizer and chat template of its file or folder, to a place that was checked."""
     to_gguf = target.suffix == ".gguf"
-    job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report)
+    blocks = find_blocks(weights) if to_gguf and ggml_type is None else Blocks()
+    job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report, blocks)
     _note_second_loss(job)
     from_folder = not isinstance(weights.source, GGUFFile)
     has_vocabulary = _to_gguf(job) if to_gguf else _to_floats(job) if from_folder else _to_huggingface(job)
-    types = gguf_types(weights.config, job.ggml_type) if to_gguf else {}
+    types = gguf_types(weights.config, job.ggml_type, blocks.kept) if to_gguf else {}
     shapes = {weight.name: weight.shape for weight in inventory(weights.config).values()}
     return Conversion(
         source=weights.path,
         target=target,
-        ggml_type=job.ggml_type,
+        ggml_type=most_used(weights.config, job.ggml_type, blocks.kept),
         n_tensors=len(shapes),
         n_bytes=size_of(target),
         fallbacks=[
@@ -132,6 +138,8 @@ def write_model(
             and job.ggml_type is not GGMLType.F16
             and shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0]
         ],
+        kept={name: kind.name for name, kind in blocks.kept.items()},
+        decoded=blocks.decoded,
         has_vocabulary=has_vocabulary,
         notes=job.notes,
     )
@@ -192,9 +200,11 @@ def _to_gguf(job: _Job) -> bool:
         metadata = {"general.name": name_of(folder.resolve())} | _sampling_metadata(folder) | _tokenizer_metadata(job)
     if not (has_vocabulary := "tokenizer.ggml.tokens" in metadata):
         metadata |= NO_VOCABULARY
-    with placing(job.target, gguf_size(weights.config, job.ggml_type)), new_file(job.target) as temporary:
-        on_tensor = counting(weights, job.report)
-        write_gguf_content(weights, temporary, ggml_type=job.ggml_type, metadata=metadata, on_tensor=on_tensor)
+    kept, on_tensor = job.blocks.kept, counting(weights, job.report)
+    with placing(job.target, gguf_size(weights.config, job.ggml_type, kept)), new_file(job.target) as temporary:
+        write_gguf_content(
+            weights, temporary, ggml_type=job.ggml_type, metadata=metadata, kept=kept, on_tensor=on_tensor
+        )
         read_back(temporary, weights, job.target)
     return has_vocabulary
 

@@ -4,14 +4,17 @@ import ctypes
 import re
 import unicodedata
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import invoke
 from ggml_library import SILENT
 from llama_vocabulary import LlamaVocabulary
+from quantised_folders import FOLDERS
 from tiny_models import FAMILIES, random_tensors, write_folder
 from vocabularies import NAMES, encoder_of, first_difference, generated_texts, real_vocabulary
 from whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
@@ -68,11 +71,11 @@ def transformers_logits(folder: Path) -> np.ndarray:
         return model(torch.tensor([IDS])).logits[0].float().numpy()
 
 
-def llama_logits(path: Path) -> np.ndarray:
+def llama_logits(path: Path, ids: Sequence[int] | np.ndarray = IDS) -> np.ndarray:
     from llorch.engines import open_producer
 
     with open_producer("llamacpp", path) as engine:
-        return engine.logits(IDS)
+        return engine.logits([*map(int, ids)])
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:
@@ -123,6 +126,23 @@ def test_a_folder_and_the_file_made_of_it_give_the_same(tmp_path: Path, llama_ap
     assert (one.bos_token, one.eos_token, one.pad_token) == (other.bos_token, other.eos_token, other.pad_token)
     assert end_tokens(source) <= vocabulary.end_tokens() == end_tokens(back)
     vocabulary.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq-3bit", "gptq-4bit-qwen2", "awq-gemm", "ct-w8a8", "mlx-4bit", "mlx-5bit", "ct-mxfp4"]
+)
+def test_packed_gguf_of_a_quantised_folder_has_the_logits_of_its_floats_in_llama_cpp(
+    tmp_path: Path, llama_api: ModuleType, name: str
+):
+    packed, floats = tmp_path / "packed.gguf", tmp_path / "floats.gguf"
+    assert convert(FOLDERS / name, packed).kept
+    assert not convert(FOLDERS / name, floats, ggml_type=GGMLType.F32).kept
+    assert packed.stat().st_size < 0.6 * floats.stat().st_size
+    ids = np.array(IDS) % 24
+    # llama.cpp's quantiser decodes the packed file to F32.
+    assert np.array_equal(llama_logits(packed, ids), llama_logits(floats, ids))
+    result = invoke("verify", str(packed), "--numerics", "ggml", "--tokens", "5,17,3,20,9", "--json")
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize("prompt", [False, True])

@@ -1,7 +1,8 @@
 """`llorch convert`: a model from one file format to the other."""
 
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +31,9 @@ _TERMINATED = 128 + signal.SIGTERM
         help="Type of the matrices; a folder takes F32, F16 or BF16.  [default: that of SOURCE if possible, else F32]",
     ),
     page_option("--force", is_flag=True, help="Permission to replace TARGET."),
-    json_option("One object: source, target, type, n_tensors, n_bytes, fallbacks, has_vocabulary, notes."),
+    json_option(
+        "One object: source, target, type, n_tensors, n_bytes, fallbacks, kept, decoded, has_vocabulary, notes."
+    ),
 )  # fmt: skip
 def command(*, source: str, target: Path, type_name: str | None, force: bool, as_json: bool) -> None:
     """Write the model SOURCE as TARGET, in another file format or number type.
@@ -51,13 +54,23 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
         say(f"note: {len(done.fallbacks)} matrices are F16; their rows do not divide into {done.ggml_type.name} "
             "blocks: "
             + ", ".join(done.fallbacks[:4]) + (", ..." if len(done.fallbacks) > 4 else ""))  # fmt: skip
+    say_blocks(done.kept, done.decoded)
     if as_json:
-        values = {
-            name: getattr(done, name) for name in ("n_tensors", "n_bytes", "fallbacks", "has_vocabulary", "notes")
-        }
+        names = ("n_tensors", "n_bytes", "fallbacks", "kept", "decoded", "has_vocabulary", "notes")
+        values = {name: getattr(done, name) for name in names}
         click.echo(to_json({"source": source, "target": str(target), "type": done.ggml_type.name, **values}))
     else:
         click.echo(f"{target}: {done.ggml_type.name}, {done.n_tensors} tensors, {done.n_bytes / 1e6:.1f} MB")
+
+
+def say_blocks(kept: Mapping[str, str], decoded: Mapping[str, str]) -> None:
+    """Say on stderr how many quantised matrices stayed packed, and why the others were decoded."""
+    total = len(kept) + len(decoded)
+    for kind, count in Counter(kept.values()).items():
+        say(f"note: {count} of {total} quantised matrices stay packed, as {kind}; every number is the same")
+    for reason, count in Counter(decoded.values()).items():
+        first = next(name for name, why in decoded.items() if why == reason)
+        say(f"note: {count} of {total} quantised matrices are decoded to floats ({first}, ...): {reason}")
 
 
 @contextmanager

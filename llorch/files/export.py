@@ -10,6 +10,7 @@ Source: llama.cpp conversion/base.py, `prepare_tensors`, and conversion/llama.py
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling,
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, Weights
 from llorch.files.encode import LARGEST, encode, encoded_size
+from llorch.files.export_blocks import kept_bytes
 from llorch.files.layout import AS_IS
 from llorch.files.mapped import release_pages
 from llorch.files.metadata import NUMBERS, StringArray
@@ -34,6 +36,7 @@ from llorch.ops.rope import frequencies, llama3_factors
 _VALUE_TYPES = {dtype: kind for kind, dtype in NUMBERS.items() if kind is not GGUFValueType.BOOL}
 NO_VOCABULARY: Mapping[str, object] = {"tokenizer.ggml.model": "no_vocab"}
 _TERNARY = (GGMLType.TQ1_0, GGMLType.TQ2_0)
+_NONE: Mapping[str, GGMLType] = {}
 
 # What can be asked for, and the number that llama.cpp shows as the type of the whole file.
 _NAMES = {GGMLType.F32: "ALL_F32", GGMLType.MXFP4: "MOSTLY_MXFP4_MOE"}
@@ -73,19 +76,25 @@ def write_gguf_content(
     *,
     ggml_type: GGMLType,
     metadata: Mapping[str, object],
+    kept: Mapping[str, GGMLType] = _NONE,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`."""
+    """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`.
+
+    `kept` has the types of matrices that stay packed, see `find_blocks`.
+    """
 
     def add_metadata(writer: GGUFWriter) -> None:
-        writer.add_file_type(FILE_TYPES[ggml_type])
-        if BLOCK_SIZES[ggml_type][0] > 1:
+        writer.add_file_type(FILE_TYPES[most_used(weights.config, ggml_type, kept)])
+        if any(BLOCK_SIZES[kind][0] > 1 for kind in (ggml_type, *kept.values())):
             writer.add_quantization_version(GGML_QUANT_VERSION)
         add_hyperparameters(writer, weights.config)
         for key, value in metadata.items():
             _add_value(writer, key, value)
 
-    write_entries(path, FAMILIES[weights.config.family].gguf, _entries(weights, ggml_type), add_metadata, on_tensor)
+    write_entries(
+        path, FAMILIES[weights.config.family].gguf, _entries(weights, ggml_type, kept), add_metadata, on_tensor
+    )
 
 
 def write_entries(
@@ -118,14 +127,26 @@ def write_entries(
             file.write(bytes(-file.tell() % writer.data_alignment))
 
 
-def gguf_types(config: ModelConfig, ggml_type: GGMLType) -> dict[str, GGMLType]:
+def gguf_types(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> dict[str, GGMLType]:
     """The type that each weight, by canonical name, gets in a file: `ggml_type` for matrices whose rows allow it."""
-    return {name: _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
+    return {name: kept.get(name) or _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
 
 
-def gguf_size(config: ModelConfig, ggml_type: GGMLType) -> int:
+def gguf_size(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> int:
     """Predict the bytes of all tensors of a file, which is nearly all of it."""
-    return sum(encoded_size(weight.shape, _type_of(weight, ggml_type)) for weight in inventory(config).values())
+    types = gguf_types(config, ggml_type, kept)
+    return sum(encoded_size(weight.shape, types[name]) for name, weight in inventory(config).items())
+
+
+def most_used(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> GGMLType:
+    """Name the type of a whole file: that of most numbers in its matrices, or `ggml_type` if no matrix is kept."""
+    if not kept:
+        return ggml_type
+    counts: Counter[GGMLType] = Counter()
+    for name, weight in inventory(config).items():
+        if not weight.stays_f32:
+            counts[kept.get(name, ggml_type)] += math.prod(weight.shape)
+    return counts.most_common(1)[0][0]
 
 
 @contextmanager
@@ -148,14 +169,16 @@ def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
     return ggml_type
 
 
-def _entries(weights: Weights, ggml_type: GGMLType) -> list[Entry]:
+def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> list[Entry]:
     entries = []
     factors = _rope_factors(weights)
     if factors is not None:
         entries.append(Entry("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
     for tensor in gguf_tensors(weights.config):
-        kind = _type_of(tensor.weights[0], ggml_type)
-        entries.append(Entry(tensor.name, tensor.shape, kind, partial(_parts, weights, tensor, kind)))
+        weight = tensor.weights[0]
+        kind = kept.get(weight.name) or _type_of(weight, ggml_type)
+        write = partial(kept_bytes, weights, weight) if weight.name in kept else partial(_parts, weights, tensor)
+        entries.append(Entry(tensor.name, tensor.shape, kind, partial(write, kind)))
     return entries
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from command_line import REPOSITORY, invoke
 from interrupts import heed_interrupts
+from quantised_folders import FOLDERS
 from refusals import assert_cli_refuses, assert_tells
 from tiny_models import random_tensors, write_folder
 
@@ -50,8 +51,19 @@ def test_json_says_what_was_done(tmp_path: Path):
         "n_bytes": (tmp_path / "m.gguf").stat().st_size,
         "fallbacks": ["layers.0.down_proj", "layers.1.down_proj"],
         "has_vocabulary": False,
+        "kept": {},
+        "decoded": {},
     }
     assert_tells(result.stderr, "note: 2 matrices", "F16", "Q4_0", "layers.0.down_proj, layers.1.down_proj")
+
+
+def test_convert_of_a_quantised_folder_says_what_stays_packed_and_why_the_rest_does_not(tmp_path: Path):
+    result = invoke("convert", str(FOLDERS / "ct-mixed"), str(tmp_path / "m.gguf"), "--json")
+    found = json.loads(result.stdout)
+    assert found["kept"] == {f"layers.0.{name}_proj": "Q4_0" for name in "qkv"}
+    assert found["decoded"].keys() == {f"layers.0.{name}_proj" for name in ("gate", "up", "down")}
+    assert found["type"] == "F32"
+    assert_tells(result.stderr, "3 of 6", "Q4_0", "layers.0.gate_proj", "integers")
 
 
 def test_all_types_can_be_asked_for():

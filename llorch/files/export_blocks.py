@@ -1,0 +1,70 @@
+"""Matrices of a quantised folder that a GGUF file keeps packed, because a block type of ggml has the same numbers.
+
+Codes and scales are repacked by rows, and nothing is rounded. The rows of q and k get the order of GGUF files. A matrix
+is decoded if it shares a tensor of the GGUF file with other matrices, or lies there in another order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llorch.files.layout import AS_IS
+from llorch.files.names import Weight, gguf_tensors, interleave
+from llorch.files.packed import Packed
+from llorch.files.quant import GGMLType
+from llorch.files.quantised.blocks import block_type, blocks
+from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.files.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The quantised matrices of a folder by canonical name: kept ones with their type, decoded ones with the reason."""
+
+    kept: dict[str, GGMLType] = field(default_factory=dict)
+    decoded: dict[str, str] = field(default_factory=dict)
+
+
+def find_blocks(weights: Weights) -> Blocks:
+    """Find the type of every quantised matrix; there is none in a file that is not a quantised folder."""
+    found = Blocks()
+    for tensor in gguf_tensors(weights.config):
+        for weight in tensor.weights:
+            if not isinstance(weights.as_stored(weight.name), QuantisedMatrix):
+                continue
+            kind = _block_type(weights, weight) if len(tensor.weights) == 1 else "in one tensor with others"
+            if isinstance(kind, str):
+                found.decoded[weight.name] = kind
+            else:
+                found.kept[weight.name] = kind
+    return found
+
+
+def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.ndarray]:
+    """Yield the bytes of a kept matrix in the row order of GGUF files, or those of its experts one after another."""
+    for matrix in _matrices(weights, weight):
+        assert isinstance(matrix, QuantisedMatrix)
+        matrix.require_scales()
+        if weight.interleaved_heads:
+            matrix = matrix.picked(interleave(np.arange(weight.shape[0]), weight.interleaved_heads))
+        yield blocks(matrix, kind).raw
+
+
+def _block_type(weights: Weights, weight: Weight) -> GGMLType | str:
+    if weight.stays_f32:
+        return "llama.cpp wants F32"
+    if weights.is_changed(weight.name):
+        return "an adapter is merged into it"
+    if weight.in_gguf != AS_IS or weights.slots[weight.name].layout.rows is not None:
+        return "its rows or columns have another order in GGUF files"
+    kinds = {block_type(one) if isinstance(one, QuantisedMatrix) else "floats" for one in _matrices(weights, weight)}
+    return kinds.pop() if len(kinds) == 1 else "experts of several types"
+
+
+def _matrices(weights: Weights, weight: Weight) -> Iterator[Packed]:
+    if len(weight.shape) == 2:
+        yield weights.as_stored(weight.name)
+        return
+    for number in range(weight.shape[0]):
+        yield weights.expert_as_stored(weight.name, number)
