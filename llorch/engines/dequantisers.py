@@ -193,7 +193,7 @@ def _bitsandbytes(folder: Folder) -> Mapping[str, Matrix]:
 
 
 def _mlx(folder: Folder) -> Mapping[str, Matrix]:
-    """Call `mx.dequantize`, with affine scales in float32."""
+    """Call `mx.dequantize`, with affine scales in float32; a stack gives a matrix for each expert."""
     import mlx.core as mx  # pyright: ignore[reportMissingImports]
 
     loaded: dict[str, Any] = {}
@@ -208,7 +208,15 @@ def _mlx(folder: Folder) -> Mapping[str, Matrix]:
         made = mx.dequantize(loaded[f"{name}.weight"], *scales, **chosen).astype(mx.float32)
         return torch.from_numpy(np.array(made))
 
-    return _named(folder.modules("scales"), matrix)
+    made: dict[str, Matrix] = {}
+    for module in folder.modules("scales"):
+        if loaded[f"{module}.weight"].ndim == 2:
+            made |= _named([module], matrix)
+            continue
+        for e in range(loaded[f"{module}.weight"].shape[0]):
+            expert = module.replace(".switch_mlp.", f".experts.{e}.")
+            made[f"{expert}.weight"] = lambda module=module, e=e: matrix(module)[e]
+    return made
 
 
 def _torchao(folder: Folder) -> Mapping[str, Matrix]:

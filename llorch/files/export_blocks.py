@@ -53,7 +53,7 @@ def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.
 
 def _block_type(weights: Weights, weight: Weight) -> GGMLType | str:
     if weight.stays_f32:
-        return "llama.cpp wants F32"
+        return "GGUF files store it as F32"
     if weights.is_changed(weight.name):
         return "an adapter is merged into it"
     if weight.in_gguf != AS_IS or weights.slots[weight.name].layout.rows is not None:

@@ -14,7 +14,9 @@ SIZES = {  # hidden, feed-forward: no multiples of 128; both multiples; a weight
     "small": (64, 160),
     "wide": (128, 128),
     "nested": (128, 192),
+    "experts": (64, 64),
 }
+N_EXPERTS, N_CHOSEN = 4, 2
 N_HEADS, N_KV_HEADS, VOCAB = 4, 2, 24
 LAYER = "model.layers.0"
 
@@ -25,9 +27,9 @@ def head_dim(size: str) -> int:
 
 
 def config(size: str) -> Config:
-    """Return config.json of a Llama with one layer."""
+    """Return config.json of a Llama with one layer, or of a Qwen3-MoE."""
     hidden, intermediate = SIZES[size]
-    return {
+    values: Config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -48,20 +50,38 @@ def config(size: str) -> Config:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if size != "experts":
+        return values
+    return values | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": N_EXPERTS,
+        "num_experts_per_tok": N_CHOSEN,
+        "moe_intermediate_size": intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
 
 
 def shapes(size: str) -> dict[str, tuple[int, int]]:
     """Return the name and shape of each Linear module of the layer."""
     hidden, intermediate = SIZES[size]
     queries, kv = N_HEADS * head_dim(size), N_KV_HEADS * head_dim(size)
-    return {
+    feed_forward = [f"{LAYER}.mlp"]
+    if size == "experts":
+        feed_forward = [f"{LAYER}.mlp.experts.{e}" for e in range(N_EXPERTS)]
+    router = {f"{LAYER}.mlp.gate": (N_EXPERTS, hidden)} if size == "experts" else {}
+    return router | {
         f"{LAYER}.self_attn.q_proj": (queries, hidden),
         f"{LAYER}.self_attn.k_proj": (kv, hidden),
         f"{LAYER}.self_attn.v_proj": (kv, hidden),
         f"{LAYER}.self_attn.o_proj": (hidden, queries),
-        f"{LAYER}.mlp.gate_proj": (intermediate, hidden),
-        f"{LAYER}.mlp.up_proj": (intermediate, hidden),
-        f"{LAYER}.mlp.down_proj": (hidden, intermediate),
+        **{
+            f"{mlp}.{name}_proj": (hidden, intermediate) if name == "down" else (intermediate, hidden)
+            for mlp in feed_forward
+            for name in ("gate", "up", "down")
+        },
     }
 
 
@@ -73,10 +93,14 @@ def float_tensors(size: str) -> Tensors:
     for name, shape in shapes(size).items():
         weight = draw.normal(0, draw.uniform(0.02, 0.05), shape)
         weight.flat[draw.choice(weight.size, weight.size // 200, replace=False)] *= 8
-        weight[3], weight[5] = abs(weight[3]), -abs(weight[5])  # zero points 0 and 2^b - 1 of asymmetric formats
+        if len(weight) > N_EXPERTS:
+            weight[3], weight[5] = abs(weight[3]), -abs(weight[5])  # zero points 0 and 2^b - 1 of asymmetric formats
         tensors[f"{name}.weight"] = weight
     for name in ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm"):
         tensors[f"{name}.weight"] = draw.normal(1, 0.1, hidden)
+    if size == "experts":
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{LAYER}.self_attn.{name}.weight"] = draw.normal(1, 0.1, head_dim(size))
     tensors["lm_head.weight"] = draw.normal(0, 0.05, (VOCAB, hidden))
     return {name: torch.from_numpy(value).to(torch.bfloat16) for name, value in tensors.items()}
 

@@ -164,6 +164,7 @@ FOLDERS: dict[str, tuple[str, tuple[str, ...], Library]] = {  # size, packages, 
         ("4bit-g64-overrides", mlx(4, 64, overrides={"up_proj": {"bits": 6, "group_size": 32}, "v_proj": False})),
         ("mxfp4", mlx(4, 32, "mxfp4")), ("nvfp4", mlx(4, 16, "nvfp4")), ("mxfp8", mlx(8, 32, "mxfp8")),
     )},
+    "mlx-4bit-experts": ("experts", ("mlx-lm", "mlx"), mlx(4, 32)),
     "torchao-int8": ("small", ("torchao", "transformers"), torchao("Int8WeightOnlyConfig")),
     "torchao-float8": ("small", ("torchao", "transformers"), torchao("Float8WeightOnlyConfig")),
 }  # fmt: skip

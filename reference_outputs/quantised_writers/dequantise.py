@@ -232,7 +232,12 @@ def mlx(folder: Path) -> Weights:
         if len(factors) == 2:
             factors = [factor.astype(mx.float32) for factor in factors]
         result = mx.dequantize(tensors[f"{name}.weight"], *factors, **chosen).astype(mx.float32)
-        weights[f"{name}.weight"] = torch.tensor(result.tolist())
+        made = torch.tensor(result.tolist())
+        if made.ndim == 3:  # a stack of experts, under the names of Hugging Face
+            whole_name = name.replace(".switch_mlp.", ".experts.{}.")
+            weights |= {f"{whole_name.format(e)}.weight": one for e, one in enumerate(made)}
+        else:
+            weights[f"{name}.weight"] = made
     return weights
 
 

@@ -164,6 +164,7 @@ ENGINES: dict[str, Engine] = {
     "mlx-4bit": MLX,
     "mlx-3bit": MLX,
     "mlx-4bit-g64-overrides": MLX,
+    "mlx-4bit-experts": MLX,
     "mlx-mxfp4": MLX,
     "mlx-nvfp4": MLX,
     "mlx-mxfp8": MLX,

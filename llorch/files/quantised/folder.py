@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -122,8 +123,11 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _matrices(self) -> dict[str, SafetensorsInfo]:
         return {
-            name: SafetensorsInfo(name, found.shape, 0, sum(self.stored[part].n_bytes for part in found.parts.values()),
-                                  found.scheme.name)
+            name: SafetensorsInfo(
+                name, found.shape, 0,
+                sum(self.stored[part].n_bytes for part in found.parts.values()) // (found.expert or (0, 1))[1],
+                found.scheme.name,
+            )
             for name, found in self.source.found.items()
         }  # fmt: skip
 
@@ -149,7 +153,7 @@ class QuantisedFolder(SafetensorsFolder):
         return super().packed(name) if found is None else self._matrix(name, found)
 
     def _matrix(self, name: str, found: Found) -> QuantisedMatrix:
-        parts = {role: self._part(part) for role, part in found.parts.items()}
+        parts = {role: _of_expert(self._part(part), found.expert) for role, part in found.parts.items()}
         first = next(iter(parts.values()))
         return QuantisedMatrix(name, self.path, first.raw, found.scheme, found.shape, parts, found.recipe)
 
@@ -163,3 +167,11 @@ class QuantisedFolder(SafetensorsFolder):
         found = self.source.found.get(name)
         for part in [name] if found is None else found.parts.values():
             super().require_whole(part)
+
+
+def _of_expert(part: Part, expert: tuple[int, int] | None) -> Part:
+    """Take the bytes of one expert out of a stack."""
+    if expert is None:
+        return part
+    number, count = expert
+    return replace(part, shape=part.shape[1:], raw=part.raw.reshape(count, -1)[number])

@@ -1,6 +1,7 @@
 """MLX, ModelOpt, AutoRound, BitNet and torchao: methods that share their blocks with the others.
 
-    MLX        affine codes with scale and bias, embeddings too; settings of single modules; mxfp4, nvfp4, mxfp8
+    MLX        affine codes with scale and bias, embeddings too; settings of single modules; mxfp4, nvfp4, mxfp8;
+               the experts of a layer in one tensor (`switch_mlp`)
     ModelOpt   NVFP4 whose scales are multiplied by that of the matrix; FP8
     AutoRound  the tensors of GPTQ or AWQ
     BitNet     codes -1, 0, 1; row i of the first quarter lies in the lowest two bits
@@ -12,6 +13,7 @@ Source: mlx `mlx/ops.cpp` (`affine_quantize`) and mlx-lm `utils.py`; ModelOpt `t
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from llorch.files.quantised.gptq import read_awq, read_gptq
 from llorch.files.quantised.matrix import Parts, Recipe, floats_of
 from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
 
+_STACK = ".switch_mlp."  # of all experts of a layer
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -34,7 +37,11 @@ def read_mlx(source: Source) -> None:
         mode = settings.text("mode", default="affine")
         if mode not in _MODES:
             raise settings.error("Unsupported", "mode", " or ".join(sorted(_MODES)), mode)
-        _MODES[mode](source, module, settings)
+        add = partial(_MODES[mode], settings=settings)
+        if _STACK in module:
+            source.add_experts(module, module.replace(_STACK, ".experts.{e}."), add)
+        else:
+            add(source, module)
 
 
 def _of_module(settings: Fields, module: str) -> Fields:
@@ -65,7 +72,7 @@ def _add_affine(source: Source, module: str, settings: Fields) -> None:
     source.add(module, f"MLX {bits}-bit, groups of {size}", (n_out, n_in), parts, recipe)
 
 
-def _add_mlx_float(bits: int, size: int, name: str) -> Callable[[Source, str, Fields], None]:
+def _add_mlx_float(bits: int, size: int, name: str) -> Callable[..., None]:
     values = E2M1 if bits == 4 else E4M3
 
     def add(source: Source, module: str, settings: Fields) -> None:
@@ -88,7 +95,7 @@ def _add_mlx_float(bits: int, size: int, name: str) -> Callable[[Source, str, Fi
     return add
 
 
-_MODES: Mapping[str, Callable[[Source, str, Fields], None]] = {
+_MODES: Mapping[str, Callable[..., None]] = {
     "affine": _add_affine,
     "mxfp4": _add_mlx_float(4, 32, "MXFP4"),
     "nvfp4": _add_mlx_float(4, 16, "NVFP4"),

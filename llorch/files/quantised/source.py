@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
@@ -21,6 +21,7 @@ class Found:
     shape: Shape
     parts: Mapping[str, str]  # by what the format calls them
     recipe: Recipe
+    expert: tuple[int, int] | None = None  # number and count, where the tensors hold a stack of matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,27 @@ class Source:
     def add(self, module: str, name: str, shape: Shape, parts: Mapping[str, str], recipe: Recipe) -> None:
         """Note a matrix; `name` of its scheme is for people."""
         self.found[f"{module}.weight"] = Found(Scheme(name), shape, parts, recipe)
+
+    def add_experts(self, module: str, name: str, add: Callable[["Source", str], None]) -> None:
+        """Note every matrix of a stack of experts.
+
+        Args:
+            module: The module whose tensors have the experts as first axis.
+            name: The module of one expert, with `{e}` in place of its number.
+            add: The function that notes one matrix; its source has the tensors without the first axis.
+        """
+        n_experts = self.shape(module, "weight", axes=3)[0]
+        stacked = {key: info for key, info in self.tensors.items() if key.startswith(f"{module}.")}
+        for key, info in stacked.items():
+            if len(info.shape) != 3 or info.shape[0] != n_experts or 0 in info.shape:
+                raise self.error("Shape", f"{key}: expected a stack of {n_experts} matrices, got {info.shape}")
+        one = replace(
+            self, tensors={key: replace(info, shape=info.shape[1:]) for key, info in stacked.items()}, found={}
+        )
+        add(one, module)
+        for found in one.found.values():
+            for e in range(n_experts):
+                self.found[name.replace("{e}", str(e)) + ".weight"] = replace(found, expert=(e, n_experts))
 
     def leave_out(self, *suffixes: str) -> None:
         """Note tensors that only other numerics need."""

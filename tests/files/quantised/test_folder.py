@@ -17,6 +17,8 @@ from llorch.model import load
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
+UP_STACK = "model.layers.0.mlp.switch_mlp.up_proj"
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_tiles_and_the_whole_matrix_are_the_same_numbers(name: str):
@@ -25,6 +27,7 @@ def test_rows_tiles_and_the_whole_matrix_are_the_same_numbers(name: str):
     assert quantised
     for one in quantised:
         stored, whole = weights.as_stored(one), weights.array(one)
+        whole = whole[0] if whole.ndim == 3 else whole  # experts: the first
         ids = np.array([len(whole) - 1, 0, 3])
         np.testing.assert_array_equal(stored.decode_rows(ids), whole[ids])
         np.testing.assert_array_equal(stored.decode_rows(slice(1, 6)), whole[1:6])
@@ -33,11 +36,24 @@ def test_rows_tiles_and_the_whole_matrix_are_the_same_numbers(name: str):
         assert 0 < stored.n_bytes < 4 * whole.size
 
 
-@pytest.mark.parametrize("name", ["gptq-4bit-act-order", "mlx-3bit", "bnb-nf4-double", "fp8-block-partial"])
+@pytest.mark.parametrize(
+    "name", ["gptq-4bit-act-order", "mlx-3bit", "bnb-nf4-double", "fp8-block-partial", "mlx-4bit-experts"]
+)
 def test_a_run_with_packed_matrices_gives_the_logits_of_decoded_ones(name: str):
     ids = [1, 7, 3, 22, 11]
     packed, decoded = (load(FOLDERS / name, residency=residency) for residency in ("packed", "decoded"))
     np.testing.assert_allclose(packed.forward(ids), decoded.forward(ids), rtol=0, atol=1e-6)
+
+
+def test_experts_of_a_stack_are_read_each_from_its_own_bytes():
+    stack, source = tensors_of(FOLDERS / "mlx-4bit-experts"), open_weights(FOLDERS / "mlx-4bit-experts").source
+    up = f"{UP_STACK}.weight"
+    n_experts, n_out, n_words = stack[up][1]
+    words = np.frombuffer(stack[up][2], np.uint32).reshape(n_experts, n_out, n_words)
+    matrices = [source.packed(f"model.layers.0.mlp.experts.{e}.up_proj.weight") for e in range(n_experts)]
+    assert all(np.array_equal(one.raw.view(np.uint32), words[e].reshape(-1)) for e, one in enumerate(matrices))
+    assert len({one.raw.tobytes() for one in matrices}) == n_experts
+    assert matrices[0].n_bytes == n_out * 64 * 5 // 8  # 4 bits, and two BF16 numbers for 32 columns
 
 
 def test_settings_may_lie_beside_the_configuration(tmp_path: Path):
@@ -191,6 +207,8 @@ REFUSALS = [
     row("no table", opened("bnb-nf4", tensors=without(f"{Q}.weight.quant_map")), "Missing", f"{Q}.weight.quant_map"),
     row("no state", opened("bnb-nf4", tensors=without(f"{Q}.weight.quant_state.bitsandbytes__nf4")), "Missing", Q),
     row("no biases", opened("mlx-4bit", tensors=without(f"{Q}.biases")), "Missing", f"{Q}.biases"),
+    row("a stack of fewer experts", opened("mlx-4bit-experts", tensors=cut(f"{UP_STACK}.biases", 0)), "Shape",
+        f"{UP_STACK}.biases"),
     row("groups that do not divide", opened("awq-gemm", said(group_size=48)), "Inconsistent", "group_size", got=48),
     row("a group size of 0", opened("mlx-4bit", said(group_size=0)), "OutOfRange", "group_size", got=0),
     row("another group size", opened("gptq-4bit", said(group_size=16)), "Shape", f"{DOWN}.qzeros"),

@@ -10,10 +10,10 @@ from refusals import refuses
 from safetensors.numpy import load_file
 
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.codes import E2M1, E8M0, stream
-from llorch.forward import forward
 
 GOLDENS = json.loads((FOLDERS / "goldens.json").read_text())
 JUDGED = [name for name in NAMES if GOLDENS[name]["dequantiser"]]
