@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
+
 Codes = Callable[[np.ndarray], np.ndarray]
 
 
@@ -100,6 +102,7 @@ _NO_UPPER_BITS = "all bits of a code of Q8_0 and Q4_0 lie together"
 _NO_SUB_BLOCKS = "Q8_0 and Q4_0 have one scale, not scales of sub-blocks"
 _OTHER_TABLE = "Q8_0 and Q4_0 have no table of codes"
 _ROUNDING = "decides how activations are rounded, which no part of this lesson does"
+_FOLDERS = "concerns quantised Hugging Face folders; this lesson decodes blocks of GGUF"
 UNTYPED: dict[str, str] = {
     **dict.fromkeys(("block-minimum-dropped", "block-minimum-of-other-sign"), _NO_MINIMUM),
     **dict.fromkeys(("block-scale-and-minimum-swapped",), _NO_MINIMUM),
@@ -124,4 +127,5 @@ UNTYPED: dict[str, str] = {
         ),
         _ROUNDING,
     ),
+    **dict.fromkeys((mistake.name for mistake in QUANTISED_FOLDERS), _FOLDERS),
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """The library of known mistakes, as data: what people got wrong when they ported these models.
 
 `STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
-`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `diagnosis` plants
+`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix,
+`QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `diagnosis` plants
 them where an engine is wrong, tests plant every one of them (`variants`). `TRAINING` are functions to be put in the
 place of ours.
 """
@@ -24,11 +25,13 @@ from llorch.diagnosis.mistakes.positions import POSITIONS
 from llorch.diagnosis.mistakes.projection import PROJECTION
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
+from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS
 from llorch.diagnosis.mistakes.quantised_rounding import ROUNDINGS
 from llorch.diagnosis.mistakes.rope import ROPE
 from llorch.diagnosis.mistakes.sampling import SAMPLING, SamplerInputs
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.training import TRAINING, TrainingMistake
+from llorch.files.quantised.matrix import QuantisedMatrix
 
 __all__ = [
     "AFTER_LOGITS",
@@ -36,6 +39,7 @@ __all__ = [
     "IN_PRODUCTS",
     "MISTAKES",
     "QUANTISED",
+    "QUANTISED_FOLDERS",
     "SAMPLING",
     "STAGE_MISTAKES",
     "TRAINING",
@@ -60,8 +64,12 @@ MISTAKES: Mapping[
     | Mistake[SamplerInputs]
     | Mistake[GenerationInputs]
     | Mistake[QuantisedInputs]
+    | Mistake[QuantisedMatrix]
     | TrainingMistake,
-] = {mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)}
+] = {
+    mistake.name: mistake
+    for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
+}
 
 
 def of_checkpoint(number: str) -> list[str]:

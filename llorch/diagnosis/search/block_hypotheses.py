@@ -1,8 +1,8 @@
-"""Known mistakes of taking quantised blocks apart: the engine ran with other numbers than the file has."""
+"""Known mistakes of reading quantised matrices of GGUF files and of folders: an engine ran with other numbers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,27 +11,37 @@ from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.norm import NORMS
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
+from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS
 from llorch.diagnosis.replay import Change, Places, Setting
 from llorch.diagnosis.search.hypotheses import WEIGHTED, Hypothesis
 from llorch.files import Weights
 from llorch.files.names import undo_interleave
+from llorch.files.quantised.matrix import QuantisedMatrix
 
+Wrong = Callable[[str], np.ndarray | None]  # a matrix by its name; None: it is read rightly
 MULTIPLIED = tuple(stage for stage in WEIGHTED if stage not in NORMS)
 
 
 def block_mistakes(weights: Weights) -> Iterator[Hypothesis]:
-    """Those of the types that a file has."""
+    """Those of the types and schemes that a file or a folder has."""
     types = {weights.stored_type(name).name for name in weights if len(weights.shape(name)) == 2}
     for mistake in BLOCKS:
         if types & {*mistake.cases}:
-            for stages in (MULTIPLIED, MULTIPLIED[1:]):  # rows of the embedding are often decoded by other code
-                change = _decoded_by(mistake, weights, stages)
-                yield Hypothesis(mistake.name, "mistake", stages, mistake.diagnosis, change, by_place=False)
+            yield from _hypotheses(mistake, weights, partial(_matrix, mistake, weights))
+    for mistake in QUANTISED_FOLDERS:
+        if any(kind.startswith(mistake.cases) for kind in types):
+            yield from _hypotheses(mistake, weights, partial(_folder_matrix, mistake, weights))
 
 
-def _decoded_by(mistake: Mistake[QuantisedInputs], weights: Weights, stages: Sequence[str]) -> Any:
+def _hypotheses(mistake: Mistake[Any], weights: Weights, wrong: Wrong) -> Iterator[Hypothesis]:
+    for stages in (MULTIPLIED, MULTIPLIED[1:]):  # rows of the embedding are often decoded by other code
+        change = _decoded_by(wrong, weights, stages)
+        yield Hypothesis(mistake.name, "mistake", stages, mistake.diagnosis, change, by_place=False)
+
+
+def _decoded_by(decoded: Wrong, weights: Weights, stages: Sequence[str]) -> Any:
     right = () if "embed" in stages else ("embed_tokens",)
-    wrong = lru_cache(maxsize=16)(lambda name: None if name in right else _matrix(mistake, weights, name))
+    wrong = lru_cache(maxsize=16)(lambda name: None if name in right else decoded(name))
 
     def change(setting: Setting) -> Setting:
         return replace(
@@ -42,6 +52,17 @@ def _decoded_by(mistake: Mistake[QuantisedInputs], weights: Weights, stages: Seq
         return Change(setting=change)
 
     return changed
+
+
+def _folder_matrix(mistake: Mistake[QuantisedMatrix], weights: Weights, name: str) -> np.ndarray | None:
+    """A matrix of a folder as the mistake reads it; None where it has another scheme."""
+    stored = weights.as_stored(name)
+    if not isinstance(stored, QuantisedMatrix) or len(weights.shape(name)) != 2:
+        return None
+    if not stored.ggml_type.name.startswith(mistake.cases):
+        return None
+    with np.errstate(all="ignore"):
+        return mistake.wrong(stored, "decode").astype(weights.dtype)
 
 
 def _matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> np.ndarray | None:

@@ -12,6 +12,7 @@ from llorch.diagnosis.mistakes import (
     IN_PRODUCTS,
     MISTAKES,
     QUANTISED,
+    QUANTISED_FOLDERS,
     SAMPLING,
     STAGE_MISTAKES,
     TRAINING,
@@ -25,7 +26,7 @@ from llorch.diagnosis.mistakes.variants import mistakes_of
 from llorch.stages import BY_NAME, CHECKPOINTS
 from llorch.verify.training.stages import BY_GROUP
 
-EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)
+EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
 TOLERANCE = Tolerance(1e-6, 1e-6)
 
 
@@ -40,7 +41,7 @@ def test_the_library_holds_more_than_a_hundred_mistakes_under_different_names():
 def test_the_library_is_filed_by_the_kind_of_step():
     assert all(set(mistake.stages) <= BY_NAME.keys() for mistake in STAGE_MISTAKES)
     assert all(set(mistake.stages) <= AFTER_LOGITS.keys() for mistake in (*SAMPLING, *GENERATION))
-    assert all(set(mistake.stages) <= IN_PRODUCTS.keys() for mistake in QUANTISED)
+    assert all(set(mistake.stages) <= IN_PRODUCTS.keys() for mistake in (*QUANTISED, *QUANTISED_FOLDERS))
     assert all(set(mistake.stages) <= BY_GROUP.keys() for mistake in TRAINING)
 
 

@@ -1,0 +1,341 @@
+"""Mistakes of checkpoint 13 in reading the matrices of quantised Hugging Face folders.
+
+Each mistake is the right recipe of a matrix with one field changed, or the right parts with other bytes. The one
+decoder of `llorch.files.quantised.matrix` then makes the wrong numbers. `cases` are beginnings of a scheme's name.
+A change that a matrix does not allow returns the matrix as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.files.packed import Rows
+from llorch.files.quantised.codes import E2M1, E8M0, across, integers, stream
+from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader
+from llorch.ops.rounding import round_activations
+
+Change = Callable[[QuantisedMatrix], QuantisedMatrix]
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+_GPTQ_ZEROS = 0x11111111  # 1 in each code of 4 bits of a word
+# The 16 values of bitsandbytes, which its files hold too. Source: bitsandbytes `functional.py`.
+NF4 = np.array(
+    [-1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1], np.float32,
+)  # fmt: skip
+FP4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+
+
+def _with(matrix: QuantisedMatrix, **fields: Any) -> QuantisedMatrix:
+    return replace(matrix, recipe=replace(matrix.recipe, **fields))
+
+
+def _then(reader: Reader, change: Callable[[np.ndarray], np.ndarray]) -> Reader:
+    """Read the same and change it."""
+    return lambda parts, rows: change(reader(parts, rows))
+
+
+def _ids(rows: Rows) -> np.ndarray:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _bits(matrix: QuantisedMatrix) -> int:
+    return int(matrix.values.size - 1).bit_length()
+
+
+def _stored_zeros(matrix: QuantisedMatrix) -> Reader:
+    """Read the zero points of GPTQ as the words have them."""
+    bits, n_out = _bits(matrix), matrix.shape[0]
+    return lambda parts, rows: across(parts["qzeros"].array, bits, rows, n_out).astype(np.float32)
+
+
+def _is_first_version(matrix: QuantisedMatrix) -> bool:
+    """Tell if the zero points are stored less one."""
+    assert matrix.recipe.zero is not None
+    one = slice(0, 1)
+    return not np.array_equal(matrix.recipe.zero(matrix.parts, one), _stored_zeros(matrix)(matrix.parts, one))
+
+
+def first_version_as_second(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The stored zero points without the one."""
+    return _with(matrix, zero=_stored_zeros(matrix))
+
+
+def second_version_as_first(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """One more than the stored zero points."""
+    if _is_first_version(matrix):
+        return matrix
+    return _with(matrix, zero=_then(_stored_zeros(matrix), lambda zero: (zero + 1) % matrix.values.size))
+
+
+def zero_not_wrapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """A zero point of 0 taken for 2^bits."""
+    if not _is_first_version(matrix):
+        return matrix
+    return _with(matrix, zero=_then(_stored_zeros(matrix), lambda zero: zero + 1))
+
+
+def zero_carried(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The one added to whole words, so that it is carried into the next code."""
+    if _bits(matrix) != 4 or not _is_first_version(matrix):
+        return matrix
+    part = matrix.parts["qzeros"]
+    words = part.array.view(np.uint32) + np.uint32(_GPTQ_ZEROS)
+    parts = {**matrix.parts, "qzeros": replace(part, raw=np.ascontiguousarray(words).view(np.uint8).reshape(-1))}
+    return replace(_with(matrix, zero=_stored_zeros(matrix)), parts=parts)
+
+
+def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The codes of a word taken one after another."""
+    n_out = matrix.shape[0]
+    return _with(
+        matrix,
+        codes=lambda parts, rows: across(parts["qweight"].array, 4, rows, n_out),
+        zero=lambda parts, rows: across(parts["qzeros"].array, 4, rows, n_out).astype(np.float32),
+    )
+
+
+def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The codes of a word taken in the order of AWQ."""
+    if _bits(matrix) != 4:
+        return matrix
+    places = np.arange(matrix.shape[1])
+    places = places // 8 * 8 + _AWQ_PLACES[places % 8]
+    return _with(matrix, codes=_then(matrix.recipe.codes, lambda codes: codes[:, places]))
+
+
+def halves_swapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The other half of each byte first."""
+    if matrix.values.size != 16 or matrix.shape[1] % 2:
+        return matrix
+    swapped = np.arange(matrix.shape[1]) ^ 1
+    return _with(matrix, codes=_then(matrix.recipe.codes, lambda codes: codes[:, swapped]))
+
+
+def ten_per_word_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Codes of 3 bits taken one after another, although two bits of each word are empty."""
+    n_in = matrix.shape[1]
+    if matrix.parts["codes"].shape[1] == -(-n_in * 3 // 32):
+        return matrix
+    return _with(matrix, codes=lambda parts, rows: stream(parts["codes"].array[rows], 3, n_in))
+
+
+def codes_signed(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Codes taken for two's complement."""
+    codes = integers(_bits(matrix))
+    return _with(matrix, values=np.where(codes >= codes.size // 2, codes - codes.size, codes))
+
+
+def zero_point_forgotten(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Codes multiplied as they are."""
+    return _with(matrix, zero=None, values=integers(_bits(matrix)))
+
+
+def symmetric(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The middle of the codes taken for every zero point."""
+    if matrix.recipe.zero is None:
+        return matrix
+    return _with(matrix, zero=None, values=integers(_bits(matrix), offset=matrix.values.size // 2))
+
+
+def zero_point_not_scaled(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The zero point subtracted after the product."""
+    if matrix.recipe.zero is None:
+        return matrix
+    return _with(matrix, zero=None, minimum=_then(matrix.recipe.zero, lambda zero: -zero))
+
+
+def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Columns grouped in the order in which they lie."""
+    if not callable(matrix.recipe.group):
+        return matrix
+    groups = int(matrix.recipe.group(matrix.parts).max()) + 1
+    order = np.arange(matrix.shape[1]) // -(-matrix.shape[1] // groups)
+    return _with(matrix, group=lambda parts: order)
+
+
+def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """Another scale in the place of each."""
+    return lambda matrix: _with(matrix, scale=_then(matrix.recipe.scale, change))
+
+
+def _global(matrix: QuantisedMatrix, tensor: str, power: int) -> QuantisedMatrix:
+    """A further power of the scale of the matrix, which the file keeps in a tensor of this name."""
+    part = matrix.parts.get("global")
+    if part is None or not part.name.endswith(f".{tensor}"):
+        return matrix
+    return scale_changed(lambda scale: scale * part.floats().astype(np.float64).reshape(-1)[0] ** power)(matrix)
+
+
+def global_scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Multiplied where it divides, and the other way round."""
+    return _global(_global(matrix, "weight_global_scale", 2), "weight_scale_2", -2)
+
+
+def global_scale_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The scales of the groups alone."""
+    return _global(_global(matrix, "weight_global_scale", 1), "weight_scale_2", -1)
+
+
+def _by_block(matrix: QuantisedMatrix, block_of: Callable[[int, int], np.ndarray]) -> QuantisedMatrix:
+    """Give each row and each column the scales of another block; `block_of` gets a length and the number of blocks."""
+    part = matrix.parts["scale"]
+    row_of, column_of = (block_of(length, n) for length, n in zip(matrix.shape, part.shape, strict=True))
+    scales = E8M0[part.array] if part.dtype == "U8" else part.floats()
+
+    def scale(parts: Parts, rows: Rows) -> np.ndarray:
+        return scales[row_of[rows]]
+
+    return _with(matrix, scale=scale, group=lambda parts: column_of)
+
+
+def blocks_of_equal_size(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The size of a block taken from the number of scales, as if none was partial."""
+    equal = lambda length, n: np.arange(length) // -(-length // n)  # noqa: E731
+    return _by_block(matrix, equal)
+
+
+def scales_tiled(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The scales repeated as a whole."""
+    tiled = lambda length, n: np.arange(length) % n  # noqa: E731
+    return _by_block(matrix, tiled)
+
+
+def partial_blocks_as_the_last_whole(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """A partial block given the scale of the whole block before it."""
+    size = matrix.recipe.group
+    assert isinstance(size, int)
+    clipped = lambda length, n: np.minimum(np.arange(length) // size, max(length // size - 1, 0))  # noqa: E731
+    return _by_block(matrix, clipped)
+
+
+def exponents_as_integers(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The byte of an exponent taken for the scale."""
+    return _with(matrix, scale=lambda parts, rows: parts["scale"].array[rows].astype(np.float32))
+
+
+def four_bit_table(table: np.ndarray) -> Change:
+    """Another table of 16 values."""
+    return lambda matrix: _with(matrix, values=table)
+
+
+def nested_offset_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The scales of double quantisation without their mean."""
+    if "nested_absmax" not in matrix.parts:
+        return matrix
+    part = matrix.parts["nested_absmax"]
+    no_scales = {**matrix.parts, "nested_absmax": replace(part, raw=np.zeros_like(part.raw))}
+    offset = matrix.recipe.scale(no_scales, slice(0, 1)).reshape(-1)[0]
+    return scale_changed(lambda scale: scale - offset)(matrix)
+
+
+def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Four rows in a row taken out of a byte."""
+
+    def codes(parts: Parts, rows: Rows) -> np.ndarray:
+        ids = _ids(rows)
+        return parts["codes"].array[ids // 4] >> (ids % 4 * 2).astype(np.uint8)[:, None] & 3
+
+    return _with(matrix, codes=codes)
+
+
+def scale_bfloat16(scale: np.ndarray) -> np.ndarray:
+    """Scales as bfloat16."""
+    return round_activations(np.ascontiguousarray(scale, np.float32), "BF16")
+
+
+def _row(name: str, cases: tuple[str, ...], change: Change, diagnosis: str) -> Mistake[QuantisedMatrix]:
+    """One mistake of reading, with what decoding makes of it."""
+    return Mistake(
+        name=name, stages=("decode",), cases=cases, diagnosis=diagnosis, wrong=lambda m, step: change(m).decode()
+    )
+
+
+_PACKED = tuple(f"compressed-tensors {bits}-bit" for bits in range(2, 9))
+_INTEGERS = ("GPTQ", "AWQ", *_PACKED, "MLX 2-bit", "MLX 3-bit", "MLX 4-bit", "MLX 5-bit", "MLX 6-bit", "MLX 8-bit")
+_HALVES = ("GPTQ 4-bit", "AWQ 4-bit (gemv)", "compressed-tensors 4-bit", "NVFP4", "MXFP4", "MLX 4-bit", "MLX NVFP4",
+           "MLX MXFP4")  # fmt: skip
+_BNB_FOUR = ("NF4", "FP4")
+_BYTES = ("FP8", "compressed-tensors int8", "bitsandbytes int8", "torchao", "MXFP8", "MLX MXFP8")
+_FLOAT32_SCALES = (*_BNB_FOUR, "FP8", "NVFP4", "GPTQ", "AWQ", "bitsandbytes int8", "torchao")
+_EXPONENTS = ("MXFP4", "MXFP8", "MLX MXFP4", "MLX MXFP8")
+
+QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
+    _row("gptq-first-version-as-second", ("GPTQ",), first_version_as_second,
+         "Zero points of GPTQ version 1 were used as stored; version 1 stores them less one, so add 1."),
+    _row("gptq-second-version-as-first", ("GPTQ",), second_version_as_first,
+         "Zero points of gptq_v2 were increased by 1; only version 1 stores them less one."),
+    _row("gptq-zero-point-not-wrapped", ("GPTQ",), zero_not_wrapped,
+         "A stored zero point of 2^bits - 1 became 2^bits; add 1 modulo 2^bits, so that it is 0."),
+    _row("gptq-zero-point-carried", ("GPTQ 4-bit",), zero_carried,
+         "The 1 was added to packed words and carried into the next zero point; unpack the zero points first."),
+    _row("awq-plain-order", ("AWQ 4-bit, ",), awq_in_plain_order,
+         "The eight codes of a word were used in plain order; AWQ gemm stores columns 0 2 4 6 1 3 5 7."),
+    _row("gptq-awq-order", ("GPTQ 4-bit",), gptq_in_awq_order,
+         "The eight codes of a word were used in the order of AWQ; GPTQ stores them one after another."),
+    _row("folder-upper-half-first", _HALVES, halves_swapped,
+         "The upper half of a byte was used as the earlier code; in this format the lower half is first."),
+    _row("bitsandbytes-lower-half-first", _BNB_FOUR, halves_swapped,
+         "The lower half of a byte was used as the earlier code; bitsandbytes stores the upper half first."),
+    _row("three-bits-without-gaps", ("compressed-tensors 3-bit",), ten_per_word_without_gaps,
+         "Codes of 3 bits were read without gaps; this file has ten in a word, and two empty bits."),
+    _row("folder-codes-signed", _INTEGERS, codes_signed,
+         "Codes were read as two's complement; they are unsigned, and the zero point is subtracted."),
+    _row("folder-zero-point-forgotten", ("GPTQ", "AWQ", *_PACKED), zero_point_forgotten,
+         "Codes were multiplied without their zero point; subtract the zero point of the group, or half of the range."),
+    _row("folder-read-as-symmetric", ("GPTQ", "AWQ", *_PACKED), symmetric,
+         "The middle of the range was used as every zero point; this file stores one for each group."),
+    _row("folder-zero-point-not-scaled", ("GPTQ", "AWQ", *_PACKED), zero_point_not_scaled,
+         "The zero point was subtracted after the product with the scale; subtract it from the code first."),
+    _row("mlx-bias-dropped", ("MLX",), lambda matrix: _with(matrix, minimum=None),
+         "The biases of the groups were left out; MLX adds one to each product of code and scale."),
+    _row("mlx-bias-subtracted", ("MLX",),
+         lambda m: m if m.recipe.minimum is None else _with(m, minimum=_then(m.recipe.minimum, np.negative)),
+         "The biases of the groups were subtracted; MLX adds them."),
+    _row("group-index-ignored", ("GPTQ", "compressed-tensors"), columns_in_order,
+         "Columns were grouped in the order in which they lie; g_idx names the group of each column."),
+    _row("global-scale-turned", ("NVFP4",), global_scale_turned,
+         "The scale of the matrix was used upside down; compressed-tensors divides by weight_global_scale, ModelOpt "
+         "multiplies with weight_scale_2."),
+    _row("global-scale-dropped", ("NVFP4",), global_scale_dropped,
+         "The scale of the matrix was left out; NVFP4 needs it beside the scales of the groups."),
+    _row("fp8-scale-divided", ("FP8",), scale_changed(lambda scale: 1 / scale),
+         "Codes were divided by their scale; weight_scale_inv and weight_scale are factors."),
+    _row("fp8-blocks-of-equal-size", ("FP8, blocks",), blocks_of_equal_size,
+         "The size of a block was computed from the number of scales; the settings name it, and the last block of a "
+         "row or column may be smaller."),
+    _row("fp8-partial-block-with-scale-before", ("FP8, blocks",), partial_blocks_as_the_last_whole,
+         "A partial last block got the scale of the block before it; it has one of its own."),
+    _row("fp8-scales-tiled", ("FP8, blocks",), scales_tiled,
+         "The scales of the blocks were repeated as a whole; repeat each for all rows and columns of its block."),
+    _row("folder-scale-dropped", _BYTES, scale_changed(np.ones_like),
+         "Codes were used as weights without their scale; the module is quantised, so multiply them."),
+    _row("folder-scale-float16", _FLOAT32_SCALES, scale_changed(lambda s: s.astype(np.float16).astype(np.float32)),
+         "Scales were rounded to float16 before the product; use them as the file stores them."),
+    _row("folder-scale-bfloat16", _FLOAT32_SCALES, scale_changed(scale_bfloat16),
+         "Scales were rounded to bfloat16 before the product; use them as the file stores them."),
+    _row("int8-row-maximum-over-127-5", ("bitsandbytes int8",), lambda m: _with(m, factor=np.float32(1 / 127.5)),
+         "The maximum of a row was divided by 127.5; bitsandbytes divides it by 127."),
+    _row("int8-row-maximum-over-128", ("bitsandbytes int8",), lambda m: _with(m, factor=np.float32(1 / 128)),
+         "The maximum of a row was divided by 128; bitsandbytes divides it by 127."),
+    _row("exponent-bias-128", _EXPONENTS, scale_changed(lambda scale: scale / 2),
+         "Exponents were read with a bias of 128, so all is half as large; the bias of E8M0 is 127."),
+    _row("exponent-as-integer", _EXPONENTS, exponents_as_integers,
+         "The bytes of the scales were used as integers; they are exponents, 2^(byte - 127)."),
+    _row("nf4-as-fp4", ("NF4",), four_bit_table(FP4),
+         "Codes were looked up in the table of FP4; the folder is NF4 and holds its own table."),
+    _row("fp4-as-nf4", ("FP4",), four_bit_table(NF4),
+         "Codes were looked up in the table of NF4; the folder is FP4 and holds its own table."),
+    _row("fp4-as-e2m1", ("FP4",), four_bit_table(E2M1 / np.float32(6)),
+         "Codes were read as E2M1; FP4 of bitsandbytes has its values in another order."),
+    _row("nested-offset-dropped", ("NF4", "FP4"), nested_offset_dropped,
+         "Scales of double quantisation were used without nested_offset; add it to each."),
+    _row("bitnet-scale-turned", ("BitNet",), scale_changed(lambda scale: 1 / scale),
+         "The scale was used upside down; bitlinear divides by weight_scale, autobitlinear multiplies with it."),
+    _row("bitnet-rows-in-order", ("BitNet",), rows_of_a_byte_in_order,
+         "The four codes of a byte were used as four rows in a row; they lie a quarter of the rows apart."),
+)  # fmt: skip

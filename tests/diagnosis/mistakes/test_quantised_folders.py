@@ -1,0 +1,159 @@
+"""Mistakes of reading quantised folders are named from the stages of an engine that read the weights wrongly.
+
+`wrong_readers` reads tensors of the files wrongly with code of its own. For the other mistakes the wrong matrices are
+made by the rows themselves, so only the search for them is tested.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planted_dumps import WHOLE, dump_of
+from quantised_folders import FOLDERS, NAMES, tensors_of, written
+from wrong_readers import READERS
+
+from llorch.diagnosis.diagnose import causes
+from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
+from llorch.diagnosis.replay import UNCHANGED
+from llorch.diagnosis.verdict import Finding
+from llorch.files import Weights, open_weights
+from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.places import Tokens
+
+Arrays = Mapping[str, np.ndarray]
+BY_NAME = {mistake.name: mistake for mistake in QUANTISED_FOLDERS}
+TOKENS = [Tokens((3, 11, 7, 20, 5, 9), 0)]
+PROJECTED: Callable[[str], bool] = lambda key: key.endswith(("attn_norm", "_proj"))  # noqa: E731
+# Folders where a mistake changes numbers.
+CHANGED = {
+    "gptq-first-version-as-second": "gptq-4bit", "gptq-second-version-as-first": "gptq-v2-4bit",
+    "gptq-zero-point-not-wrapped": "gptq-2bit-asym", "gptq-zero-point-carried": "gptq-4bit-asym",
+    "awq-plain-order": "awq-gemm", "gptq-awq-order": "gptq-4bit", "folder-upper-half-first": "ct-nvfp4",
+    "bitsandbytes-lower-half-first": "bnb-nf4", "three-bits-without-gaps": "ct-w3a16-ten-per-word",
+    "folder-codes-signed": "ct-w4a16", "folder-zero-point-forgotten": "ct-w8a16-channel",
+    "folder-read-as-symmetric": "ct-w4a16-asym", "folder-zero-point-not-scaled": "awq-gemv",
+    "mlx-bias-dropped": "mlx-4bit", "mlx-bias-subtracted": "mlx-3bit", "group-index-ignored": "gptq-4bit-act-order",
+    "global-scale-turned": "ct-nvfp4", "global-scale-dropped": "modelopt-nvfp4",
+    "fp8-scale-divided": "fp8-block-partial",
+    "fp8-blocks-of-equal-size": "fp8-block-partial", "fp8-partial-block-with-scale-before": "fp8-block-bf16-scale",
+    "fp8-scales-tiled": "ct-fp8-block", "folder-scale-dropped": "ct-w8a8", "folder-scale-float16": "fbgemm-fp8",
+    "folder-scale-bfloat16": "awq-gemm", "int8-row-maximum-over-127-5": "bnb-int8",
+    "int8-row-maximum-over-128": "bnb-int8", "exponent-bias-128": "ct-mxfp4", "exponent-as-integer": "mlx-mxfp8",
+    "nf4-as-fp4": "bnb-nf4", "fp4-as-nf4": "bnb-fp4", "fp4-as-e2m1": "bnb-fp4",
+    "nested-offset-dropped": "bnb-nf4-double", "bitnet-scale-turned": "bitnet-bitlinear",
+    "bitnet-rows-in-order": "bitnet-autobitlinear",
+}  # fmt: skip
+# Folders where it changes none.
+UNCHANGED_IN = {
+    "gptq-first-version-as-second": "gptq-v2-4bit", "gptq-second-version-as-first": "gptq-4bit",
+    "gptq-zero-point-not-wrapped": "gptq-4bit", "gptq-zero-point-carried": "gptq-4bit",
+    "three-bits-without-gaps": "ct-w3a16", "folder-read-as-symmetric": "gptq-4bit",
+    "group-index-ignored": "gptq-4bit", "nested-offset-dropped": "bnb-nf4", "mlx-bias-dropped": "mlx-mxfp4",
+    "fp8-blocks-of-equal-size": "ct-fp8-block-wide", "folder-scale-float16": "gptq-4bit",
+    "folder-zero-point-not-scaled": "ct-w4a16",
+}  # fmt: skip
+PLAIN = ("gptq-first-version-as-second", "awq-plain-order", "nf4-as-fp4", "exponent-bias-128")
+
+
+@cache
+def right(name: str) -> Weights:
+    return open_weights(FOLDERS / name)
+
+
+@cache
+def matrices(name: str) -> Mapping[str, QuantisedMatrix]:
+    """By the names of the files."""
+    weights = right(name)
+    stored = (weights.as_stored(weight) for weight in weights if len(weights.shape(weight)) == 2)
+    return {matrix.name: matrix for matrix in stored if isinstance(matrix, QuantisedMatrix)}
+
+
+def read_with(mistake: str, name: str) -> Arrays:
+    with np.errstate(all="ignore"):
+        return {
+            tensor: BY_NAME[mistake].wrong(matrix, "decode")
+            if matrix.ggml_type.name.startswith(BY_NAME[mistake].cases)
+            else matrix.decode()
+            for tensor, matrix in matrices(name).items()
+        }
+
+
+def changed_by(mistake: str, name: str) -> bool:
+    read = read_with(mistake, name)
+    return any(not np.array_equal(array, matrices(name)[tensor].decode()) for tensor, array in read.items())
+
+
+def floats(read: Arrays, name: str, folder: Path) -> Weights:
+    """A folder of floats that holds matrices as an engine read them."""
+    config = json.loads((FOLDERS / name / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    parts = {part.name for matrix in matrices(name).values() for part in matrix.parts.values()}
+    own = {
+        tensor: stored
+        for tensor, stored in tensors_of(FOLDERS / name).items()
+        if tensor not in parts and tensor.endswith((".weight", ".bias")) and stored[0] in ("F16", "BF16", "F32")
+    }
+    own |= {tensor: ("F32", [*array.shape], array.astype("<f4").tobytes()) for tensor, array in read.items()}
+    return open_weights(written(folder / name, kept, own))
+
+
+def first_cause(name: str, read: Arrays, folder: Path, shown: Callable[[str], bool] = WHOLE) -> Finding | None:
+    dump = dump_of(floats(read, name, folder).astype(np.float64), TOKENS, UNCHANGED, shown)
+    return next(causes(right(name).astype(np.float64), dump), None)
+
+
+def require_named(mistake: str, found: Finding | None) -> None:
+    assert found is not None
+    assert (found.kind, [suspect.name for suspect in found.suspects]) == ("mistake", [mistake])
+    assert found.suspects[0].share > 0.99
+
+
+def test_each_mistake_is_made_in_a_folder():
+    assert CHANGED.keys() == BY_NAME.keys()
+    assert {name for name in READERS} <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize("mistake", BY_NAME)
+def test_a_mistake_changes_the_numbers_of_its_folder(mistake: str):
+    assert changed_by(mistake, CHANGED[mistake])
+
+
+@pytest.mark.parametrize("mistake", UNCHANGED_IN)
+def test_a_mistake_that_cannot_be_made_in_a_folder_changes_nothing(mistake: str):
+    assert not changed_by(mistake, UNCHANGED_IN[mistake])
+
+
+@pytest.mark.parametrize("mistake", READERS)
+def test_a_row_makes_what_an_independent_wrong_reader_makes(mistake: str):
+    name = CHANGED[mistake]
+    made, read = read_with(mistake, name), READERS[mistake](tensors_of(FOLDERS / name))
+    assert read.keys() == made.keys()
+    for tensor, array in read.items():
+        np.testing.assert_allclose(made[tensor], array, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(one, marks=() if one in PLAIN else pytest.mark.slow) for one in BY_NAME]
+)
+def test_a_mistake_of_reading_is_named(mistake: str, tmp_path: Path):
+    name = CHANGED[mistake]
+    reader = READERS.get(mistake)
+    read = read_with(mistake, name) if reader is None else reader(tensors_of(FOLDERS / name))
+    require_named(mistake, first_cause(name, read, tmp_path))
+
+
+def test_projections_alone_name_it(tmp_path: Path):
+    read = READERS["group-index-ignored"](tensors_of(FOLDERS / "gptq-4bit-act-order"))
+    require_named("group-index-ignored", first_cause("gptq-4bit-act-order", read, tmp_path, PROJECTED))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in ("awq-gemm", "bnb-nf4") else pytest.mark.slow) for one in NAMES]
+)
+def test_a_right_reader_is_not_accused(name: str, tmp_path: Path):
+    read = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
+    found = first_cause(name, read, tmp_path)
+    assert found is None or found.kind == "honest"
