@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.quantised_folders import wrong_readings
 from llorch.dumps.raw import digest
 from llorch.errors import GuardFailed
 from llorch.files import Weights
@@ -76,10 +77,20 @@ class _Ours:
             return "is not compared: no weight of the model has this name or this hash", True
         way = self._way(name, told)
         if way is None:
-            return "has other numbers in every known layout", False
+            return self._reading(name, told) or "has other numbers in every known layout", False
         layout, rounding = way
         rounded = f"rounded to {rounding}" if rounding else ""
         return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)
+
+    def _reading(self, name: str, told: str) -> str:
+        """The known mistake that reads these numbers out of a matrix of a quantised folder; empty if none does."""
+        if name not in self._weights.slots:
+            return ""
+        roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
+        for mistake, array in wrong_readings(self._weights.as_stored(name)):
+            if told in {digest(rounding(array)) for rounding in roundings}:
+                return f"is read with the mistake {mistake.name} ({mistake.diagnosis.removesuffix('.')})"
+        return ""
 
     def is_in_folder(self, name: str, told: str) -> bool:
         """Tell if a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""

@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
+from quantised_folders import FOLDERS, tensors_of
 from raw_dumps import weights_of
 from refusals import assert_tells, refuses
+from wrong_readers import READERS
 
+from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.weight_hashes import check_weights
 from llorch.dumps.raw import digest
 from llorch.errors import GuardFailed
+from llorch.files import open_weights
 from llorch.files.names import interleave, undo_interleave
 from llorch.ops.rounding import round_activations
 
@@ -86,3 +90,27 @@ def test_other_numbers_are_refused(array: np.ndarray, told: tuple[str, ...], unt
         check_weights(WEIGHTS, hashes, source="mine", dtype="float32")
     assert not any(word in str(caught.value) for word in untold)
     assert caught.value.guard == "weights"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "folder"),
+    [
+        ("awq-plain-order", "awq-gemm"),
+        ("gptq-first-version-as-second", "gptq-4bit"),
+        ("global-scale-turned", "ct-nvfp4"),
+    ],
+)
+def test_a_mistake_of_reading_a_quantised_folder_is_named(mistake: str, folder: str):
+    tensors = tensors_of(FOLDERS / folder)
+    read, weights = READERS[mistake](tensors), open_weights(FOLDERS / folder)
+    with refuses(GuardFailed, expected=weights.path, got=(f"7 of {len(read)}", mistake), where="mine: weights"):
+        hashes = {name: digest(array) for name, array in read.items()}
+        check_weights(weights, hashes, source="mine", dtype="float32")
+
+
+def test_weights_of_a_quantised_folder_that_no_known_mistake_reads_get_no_name():
+    weights = open_weights(FOLDERS / "awq-gemm")
+    hashes = {UP.replace("layers.1", "layers.0"): digest(1.01 * weights.array("layers.0.up_proj"))}
+    with refuses(GuardFailed, expected=weights.path, got="other numbers", where="mine: weights") as caught:
+        check_weights(weights, hashes, source="mine", dtype="float32")
+    assert not any(mistake.name in str(caught.value) for mistake in QUANTISED_FOLDERS)

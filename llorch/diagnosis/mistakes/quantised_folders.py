@@ -5,14 +5,14 @@ decoder of `llorch.files.quantised.matrix` then makes the wrong numbers. `cases`
 A change that a matrix does not allow returns the matrix as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
-from llorch.files.packed import Rows
+from llorch.files.packed import Packed, Rows
 from llorch.files.quantised.codes import E2M1, E8M0, across, integers, stream
 from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader
 from llorch.ops.rounding import round_activations
@@ -339,3 +339,11 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
     _row("bitnet-rows-in-order", ("BitNet",), rows_of_a_byte_in_order,
          "The four codes of a byte were used as four rows in a row; they lie a quarter of the rows apart."),
 )  # fmt: skip
+
+
+def wrong_readings(stored: Packed) -> Iterator[tuple[Mistake[QuantisedMatrix], np.ndarray]]:
+    """A stored matrix as each known mistake reads it; nothing for what no quantised folder holds."""
+    for mistake in QUANTISED_FOLDERS:
+        if isinstance(stored, QuantisedMatrix) and stored.ggml_type.name.startswith(mistake.cases):
+            with np.errstate(all="ignore"):
+                yield mistake, mistake.wrong(stored, "decode")

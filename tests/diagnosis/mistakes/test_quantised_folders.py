@@ -20,8 +20,11 @@ from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.replay import UNCHANGED
 from llorch.diagnosis.verdict import Finding
 from llorch.files import Weights, open_weights
+from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.places import Tokens
+from llorch.verify.judge import FAIL, PASS
+from llorch.verify.suites import files
 
 Arrays = Mapping[str, np.ndarray]
 BY_NAME = {mistake.name: mistake for mistake in QUANTISED_FOLDERS}
@@ -157,3 +160,24 @@ def test_a_right_reader_is_not_accused(name: str, tmp_path: Path):
     read = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
     found = first_cause(name, read, tmp_path)
     assert found is None or found.kind == "honest"
+
+
+@pytest.mark.parametrize("mistake", BY_NAME)
+def test_checkpoint_13_of_a_folder_is_red_with_each_mistake(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    """The library's matrices are stood in for by right ones, which the goldens of other libraries judge."""
+    name = CHANGED[mistake]
+    library = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
+    read = read_with(mistake, name)
+
+    def asked(producer: str, path: Path, what: str, *rest: str) -> np.ndarray | None:
+        return library[rest[-1]] if what.endswith(":dequantised") else None
+
+    folder = right(name).source
+    assert isinstance(folder, QuantisedFolder)
+    monkeypatch.setattr(files, "in_child", asked)
+    assert {row.verdict for row in files.matrix_rows(name, folder)} == {PASS}
+    monkeypatch.setattr(QuantisedFolder, "array", lambda this, tensor: read[tensor])
+    rows = list(files.matrix_rows(name, folder))
+    red = [row for row in rows if row.verdict == FAIL]
+    assert red
+    assert all(row.checkpoint == "13" and row.tolerance == 0 < row.error for row in red)
