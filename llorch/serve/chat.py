@@ -34,14 +34,16 @@ async def answer(request: Request) -> Response:
     """The route."""
     body, service = await read(request, ChatRequest), service_of(request)
     ignored = ignored_fields(body)
-    jobs = await prepared(service, lambda: _jobs(service, body), n_answers=body.n or 1, renders=True)
+    jobs, unwritten = await prepared(service, lambda: _jobs(service, body), n_answers=body.n or 1, renders=True)
+    ignored += unwritten
     chat = _Chat(service, body, Answering(service.engine, service.model, jobs, body.stops, service.timeout))
     if body.stream:
         return EventStream(chat.events(), chat.answering.close, ignored)
     return await unless_gone(request, chat.whole(ignored))
 
 
-def _jobs(service: Service, body: ChatRequest) -> list[Job]:
+def _jobs(service: Service, body: ChatRequest) -> tuple[list[Job], list[str]]:
+    """Prepare an answer each; also returned are the keys of messages that the model does not read."""
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
     variables, seed = template_variables(body, service.model.chats), first_seed(body.seed)
     ids = service.chat_ids(messages, variables=variables)
@@ -52,9 +54,10 @@ def _jobs(service: Service, body: ChatRequest) -> list[Job]:
         "form": form_of(body.response_format),
     }
     ends = service.chat_end_ids()
-    return [
+    jobs = [
         service.job(ids, body.settings(seed + i), param="messages", end_ids=ends, **how) for i in range(body.n or 1)
     ]
+    return jobs, service.unwritten_keys(messages, variables=variables)
 
 
 @dataclass

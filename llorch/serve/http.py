@@ -81,5 +81,9 @@ def reply(body: Reply, ignored: Sequence[str] = ()) -> Response:
 
 def naming(ignored: Sequence[str]) -> dict[str, str]:
     """The header that names ignored fields, as far as a header can."""
-    shown = [name for name in ignored if name.isascii() and name.replace("_", "").isalnum() and len(name) <= 64]
+    shown = [
+        name
+        for name in ignored
+        if name.isascii() and name.replace("_", "").replace(".", "").isalnum() and len(name) <= 64
+    ]
     return {"x-llorch-ignored": ", ".join(shown[:_SHOWN]) or "?"} if ignored else {}

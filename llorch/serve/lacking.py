@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from llorch.serve.api_errors import ApiError, of_validation
-from llorch.serve.requests import Body, Strict
+from llorch.serve.requests import Strict
 
 _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not declare them, but for these values
     # other inputs than text, other outputs than an answer
@@ -101,7 +101,7 @@ class Ignored(Strict):
     parallel_tool_calls: bool | None = None
 
 
-def ignored_fields(body: Body) -> list[str]:
+def ignored_fields(body: Strict) -> list[str]:
     """Fields that nothing is done with; ApiError for one of a wrong type, or that would change the answer's meaning."""
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     try:
@@ -115,7 +115,7 @@ def ignored_fields(body: Body) -> list[str]:
     return [name for name in unknown if name not in _WITHOUT]
 
 
-def _remedy(name: str, body: Body) -> str:
+def _remedy(name: str, body: Strict) -> str:
     """Name the field of this route to send instead."""
     instead = _INSTEAD.get(name)
     if name in _LIMITS:

@@ -281,6 +281,8 @@ class CompletionRequest(Answers):
 class TokenizeRequest(Strict):
     """Of /tokenize."""
 
+    model_config = ConfigDict(extra="allow")
+
     content: Text
     add_special: bool = False
     parse_special: bool = False
@@ -289,6 +291,8 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     """Of /detokenize."""
+
+    model_config = ConfigDict(extra="allow")
 
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
 

@@ -2,10 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from llorch.serve.api_errors import wrong
 from llorch.serve.requests import Count, Effort, Form, RefusalPart, Sampling, Strict, Templated, Text
+
+_OF_ITEMS = ("id", "status")  # of an answer that comes back as input
 
 
 class InputText(Strict):
@@ -17,6 +19,8 @@ class InputText(Strict):
 
 class InputMessage(Strict):
     """A turn of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
@@ -33,7 +37,8 @@ class InputMessage(Strict):
         """As chat templates take it."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        more = {name: value for name, value in (self.model_extra or {}).items() if name not in _OF_ITEMS}
+        return {**more, "role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class TextFormat(Strict):

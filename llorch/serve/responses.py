@@ -36,19 +36,23 @@ async def answer(request: Request) -> HttpResponse:
     """The route."""
     body, service = await read(request, ResponsesRequest), service_of(request)
     ignored = ignored_fields(body)
-    job = await prepared(service, lambda: _job(service, body), renders=True)
+    job, unwritten = await prepared(service, lambda: _job(service, body), renders=True)
+    ignored += unwritten
     responding = _Responding(service, body, Answering(service.engine, service.model, [job], (), service.timeout))
     if body.stream:
         return EventStream(responding.events(), responding.answering.close, ignored)
     return await unless_gone(request, responding.whole(ignored))
 
 
-def _job(service: Service, body: ResponsesRequest) -> Job:
+def _job(service: Service, body: ResponsesRequest) -> tuple[Job, list[str]]:
+    """Prepare the answer; also returned are the keys of messages that the model does not read."""
     adapter, variables = service.adapter(body.model), template_variables(body, service.model.chats)
     ids = service.chat_ids(body.messages, param="input", variables=variables)
     settings, ends = body.settings(first_seed(body.seed)), service.chat_end_ids(param="input")
     how = {"max_tokens": body.max_output_tokens, "n_top": body.top_logprobs or 0, "form": body.form}
-    return service.job(ids, settings, param="input", adapter=adapter, end_ids=ends, **how)
+    job = service.job(ids, settings, param="input", adapter=adapter, end_ids=ends, **how)
+    first = 0 if body.instructions is None else 1
+    return job, service.unwritten_keys(body.messages, param="input", first=first, variables=variables)
 
 
 @dataclass

@@ -70,6 +70,19 @@ class Service:
             require_short(written.text, param=param)
             return self.model.chats.encoded(written)
 
+    def unwritten_keys(
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        param: str = "messages",
+        first: int = 0,
+        variables: Mapping[str, object] | None = None,
+    ) -> list[str]:
+        """Name the keys of messages that the model does not read, as fields of `param`, which begin at `first`."""
+        with self._refused_for(param):
+            found = self.model.chats.unwritten(messages, variables=variables)
+        return [f"{param}.{place - first}.{key}" for place, key in found]
+
     def chat_end_ids(self, *, param: str = "messages") -> frozenset[int]:
         """What ends an answer of a conversation, beside end tokens."""
         with self._refused_for(param):

@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from llorch.serve.api_errors import ApiError
 from llorch.serve.http import prepared, read, reply, service_of
+from llorch.serve.lacking import ignored_fields
 from llorch.serve.logprobs import piece
 from llorch.serve.replies import Detokenized, Piece, Tokenized
 from llorch.serve.requests import DetokenizeRequest, TokenizeRequest
@@ -14,13 +15,15 @@ from llorch.serve.service import Service, require_short
 async def tokenize(request: Request) -> Response:
     """Text to ids."""
     body, service = await read(request, TokenizeRequest), service_of(request)
-    return reply(await prepared(service, lambda: _tokenized(service, body)))
+    ignored = ignored_fields(body)
+    return reply(await prepared(service, lambda: _tokenized(service, body)), ignored)
 
 
 async def detokenize(request: Request) -> Response:
     """Ids to text; control tokens become theirs."""
     body, service = await read(request, DetokenizeRequest), service_of(request)
-    return reply(await prepared(service, lambda: _detokenized(service, body)))
+    ignored = ignored_fields(body)
+    return reply(await prepared(service, lambda: _detokenized(service, body)), ignored)
 
 
 def _tokenized(service: Service, body: TokenizeRequest) -> Tokenized:

@@ -28,7 +28,8 @@ async def answer(request: Request) -> Response:
     """The route."""
     body, service = await read(request, TraceRequest), service_of(request)
     ignored = ignored_fields(body)
-    adapter, ids = await prepared(service, lambda: _ids(service, body), renders=body.messages is not None)
+    adapter, ids, unwritten = await prepared(service, lambda: _ids(service, body), renders=body.messages is not None)
+    ignored += unwritten
     figures = _Figures(body.arrays or ())
     return await unless_gone(request, _traced(service, body, ids, adapter, figures, ignored))
 
@@ -45,14 +46,15 @@ async def _traced(
     return reply(Trace(model=body.model, tokens=ids, stages=stages, arrays=arrays), ignored)
 
 
-def _ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int]]:
-    adapter = service.adapter(body.model)
+def _ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int], list[str]]:
+    """Read the input; also returned are the adapter, and the keys of messages that the model does not read."""
+    adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages or ()]
     if body.tokens is not None:
         param, ids = "tokens", body.tokens
     elif body.prompt is not None:
         param, ids = "prompt", service.text_ids(body.prompt, parse_special=body.parse_special)
     else:
-        param, ids = "messages", service.chat_ids([message.plain() for message in body.messages or ()])
+        param, ids = "messages", service.chat_ids(messages)
     most = min(MAX_TOKENS, service.context)
     if len(ids) > most:
         raise ApiError(400, f"{param}: expected at most {most} tokens for a trace, got {len(ids)}", param=param,
@@ -61,7 +63,7 @@ def _ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int]]:
         service.model.checked_ids(ids)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from None
-    return adapter, ids
+    return adapter, ids, service.unwritten_keys(messages)
 
 
 class _Figures(dict[str, np.ndarray]):

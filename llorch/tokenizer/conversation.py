@@ -17,10 +17,11 @@ from pathlib import Path
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.tokenizer.chat import ChatTemplate, Message, TemplateSettings, compiled
-from llorch.tokenizer.messages import checked_messages
+from llorch.tokenizer.messages import checked_messages, refuse_media
 from llorch.tokenizer.tokenizer import Tokenizer
-from llorch.tokenizer.unwritten import CALLS, Texts, unwritten_call
+from llorch.tokenizer.unwritten import CALLS, Texts, further_keys, unwritten_call, unwritten_message_keys
 
+MOST_KEYS = 16  # of the messages of a request, beside role and content
 _PROBE = "Yes."
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 _NAMES = ("role", "type")  # values that a template compares, not what somebody wrote
@@ -154,11 +155,41 @@ class Chats:
         template go before those of the settings. FormatError where a template cannot take the messages.
         """
         if not self.has_template:
+            for place, message in enumerate(messages):
+                refuse_media(Fields({}, self._path), f"messages[{place}]", message)
             _refuse_unwritten(messages, lambda given, _: [_words(given)], path=self._path)
             return Written(_words(messages), None)
         checked = checked_messages(Fields({}, self._path), "messages", list(messages))
-        merged = {**(self.settings.variables or {}), **(variables or {})}
-        return self._written(checked, replace(self.settings, variables=merged), opened=opened)
+        return self._written(checked, self._settings_with(variables), opened=opened)
+
+    def unwritten(
+        self, messages: Sequence[Message], *, variables: Mapping[str, object] | None = None
+    ) -> list[tuple[int, str]]:
+        """Find the keys of messages that `spoken` leaves out, each with the place of its first message.
+
+        The template runs once or twice, then once for each of at most `MOST_KEYS` keys; FormatError for more keys.
+        """
+        n_keys = len(further_keys(messages))
+        if not n_keys:
+            return []
+        if n_keys > MOST_KEYS:
+            expected = f"at most {MOST_KEYS} keys beside role and content"
+            raise Fields({}, self._path).error("OutOfRange", "messages", expected, n_keys)
+        settings = self._settings_with(variables)
+
+        def texts(given: Sequence[Message], tools: Sequence[object] | None) -> Iterator[str]:
+            if not self.has_template:
+                yield _words(given)
+                return
+            checked = checked_messages(Fields({}, self._path), "messages", list(given))
+            yield self.conversation(checked, tools, settings).text(len(checked), opened=True)[0]
+
+        found = unwritten_message_keys(messages, None, texts, [*texts(messages, None)])
+        first = {(str(m["role"]), key): place for place, m in reversed([*enumerate(messages)]) for key in m}
+        return [(first[role, key], key) for role, key in found]
+
+    def _settings_with(self, variables: Mapping[str, object] | None) -> TemplateSettings:
+        return replace(self.settings, variables={**(self.settings.variables or {}), **(variables or {})})
 
     def _written(self, messages: Sequence[Message], settings: TemplateSettings, *, opened: bool) -> Written:
         """Render a conversation; Unsupported where the template leaves tool calls out."""

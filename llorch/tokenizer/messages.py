@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from llorch.fields import Fields
 
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # keys of rows and messages that hold more than text
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -16,6 +17,16 @@ def checked_messages(fields: Fields, key: str, value: object) -> list[dict[str, 
     if not isinstance(value, list) or not value:
         raise fields.error("Malformed", key, "a list of messages", value)
     return [_checked_message(fields, f"{key}[{place}]", entry) for place, entry in enumerate(value)]
+
+
+def refuse_media(fields: Fields, name: str, message: Mapping[str, object]) -> None:
+    """Refuse a message with an image, a video or audio: llorch reads text only."""
+    media = [key for key in MEDIA if message.get(key) not in (None, "", [], {})]
+    if media:
+        key = media[0]
+        raise fields.error(
+            "Unsupported", f"{name}.{key}", f"no {key} (llorch reads no images, audio or files)", message[key]
+        )
 
 
 def parsed(text: str) -> object:
@@ -58,6 +69,7 @@ def _part(fields: Fields, name: str, part: object) -> str:
 def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, object]:
     if not isinstance(entry, dict):
         raise fields.error("Malformed", name, "an object with role and content", entry)
+    refuse_media(fields, name, entry)
     role, content, calls = entry.get("role"), entry.get("content"), entry.get("tool_calls")
     if role not in ROLES:
         raise fields.error("Unsupported", f"{name}.role", f"one of {', '.join(ROLES)}", role)

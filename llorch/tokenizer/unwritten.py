@@ -34,19 +34,32 @@ def unwritten_keys(
     """Name what the texts `given` do not show: `tools`, a key of the messages of a role, or their whole content."""
     if tools and _same(given, texts, messages, None):
         yield "tools"
-    found = {(str(m["role"]), key): None for m in messages for key in _more_keys(m)}
-    all_gone = [{key: m[key] for key in m if key not in _more_keys(m)} for m in messages]
-    none_written = len(found) > 1 and _same(given, texts, all_gone, tools)
-    for role, key in found:
-        altered = [_without(m, key) if m["role"] == role else m for m in messages]
-        if none_written or _same(given, texts, altered, tools):
-            yield f"{key} of {role}"
+    for role, key in unwritten_message_keys(messages, tools, texts, given):
+        yield f"{key} of {role}"
     for place, message in enumerate(messages):
         said = str(message["content"]).strip()
         if said and not any(said in text for text in given):
             altered = [*messages[:place], {**message, "content": ""}, *messages[place + 1 :]]
             if _same(given, texts, altered, tools):
                 yield f"content of {message['role']}"
+
+
+def unwritten_message_keys(
+    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, given: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Find the keys of messages that the texts `given` do not show, each with the role of its messages."""
+    found = further_keys(messages)
+    all_gone = [{key: m[key] for key in m if key not in _more_keys(m)} for m in messages]
+    none_written = len(found) > 1 and _same(given, texts, all_gone, tools)
+    for role, key in found:
+        altered = [_without(m, key) if m["role"] == role else m for m in messages]
+        if none_written or _same(given, texts, altered, tools):
+            yield role, key
+
+
+def further_keys(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """List the keys beside role, content and tool calls that have a value, each with the role of its messages."""
+    return [*dict.fromkeys((str(m["role"]), key) for m in messages for key in _more_keys(m))]
 
 
 def _more_keys(message: Message) -> list[str]:

@@ -116,6 +116,59 @@ def test_what_an_assistant_refused_is_its_turn(tmp_path: Path):
         assert n_prompt({"role": "assistant", "content": None, "refusal": "No, I will not."}) == wanted
 
 
+CALLER = "{% for m in messages %}{% if m.name %}{{ m.name }}: {% endif %}{{ m.content }} {% endfor %}"
+HISTORY = [  # of a client that sends back whatever it got
+    {"role": "user", "content": "Once", "name": "Ann"},
+    {"role": "assistant", "content": "a fox", "reasoning_content": "hm", "annotations": [], "thinking": None},
+    {"role": "user", "content": "again", "foo": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        (None, ["0.name", "1.reasoning_content", "2.foo"]),
+        (LLAMA_3, ["0.name", "1.reasoning_content", "2.foo"]),
+        (CALLER, ["1.reasoning_content", "2.foo"]),
+    ],
+    ids=["no template", "llama 3", "writes names"],
+)
+def test_keys_of_messages_that_the_model_does_not_read_are_named(
+    tmp_path: Path, template: str | None, names: list[str]
+):
+    with served(chat_model(tmp_path / "story", "story", template)) as server:
+
+        def ignored(path: str, field: str, messages: list[dict[str, Any]], **more: Any) -> list[str]:
+            body = {"model": "story", field: messages, **more}
+            answer = httpx.post(server.url + path, json=body, trust_env=False)
+            assert answer.status_code == 200, answer.text
+            return answer.headers.get("x-llorch-ignored", "").split(", ")
+
+        messages = [f"messages.{name}" for name in names]
+        assert ignored("/v1/chat/completions", "messages", HISTORY, max_tokens=1) == messages
+        assert ignored("/v1/chat/completions", "messages", HISTORY, max_tokens=1, stream=True, user="me") == [
+            "user", *messages
+        ]  # fmt: skip
+        assert ignored("/v1/trace", "messages", HISTORY) == messages
+        newer = [one | {"id": "msg_1", "status": "completed"} for one in HISTORY]
+        found = ignored("/v1/responses", "input", newer, max_output_tokens=1, instructions="Be brief.")
+        assert found == [f"input.{name}" for name in names]
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_3], ids=["no template", "llama 3"])
+def test_a_message_with_an_image_or_with_too_many_keys_is_refused(tmp_path: Path, template: str | None):
+    with served(chat_model(tmp_path / "story", "story", template)) as server:
+        for more, facts in (
+            ({"images": ["aGk="]}, ["messages[0].images"]),
+            ({"audio": {"id": "a"}}, ["messages[0].audio"]),
+            ({f"k{i}": 1 for i in range(17)}, ["messages", 16, 17]),
+        ):
+            body = {"model": "story", "messages": [{"role": "user", "content": "Once", **more}], "max_tokens": 1}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, trust_env=False)
+            assert answer.status_code == 400
+            assert_tells(answer.json()["error"]["message"], *facts)
+
+
 SWITCHED = (
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ messages[0].content }}"
 )

@@ -49,6 +49,16 @@ def test_ids_are_those_of_the_tokenizer_and_lead_back_to_the_text(server: Served
     assert post(server, "/detokenize", tokens=ids)["content"] == START
 
 
+def test_fields_that_would_change_the_tokens_are_refused_and_others_are_named(server: Served):
+    error = refused(server, "/tokenize", content=START, add_special_tokens=True)
+    assert (error["param"], error["code"]) == ("add_special_tokens", "unsupported")
+    error = refused(server, "/detokenize", tokens=[1], skip_special_tokens=False)
+    assert (error["param"], error["code"]) == ("skip_special_tokens", "unsupported")
+    body = {"content": START, "model": "story", "foo": 1}
+    answer = httpx.post(f"{server.url}/tokenize", json=body, trust_env=False)
+    assert (answer.status_code, answer.headers["x-llorch-ignored"]) == (200, "model, foo")
+
+
 def test_pieces_are_texts_or_else_bytes(server: Served):
     tokens = post(server, "/tokenize", content="Hé", with_pieces=True)["tokens"]
     data = b"".join(one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in tokens)

@@ -214,6 +214,9 @@ PREFERENCES: dict[str, dict[str, Any]] = {  # rows of TRL, LLaMA-Factory, Axolot
     "messages[1].reward": {"messages": [USER, ASSISTANT | {"reward": -1.0}]},
     "conversations[0].rating": {"conversations": [{"from": "gpt", "value": "a", "rating": 1}]},
     "images": TALK | {"images": ["a.png"]},
+    "messages[0].images": {"messages": [USER | {"images": ["a.png"]}, ASSISTANT]},
+    "prompt[0].audio": {"prompt": [USER | {"audio": "a.wav"}], "completion": [ASSISTANT]},
+    "conversations[0].image": {"conversations": [{"from": "human", "value": "q", "image": "a.png"}]},
 }
 
 

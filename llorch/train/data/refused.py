@@ -11,11 +11,11 @@ import re
 from collections.abc import Collection, Mapping
 
 from llorch.errors import FormatError
+from llorch.tokenizer.messages import MEDIA
 from llorch.train.data.read import Record
 
 _PAIRS = re.compile(r"(^|[_-])(chosen|rejected|preferred)([_-]|$)|^kto_tag$|^response_[jk]$|^completions$")
 _SCORES = ("score", "scores", "reward", "rating")
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _OF_ANSWERS = ("messages", "ShareGPT", "Alpaca", "prompt and completion")  # formats whose rows hold an answer
 _WANTED = "rows with one good answer"
 
@@ -28,7 +28,7 @@ def refuse_row(record: Record, present: Collection[str], format_name: str | None
             "keep only the good answers, for example: jq -c '{prompt, completion: .chosen}' data.jsonl > good.jsonl"
         )
         raise _error(record, f"a row of preference data: expected {_WANTED}; got {', '.join(pairs)}; {remedy}")
-    media = [key for key in _MEDIA if key in present and record.values[key] not in ("", [])]
+    media = [key for key in MEDIA if key in present and record.values[key] not in ("", [])]
     if media:
         raise _error(record, f"{media[0]}: expected a row with text only, got a row with {media[0]}; remove such rows")
     if format_name not in _OF_ANSWERS:
