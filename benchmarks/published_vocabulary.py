@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from published_lines import Line, progress
+from published_lines import Line, all_lines, progress
 
 
 def vocabularies(count: int) -> Iterator[Line]:
@@ -67,12 +67,13 @@ def templates() -> Iterator[Line]:
     from tests.tokenizer.test_chat import PUBLISHED_CHATS
 
     texts = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    sources = [file.read_text() for file in sorted((real_vocabulary("qwen2").parent / "templates").glob("*.jinja"))]
+    files = sorted((real_vocabulary("qwen2").parent / "templates").glob("*.jinja"))
     for shape in PUBLISHED_CHATS:
-        judged = [rendered(source, texts, shape) for source in sources]
-        refused = sum(want is None for want, _ in judged)
-        wrong = sum(want != got for want, got in judged)
-        yield Line(f"templates: {shape}", "transformers", len(sources), wrong, f"both refuse {refused}")
+        judged = {file.stem: rendered(file.read_text(), texts, shape) for file in files}
+        refused = sum(want is None and got is None for want, got in judged.values())
+        wrong = [name for name, (want, got) in judged.items() if want != got]
+        note = all_lines((f"both refuse {refused}", ", ".join(wrong)))
+        yield Line(f"templates: {shape}", "transformers", len(files), len(wrong), note)
 
 
 def rendered(source: str, texts: Mapping[str, str], shape: str) -> tuple[str | None, str | None]:

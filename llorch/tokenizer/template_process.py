@@ -2,7 +2,8 @@
 
 The process starts with the first template, in about 60 ms, and stays: a rendering then costs about 0.1 ms more than in
 this process. It ends with this process, and is started again after it was ended. Memory is limited where the system
-has RLIMIT_AS (Linux does; Windows and macOS do not); time and the length of the text are limited everywhere.
+has RLIMIT_AS (Linux does; Windows and macOS do not); time and the length of the text are limited everywhere. Time is
+processor time, so a busy machine stops no template. On Windows, which has no such timer, time is wall-clock time.
 """
 
 import atexit
@@ -19,14 +20,14 @@ from pathlib import Path
 _MAX_ANSWER = 32 << 20  # bytes: the longest text, with every character escaped, and some
 _BOOT = "import sys; sys.path += sys.argv[1:]; import template_worker; template_worker.main()"
 _OUT_OF_MEMORY = 4  # exit status of the worker
-_OUT_OF_TIME = -signal.SIGALRM if hasattr(signal, "SIGALRM") else 1  # the same; 1 is that of faulthandler
+_OUT_OF_TIME = -signal.SIGPROF if hasattr(signal, "SIGPROF") else 1  # the same; 1 is that of faulthandler
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a template may take."""
 
-    seconds: float = 1.0  # to compile and render it once
+    seconds: float = 1.0  # of processor time, to compile and render it once
     memory: int = 512 << 20  # bytes of the process that does it
     text: int = 4 << 20  # characters that it may write
 

@@ -5,8 +5,8 @@ and in a process of its own, which keeps what it costs within limits. The proces
 library only and so starts in about 60 ms.
 
 A frame is its length, four bytes with the highest first, and JSON. The first one names the limits and is answered when
-all is ready; each further one is a request. A template that takes too long ends the process, by an alarm that nothing
-in it can hold up, and so does one that takes too much memory.
+all is ready; each further one is a request. A template that takes too much processor time ends the process, by an alarm
+that nothing in it can hold up, and so does one that takes too much memory.
 
 Source: transformers utils/chat_template_utils.py, `_cached_compile_jinja_template` (environment, filters, variables).
 """
@@ -140,8 +140,8 @@ def _raise(message: str) -> NoReturn:
 def _prepare(memory: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever the one that asks does with it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever the one that asks does with it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     with suppress(ImportError, ValueError, OSError):  # not on every system, and the limit may be lower already
         import resource
 
@@ -150,9 +150,9 @@ def _prepare(memory: int) -> None:
 
 
 def _set_alarm(seconds: float) -> None:
-    """End the process after so many seconds; 0 takes that back."""
+    """End the process after so many seconds of processor time, where the system counts it; 0 takes that back."""
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
     elif seconds:
         faulthandler.dump_traceback_later(seconds, exit=True)
     else:

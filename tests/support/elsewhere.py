@@ -17,7 +17,7 @@ for name in "click gguf jinja2 numpy regex rich.progress safetensors tokenizers"
 
 ABSENT = {
     os: "fork getuid geteuid getgid killpg register_at_fork sched_getaffinity setsid sysconf O_DIRECTORY O_NONBLOCK",
-    signal: "SIGALRM SIGHUP SIGKILL SIGUSR1 ITIMER_REAL alarm setitimer pthread_sigmask",
+    signal: "SIGALRM SIGHUP SIGKILL SIGPROF SIGUSR1 ITIMER_PROF ITIMER_REAL alarm setitimer pthread_sigmask",
     socket: "AF_UNIX",
     mmap: "MADV_DONTNEED MAP_PRIVATE MAP_SHARED",
 }

@@ -153,13 +153,24 @@ def test_ctrl_c_is_not_for_the_process(process: TemplateProcess):
 
 @hasty
 def test_a_caller_that_ignores_the_alarm_does_not_switch_it_off(process: TemplateProcess):
-    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
     try:
         assert_stopped(process.ask(ENDLESS), "0.3 s")
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-        signal.signal(signal.SIGALRM, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+        signal.signal(signal.SIGPROF, before)
+
+
+@hasty
+def test_time_in_which_the_process_waits_for_a_processor_does_not_count(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+):
+    wait = "import time; ready = template_worker.answer; slow = lambda *a, **k: time.sleep(0.6) or ready(*a, **k); "
+    start = wait + "template_worker.answer = slow; template_worker.main()"
+    monkeypatch.setattr(template_process, "_BOOT", template_process._BOOT.replace("template_worker.main()", start))
+    assert process.ask(HELLO) == {"text": "hello"}
+    assert_stopped(process.ask(ENDLESS), "0.3 s")
 
 
 @hasty
