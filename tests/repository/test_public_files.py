@@ -90,6 +90,18 @@ def test_all_checks_run_every_night_and_a_release_is_checked_as_it_is_installed(
     assert re.findall(r"\.ci/installed \"\$\(echo dist/\*\.(\S+)\)\"", built) == ["whl", "tar.gz"]
 
 
+def test_nightly_published_job_runs_every_part_of_the_table_with_existing_scripts():
+    run = commands(jobs("nightly")["published"])
+    scripts = re.findall(r"python (\S+\.py)", run)
+    assert "benchmarks/published.py" in scripts
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+    looped, single = re.findall(r"printf -- '--only %s ' ([\w ]+)\)", run), re.findall(r"--only ([a-z]+)", run)
+    (names,) = re.findall(
+        r"^NAMES = \((.*?)^\)", (ROOT / "benchmarks/published.py").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert [*" ".join(looped).split(), *single] == re.findall(r'"(\w+)"', names)
+
+
 def test_a_report_of_wrong_text_asks_for_the_diagnosis():
     required = {
         field["id"]: field
