@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
 WITHOUT_CASE = pytest.StashKey[list[tuple[str, str]]]()
+WITHOUT_DAY = pytest.StashKey[list[str]]()
+LEFT_OUT = "live or slow or weights or nightly"
+MARKS = {  # of cases: the mark that they get, and do those get it that fit a pattern, or those that do not?
+    "plain_cases": ("slow", False),
+    "slow_cases": ("slow", True),
+    "ci_cases": ("nightly", False),
+    "nightly_cases": ("nightly", True),
+}
 shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
@@ -32,11 +40,11 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave slow tests to `.ci/run` where no part of the tests is asked for, and measure what each test costs."""
+    """Leave slow tests to `.ci/run` and nightly ones to the night, unless asked for; measure what each test costs."""
     os.environ.pop("PYTEST_ADDOPTS", None)  # for this run of pytest, not for one that a test starts
     config.pluginmanager.register(ProcessorTime(config.option.processor_limit))
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.option.markexpr = "not (live or slow or weights)"
+        config.option.markexpr = f"not ({LEFT_OUT})"
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -69,17 +77,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that `plain_cases` does not name are slow, and so are those that `slow_cases` names."""
+    """Cases get the mark that `MARKS` has for them. A function all of whose cases are nightly is written down."""
     named: dict[tuple[str, str], bool] = {}  # function and pattern: has it a case?
+    by_day: dict[str, bool] = {}  # function: has it a case that is not nightly?
     for item in items:
         function, _, case = item.nodeid.removesuffix("]").partition("[")
-        for mark in [mark for mark in item.iter_markers() if mark.name in ("plain_cases", "slow_cases")]:
+        for mark in [mark for mark in item.iter_markers() if mark.name in MARKS]:
+            added, of_those_that_fit = MARKS[mark.name]
             fits = {pattern: fnmatchcase(case, pattern) for pattern in mark.args}
             for pattern, fit in fits.items():
                 named[function, pattern] = fit or named.get((function, pattern), False)
-            if any(fits.values()) == (mark.name == "slow_cases"):
-                item.add_marker("slow")
+            if any(fits.values()) == of_those_that_fit:
+                item.add_marker(added)
+        by_day[function] = by_day.get(function, False) or item.get_closest_marker("nightly") is None
     config.stash[WITHOUT_CASE] = [function_and_pattern for function_and_pattern, fit in named.items() if not fit]
+    config.stash[WITHOUT_DAY] = [function for function, kept in by_day.items() if not kept]
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture

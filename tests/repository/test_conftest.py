@@ -132,8 +132,8 @@ def hooks(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize(
     ("source", "given", "kept"),
     [
-        ("TESTPATHS", "", "not (live or slow or weights)"),
-        ("INVOCATION_DIR", "", "not (live or slow or weights)"),
+        ("TESTPATHS", "", "not (live or slow or weights or nightly)"),
+        ("INVOCATION_DIR", "", "not (live or slow or weights or nightly)"),
         ("TESTPATHS", "live", "live"),
         ("ARGS", "", ""),  # a file by its name: all of it
     ],
@@ -171,17 +171,39 @@ def test_only_files_that_no_keyword_can_ask_for_are_left_out(hooks: Any, keyword
 
 def item_of(case: str, *marks: pytest.Mark) -> Any:
     added: list[str] = []
-    return SimpleNamespace(nodeid=case, iter_markers=lambda: marks, add_marker=added.append, added=added)
+    of = SimpleNamespace(nodeid=case, iter_markers=lambda: marks, add_marker=added.append, added=added)
+    of.get_closest_marker = lambda name: name if name in added else None
+    return of
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_cases_are_slow_that_a_mark_names_or_does_not_name(hooks: Any, slow: bool):
-    mark = (pytest.mark.slow_cases if slow else pytest.mark.plain_cases)("micro-*", "gone").mark
-    items = [item_of("f.py::test_a[micro-llama]", mark), item_of("f.py::test_a[story]", mark), item_of("f.py::test_b")]
+@pytest.mark.parametrize(
+    ("mark", "first", "second"),
+    [
+        ("plain_cases", [], ["slow"]),
+        ("slow_cases", ["slow"], []),
+        ("ci_cases", [], ["nightly"]),
+        ("nightly_cases", ["nightly"], []),
+    ],
+)
+def test_cases_get_the_mark_of_their_pattern(hooks: Any, mark: str, first: list[str], second: list[str]):
+    of = getattr(pytest.mark, mark)("micro-*", "gone").mark
+    items = [item_of("f.py::test_a[micro-llama]", of), item_of("f.py::test_a[story]", of), item_of("f.py::test_b")]
     config = SimpleNamespace(stash=pytest.Stash())
     hooks.pytest_collection_modifyitems(config, items)
-    assert [item.added == ["slow"] for item in items] == [slow, not slow, False]
+    assert [item.added for item in items] == [first, second, []]
     assert config.stash[hooks.WITHOUT_CASE] == [("f.py::test_a", "gone")]
+    assert config.stash[hooks.WITHOUT_DAY] == []
+
+
+def test_a_test_all_of_whose_cases_are_nightly_is_found(hooks: Any):
+    of = pytest.mark.nightly_cases("*").mark
+    config = SimpleNamespace(stash=pytest.Stash())
+    hooks.pytest_collection_modifyitems(config, [item_of(f"f.py::test_a[{case}]", of) for case in "12"])
+    assert config.stash[hooks.WITHOUT_DAY] == ["f.py::test_a"]
+
+
+def test_every_test_has_a_case_that_is_not_left_to_the_night(hooks: Any, request: pytest.FixtureRequest):
+    assert request.config.stash[hooks.WITHOUT_DAY] == []
 
 
 def test_every_pattern_of_cases_has_a_case(hooks: Any, request: pytest.FixtureRequest):

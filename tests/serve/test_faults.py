@@ -22,7 +22,8 @@ ELSEWHERE = {  # also done by plain tests with fewer processes
     "S14": "tests/cli/test_serve.py: an engine that dies",
     "S15c": "here, at two moments of the start instead of many",
 }
-LONG = ("S1", "S2", "S2b", "S3", "S4", "S4b", "S7", "S14b", "S15b", *ELSEWHERE)
+LONG = ("S1", "S2", "S2b", "S3", "S4", "S4b", "S7", "S14b", "S15b")
+STEPS = ("S4", "S14b")  # those of `LONG` in which a step of the backend is cut short
 
 
 def done(numbers: tuple[str, ...], *options: str) -> list[tuple[str, bool, str]]:
@@ -55,10 +56,15 @@ def test_a_server_that_is_stopped_while_it_starts_ends_and_says_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.ci_cases("long-numpy", "steps-torch")
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
-def test_nor_do_those_that_take_long(backend: str):
-    rows = done(LONG, "--backend", backend)
-    assert sorted(number for number, _, _ in rows) == sorted(LONG)
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param(LONG, id="long"), pytest.param(STEPS, id="steps"), pytest.param(tuple(ELSEWHERE), id="elsewhere")],
+)
+def test_nor_do_those_that_take_long(numbers: tuple[str, ...], backend: str):
+    rows = done(numbers, "--backend", backend)
+    assert sorted(number for number, _, _ in rows) == sorted(numbers)
     assert [row for row in rows if not row[1]] == []
 
 
@@ -66,4 +72,4 @@ def test_every_fault_is_in_a_test(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     from benchmarks.serve_faults import FAULTS
 
-    assert sorted(fault.number for fault in FAULTS) == sorted(QUICK + LONG)
+    assert sorted(fault.number for fault in FAULTS) == sorted([*QUICK, *LONG, *ELSEWHERE])

@@ -24,7 +24,7 @@ from llorch.tokenizer.export_gguf import read_tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 
 pytestmark = [pytest.mark.weights, pytest.mark.live]
-N_STRINGS = 2000  # benchmarks/published.py judges more
+N_STRINGS = 500  # benchmarks/published.py judges more
 
 
 class Written(NamedTuple):
@@ -77,8 +77,13 @@ def of_gguf(path: Path) -> Tokenizer:
         return Tokenizer.from_gguf(file)
 
 
-def test_gguf_ids_equal_llama_cpp(written: Written):
-    ours, theirs = of_gguf(written.gguf), LlamaVocabulary(written.gguf)
+@pytest.fixture(scope="module")
+def from_file(written: Written) -> Tokenizer:
+    return of_gguf(written.gguf)
+
+
+def test_gguf_ids_equal_llama_cpp(written: Written, from_file: Tokenizer):
+    ours, theirs = from_file, LlamaVocabulary(written.gguf)
     assert first_difference(ours.encode, theirs.encode, written.texts) is None
     assert [ours.token_bytes(i) for i in range(theirs.size)] == [theirs.piece(i) for i in range(theirs.size)]
     theirs.close()
@@ -98,8 +103,8 @@ def test_folder_ids_equal_the_publisher_and_decode_to_the_text(written: Written)
             assert ours.decode(ids) == text
 
 
-def test_a_folder_converts_to_the_ids_of_llama_cpp(written: Written, tmp_path: Path):
-    made = read_tokenizer(written.folder, of_gguf(written.gguf).vocab_size)
+def test_a_folder_converts_to_the_ids_of_llama_cpp(written: Written, from_file: Tokenizer, tmp_path: Path):
+    made = read_tokenizer(written.folder, from_file.vocab_size)
     lists = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in made.metadata.items()}
     path = write_file(tmp_path / "converted.gguf", {}, GGUF_METADATA | lists)
     theirs, ours = LlamaVocabulary(path), Tokenizer(GGUFVocabulary(made.metadata, path))

@@ -1,0 +1,29 @@
+"""The choice of `.ci/goldens.py`: every model at night, five by day, and every model on some day."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from llorch.builtin import EVERY
+
+
+@pytest.fixture(scope="module")
+def goldens() -> ModuleType:
+    spec = spec_from_file_location("ci_goldens", Path(__file__).parents[2] / ".ci/goldens.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_night_has_every_model(goldens: ModuleType):
+    assert goldens.chosen("nightly", "0") == ("quantised", *EVERY)
+
+
+def test_a_day_has_four_models_and_one_that_is_drawn(goldens: ModuleType):
+    days = [goldens.chosen("day", f"{tree:040x}") for tree in range(len(EVERY))]
+    assert all(day[:5] == ("quantised", *goldens.ALWAYS) and len({*day}) == 6 for day in days)
+    assert {name for day in days for name in day} == {"quantised", *EVERY}
