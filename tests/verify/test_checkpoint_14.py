@@ -25,6 +25,8 @@ from llorch.verify.runners.torch import VARIANTS
 from llorch.verify.truth import WITNESS
 
 SMALLEST = pytest.mark.plain_cases("*micro-llama")
+# In float32 and bfloat16 `llorch verify --backend torch`, a step of `.ci/run`, judges every model in every variant.
+BY_DAY = pytest.mark.ci_cases("*micro-llama", "torch-cpu-float16-*micro-qwen2", "torch-cpu-float64-*micro-qwen3")
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
 
 
@@ -60,6 +62,7 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
 
 
 @SMALLEST
+@BY_DAY
 @pytest.mark.parametrize(
     ("target", "suffix", "model"),
     [(target, suffix, model) for target, model in product(CPU, BUILTIN) for suffix in suffixes(target, model)],
@@ -93,6 +96,7 @@ def belongs(row: Row, target: str, suffix: str, model: str) -> bool:
 
 
 @SMALLEST
+@BY_DAY
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
@@ -101,6 +105,7 @@ def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
 
 
 @SMALLEST
+@BY_DAY
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
@@ -114,6 +119,7 @@ def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
 
 
 @SMALLEST
+@BY_DAY
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str):
@@ -122,6 +128,7 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str)
 
 
 @SMALLEST
+@pytest.mark.ci_cases("micro-llama", "micro-qwen3")
 @pytest.mark.parametrize("model", BUILTIN)
 def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth(model: str):
     every = [row for row in rows("torch-cpu-float64", model) if row.mode != "exact"]

@@ -47,6 +47,7 @@ def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci_cases("*-router-left-out", "*-gate-as-constant", "*-state-cut-*", "*-conv-*")
 @pytest.mark.parametrize("mistake", [pytest.param(each, id=each.name) for each in TRAINING if not models_of(each)])
 def test_a_mistake_in_a_gradient_is_named(mistake: TrainingMistake, tmp_path: Path):
     (finding,) = found_in(able(mistake), tmp_path, mistake)
