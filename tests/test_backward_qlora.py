@@ -60,7 +60,7 @@ def dense_weights(quantised: Any) -> dict[str, Any]:
     """Dequantise the matrices by bitsandbytes in torch; all weights in float64."""
     import torch
 
-    from llorch.verify.witnesses.dequantisers import dequantised
+    from llorch.engines.dequantisers import dequantised
 
     state = {}
     for name, value in quantised.named_parameters():
@@ -132,7 +132,7 @@ def distances(got: Run, want: Run) -> Iterator[tuple[str, float]]:
 @pytest.fixture(scope="module")
 def foreign(weights: Weights, adapter: Adapter) -> tuple[Run, Run]:
     """Run PEFT on bitsandbytes in float32, and PEFT in float64."""
-    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+    from llorch.engines.float64_everywhere import float64_everywhere
 
     batch = document(weights)
     quantised = quantised_model()
