@@ -27,11 +27,11 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
-    "backward cache forward pytorch/cpu/cpu pytorch/cpu/block pytorch/cpu/layer pytorch/cpu/quantised "
-    "pytorch/train/loading model ops/attention ops/backward ops/cross_entropy ops/dora ops/linear ops/lora "
-    "ops/rms_norm ops/rope ops/swiglu verify/quantised pytorch/cache pytorch/model pytorch/quantised "
-    "pytorch/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss diagnosis/diagnose "
-    "diagnosis/training/diagnose"
+    "backward cache forward pytorch/kernels/cpu/cpu pytorch/kernels/cpu/block pytorch/kernels/cpu/layer "
+    "pytorch/kernels/cpu/quantised pytorch/train/loading model ops/attention ops/backward ops/cross_entropy ops/dora "
+    "ops/linear ops/lora ops/rms_norm ops/rope ops/swiglu verify/quantised pytorch/cache pytorch/model "
+    "pytorch/quantised pytorch/batch_invariant/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss "
+    "diagnosis/diagnose diagnosis/training/diagnose"
 )
 
 
@@ -49,7 +49,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KERNELS = """
 import contextlib, io, json, numpy, torch
 from threadpoolctl import threadpool_info
-from llorch.pytorch.cpu.library import library
+from llorch.pytorch.kernels.cpu.library import library
 torch.ops.mkldnn._linear_pointwise(torch.ones(16, 16), torch.ones(16, 16), None, "none", [], "")  # oneDNN says its ISA
 blas = [pool for pool in threadpool_info() if pool["internal_api"] == "openblas"]
 print(json.dumps({
@@ -97,7 +97,7 @@ VARIANTS = {
     "ATen AVX2": Variant({"ATEN_CPU_CAPABILITY": "avx2"}, {"aten": "AVX2"}, "avx2"),
     "oneDNN AVX2": Variant({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"onednn": "Intel AVX2"}, "avx2"),
     "no C compiler": Variant(
-        {"PATH": str(Path(sys.executable).parent), "CC": ""}, {"compiled": False}, left_out="pytorch/cpu"
+        {"PATH": str(Path(sys.executable).parent), "CC": ""}, {"compiled": False}, left_out="pytorch/kernels/cpu"
     ),
     "4 threads": Variant(FOUR_THREADS, {"threads": 4}),
 }

@@ -23,8 +23,8 @@ import torch
 
 from llorch.bench import SHAPES, Load, measure, prompts, speeds
 from llorch.config import ModelConfig
-from llorch.files.names import inventory
-from llorch.pytorch.bench import Made, TorchEngine, random, torch_subject
+from llorch.files.tensor_names import inventory
+from llorch.pytorch.bench import MeasuredModel, TorchEngine, random, torch_subject
 from llorch.pytorch.device import target
 
 SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
@@ -53,7 +53,7 @@ def prefill_load(config: ModelConfig) -> Load:
     return Load(min(PREFILL.prompt, config.max_position_embeddings - 1), 1, 1, PREFILL.rounds)
 
 
-def ours(made: Made, load: Load) -> dict:
+def ours(made: MeasuredModel, load: Load) -> dict:
     """Measure our path; see `llorch.bench.measure`."""
     engine = TorchEngine(made.module, made.target, load)
     subject = torch_subject(made.module, made.target, made.name, made.weights)

@@ -26,14 +26,14 @@ from llorch.config import ModelConfig
 from llorch.convert import convert
 from llorch.engines.process import in_child
 from llorch.files import Weights
-from llorch.files.names import inventory
+from llorch.files.tensor_names import inventory
 from llorch.model import load
 from llorch.numerics import GGML
-from llorch.verify.judge import FAIL, TIE, Row
+from llorch.verify.float64_reference import WITNESS
+from llorch.verify.judge import FAIL, TIE, Comparison
 from llorch.verify.models import verify_as_stored, verify_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import numpy_runners
-from llorch.verify.truth import WITNESS
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -57,7 +57,7 @@ N_TOKENS = 12
 @click.option("--quantised", is_flag=True, help="Judge a file that llama.cpp quantised under ggml numerics instead.")
 def main(n: int, first: int, dtypes: tuple[str, ...], quantised: bool) -> None:
     """Entry point; exit code 1 when a row failed or an engine did not run."""
-    every: list[Row] = []
+    every: list[Comparison] = []
     absent = 0
     for number in range(first, first + n):
         failed: dict[str, str] = {}
@@ -87,7 +87,9 @@ def prompt(config: dict[str, Any], number: int) -> list[int]:
     return np.random.default_rng(number).integers(0, config["vocab_size"], N_TOKENS).tolist()
 
 
-def judged_quantised(folder: Path, config: dict[str, Any], number: int, *, failed: dict[str, str]) -> Iterator[Row]:
+def judged_quantised(
+    folder: Path, config: dict[str, Any], number: int, *, failed: dict[str, str]
+) -> Iterator[Comparison]:
     """Rows of a file in one of the types that llama.cpp writes."""
     twin, kind = folder.with_suffix(".gguf"), list(FILE_TYPES)[number % len(FILE_TYPES)]
     convert(folder, twin)
@@ -100,7 +102,7 @@ def judged_quantised(folder: Path, config: dict[str, Any], number: int, *, faile
 
 def judged(
     folder: Path, config: dict[str, Any], number: int, *, dtypes: tuple[str, ...], failed: dict[str, str]
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     """Rows of a folder and of its GGUF twin."""
     ids, twin = prompt(config, number), folder.with_suffix(".gguf")
     convert(folder, twin)

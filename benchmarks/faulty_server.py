@@ -57,7 +57,7 @@ def plant(kind: type, seconds: float) -> None:
 
 if __name__ == "__main__":
     from llorch.cli import main
-    from llorch.serve.turns import Turns
+    from llorch.serve.scheduler import Turns
 
     delay = float(sys.argv.pop(1))
     plant(Turns, delay)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import click
 
-from llorch.pytorch.train.verify_resume import Comparison, compare_runs
+from llorch.pytorch.train.verify_resume import RunComparison, compare_runs
 
 FLAGS = (
     "micro-llama", "--r", "4", "--dropout", "0.1", "--batch-size", "2", "--accumulation", "2", "--save-every", "1",
@@ -39,7 +39,7 @@ class Outcome:
     killed_after: list[int] = field(default_factory=list)  # lines of the log at each kill
     in_a_save: int = 0  # kills that left a snapshot half written
     left: list[str] = field(default_factory=list)  # what an undisturbed run does not leave
-    comparison: Comparison | None = None  # with the undisturbed run
+    comparison: RunComparison | None = None  # with the undisturbed run
 
     @property
     def exact(self) -> bool:

@@ -75,7 +75,7 @@ def write(path: Path, shape: str) -> None:
 
     from llorch.config import FAMILIES
     from llorch.files.export import add_hyperparameters
-    from llorch.files.names import inventory
+    from llorch.files.tensor_names import inventory
 
     config = SHAPES[shape]()
     stored = [
@@ -102,7 +102,7 @@ def llama_7b():
     """The shape of Llama 2 7B."""
     from dataclasses import replace
 
-    from llorch.verify.suites.quantised_models import MODELS
+    from llorch.verify.expectations.quantised_models import MODELS
 
     return replace(
         MODELS["Q4_K"].config,
@@ -176,7 +176,7 @@ def blocks(shape: tuple[int, ...], kind, shift: int):
     import numpy as np
 
     from llorch.files.quant import BLOCK_SIZES
-    from llorch.verify.suites.quantised_models import random_blocks
+    from llorch.verify.expectations.quantised_models import random_blocks
 
     n_bytes = BLOCK_SIZES[kind][1]
     some = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)

@@ -74,7 +74,7 @@ def measured(job: Job, device: str, steps: int, weighed: bool) -> tuple[dict[str
     import torch
     from mesh_ranks import measured as on_rank
 
-    from llorch.pytorch.ranks import on_ranks
+    from llorch.pytorch.distributed.launch import on_ranks
 
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"  # glibc gives arrays back at once, and keeps no holes
     n_devices = torch.cuda.device_count() if device == "cuda" else 4

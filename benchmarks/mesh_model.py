@@ -5,8 +5,8 @@
                 reduce-scatter what goes in; a ring moves (n - 1) / n of that, for a sum twice
     step_time   seconds from assumptions about a machine, see `Machine`; nothing of it is measured
 
-It is written from the description in `llorch.pytorch.parallel`, and knows none of its code. Every layer is dense and
-has adapters; where sizes are not divided evenly it is the first rank, which has most, that is described.
+It is written from the description in `llorch.pytorch.distributed.parallel`, and knows none of its code. Every layer is
+dense and has adapters; where sizes are not divided evenly it is the first rank, which has most, that is described.
 """
 
 import math

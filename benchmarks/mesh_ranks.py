@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.device import Target, target
+from llorch.pytorch.distributed.dtensor import own
+from llorch.pytorch.distributed.launch import leave, start
+from llorch.pytorch.distributed.parallel import cut_for
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
-from llorch.pytorch.parallel import cut_for
-from llorch.pytorch.parts import own
 from llorch.pytorch.random_weights import random_model
-from llorch.pytorch.ranks import leave, start
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import prepare

@@ -5,7 +5,7 @@
     python benchmarks/missed_factors.py --factor 1.005
 
 Each stage is multiplied as it is shown and rounded to the dtype of the run, so each comparison sees a factor of its
-own. Isolated comparisons judge the factor (`llorch/verify/limits_of_factors.py`). Chained ones and gradients judge the
+own. Isolated comparisons judge the factor (`llorch/verify/tolerances/factors.py`). Chained ones and gradients judge the
 error alone. Exit code 1: less than 90 % of the isolated comparisons fail.
 """
 
@@ -22,18 +22,18 @@ import torch
 from llorch.builtin import EVERY
 from llorch.pytorch.device import Target, target
 from llorch.stages import BY_NAME
-from llorch.verify.judge import FAIL, Row
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.judge import FAIL, Comparison
 from llorch.verify.models import stored
 from llorch.verify.runners import Runner, See
 from llorch.verify.runners.torch import torch_runners
 from llorch.verify.runners.torch_observed import WIDENED
-from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.training.claims import claims, rows
 from llorch.verify.training.claims import stored as stored_training
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.limits import NUMPY_ALONE
 from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
-from llorch.verify.training.torch_runner import TorchRunner
+from llorch.verify.training.torch_runner import TorchTrainingRunner
 
 ENOUGH = 0.9  # of the isolated comparisons
 MODES = ("isolated", "chained")
@@ -55,7 +55,7 @@ class Seen:
     verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)
     tolerance: float = 0.0
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Comparison) -> None:
         """Count a comparison."""
         self.verdicts[row.mode, row.verdict == FAIL] += 1
         if row.mode == "isolated":
@@ -98,7 +98,7 @@ def times(array: np.ndarray, factor: float, name: str, at: Target) -> np.ndarray
     return (made if stage in WIDENED else made.to(at.dtype)).to(torch.float32).numpy()
 
 
-def forward_rows(model: str, at: Target, factor: float) -> Iterator[Row]:
+def forward_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
     """Judge every stage of a built-in model, isolated and chained."""
     weights, golden = stored(model)
     suite = ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
@@ -107,10 +107,10 @@ def forward_rows(model: str, at: Target, factor: float) -> Iterator[Row]:
         yield from (row for row in suite.stage_rows(planted) if not BY_NAME[row.stage].is_choice)
 
 
-def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Row]:
+def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
     """Judge the gradients of a built-in model that is trained, chained."""
     weights, golden = stored_training(model)
-    runner = TorchRunner(weights, golden, at, as_trainer=False)
+    runner = TorchTrainingRunner(weights, golden, at, as_trainer=False)
     made = {place: array * factor for place, array in runner.chained() if place.stage == "gradient"}
     claimed = (
         claim

@@ -50,8 +50,8 @@ AREAS = (
     ),
     Area(
         "config",
-        "config/* architecture fields errors builtin stages",
-        "config* fields files/weights* stages repository/examples",
+        "config/* architecture config_reader errors builtin stages",
+        "config* files/weights* stages repository/examples",
     ),
     Area("hub", "hub/*", "hub/*"),
     Area("machine", "machine/*", "machine/* cli/doctor"),
@@ -59,22 +59,28 @@ AREAS = (
     Area("quantised", "files/quantised/*", "files/quantised/*"),
     Area(
         "export",
-        "convert write_checks files/e* tokenizer/export*",
+        "convert output_paths files/e* tokenizer/export*",
         "files/export* tokenizer/export convert convert_failures files/quant_blocks",
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* evaluate/windows"),
     Area("generation", "sampling generate model", "sampling generate model model_images verify/teeth_forward cli/run"),
-    Area("torch", "pytorch/* pytorch/lora/* pytorch/serving/*", "pytorch/* pytorch/lora/* pytorch/serving/*"),
-    Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
+    Area("torch", "pytorch/* pytorch/[!kt]*/*", "pytorch/* pytorch/[!kt]*/*"),
+    Area(
+        "kernels",
+        "pytorch/kernels/* pytorch/kernels/*/*",
+        "pytorch/kernels/* pytorch/kernels/*/* pytorch/model pytorch/quantised",
+    ),
     Area("lora", "lora/* doctor/*", "lora/* doctor/* cli/lora_files model"),
     Area("data", "train/data/*", "train/data_* cli/data"),
     Area("train", "train/* pytorch/train/*", "train/[!d]* pytorch/train/* cli/lora_train"),
     Area(
         "verification",
-        "places comparison verify/* verify/runners/[!t]* verify/suites/[!p]*",
-        "comparison* verify/[!t]* verify/suites/* verify/teeth* files/matrix",
+        "places comparison verify/* verify/runners/[!t]* verify/tolerances/* verify/expectations/[!p]*",
+        "comparison* verify/[!t]* verify/tolerances/* verify/expectations/* verify/teeth* files/matrix",
     ),
-    Area("learn", "learn/* learn/parts/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"),
+    Area(
+        "learn", "learn/* learn/exercises/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"
+    ),
     Area(
         "diagnosis",
         "dumps/* dumps/writers/* diagnosis/* diagnosis/search/* diagnosis/training/*",
@@ -84,7 +90,7 @@ AREAS = (
     Area("training_proof", "verify/training/[!t]*", "verify/training_* verify/teeth_training repository/make_training"),
     Area(
         "torch_proof",
-        "verify/runners/t* verify/suites/p* verify/training/t*",
+        "verify/runners/t* verify/expectations/p* verify/training/t*",
         "verify/runners/torch pytorch/quantised verify/checkpoint_14 verify/teeth_torch cli/verify_torch",
     ),
     Area("quality", "evaluate/* bench", "evaluate/[sw]* cli/quality bench cli/bench"),
@@ -92,7 +98,7 @@ AREAS = (
     Area("producers", "engines/*", "engines/* verify/evidence", live=True),
     Area("serve", "serve/*", "serve/*"),
     Area("atlas", "atlas/* atlas/engines/*", "atlas/*", live=True),
-    Area("cli", "__init__ __main__ launched threads cli/*", "cli/* repository/layers"),
+    Area("cli", "__init__ __main__ torchrun threads cli/*", "cli/* repository/layers"),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run"),
 )

@@ -84,7 +84,7 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
     from llorch.config import ModelConfig
     from llorch.files import open_weights
     from llorch.files.export import write_gguf
-    from llorch.files.names import huggingface_tensors
+    from llorch.files.tensor_names import huggingface_tensors
 
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as name:

@@ -167,7 +167,7 @@ def model_file(shape: str) -> Iterator[Path]:
     from llorch.builtin import builtin_path
     from llorch.config import ModelConfig
     from llorch.convert import convert
-    from llorch.files.names import huggingface_tensors
+    from llorch.files.tensor_names import huggingface_tensors
 
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as name:
         folder, file = Path(name) / "model", Path(name) / "model.gguf"

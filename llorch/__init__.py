@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from llorch.dumps.recorder import Recorder
     from llorch.generate import Token
     from llorch.model import Model, load
-    from llorch.pytorch.capture import capture
+    from llorch.pytorch.capture.capture import capture
     from llorch.pytorch.model import TorchModel, load_torch
     from llorch.sampling import SamplingSettings
 
@@ -88,7 +88,7 @@ _WHERE = {
     "load": "model",
     "SamplingSettings": "sampling",
     "TorchModel": "pytorch.model",
-    "capture": "pytorch.capture",
+    "capture": "pytorch.capture.capture",
     "load_torch": "pytorch.model",
 }
 

@@ -20,8 +20,8 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from llorch.config import ModelConfig
-from llorch.files.names import inventory
 from llorch.files.residency import remembered
+from llorch.files.tensor_names import inventory
 from llorch.model import Model
 
 Progress = Callable[[str], None]
@@ -86,7 +86,7 @@ class Subject:
 
 
 @runtime_checkable
-class Engine(Protocol):
+class TimedEngine(Protocol):
     """A model ready to be timed; every call ends when its work is done."""
 
     def prefill(self) -> None:
@@ -116,7 +116,7 @@ class NumpyEngine:
         self._model, self._load = model, load
 
     def prefill(self) -> None:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         from llorch.cache import KVCache
 
         self._cache = KVCache(
@@ -125,18 +125,18 @@ class NumpyEngine:
         self._model.forward(prompts(self._load, self._model.config.vocab_size)[0], cache=self._cache, last_only=True)
 
     def decode(self) -> None:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         for token_id in range(self._load.decode):
             self._model.forward([token_id % self._model.config.vocab_size], cache=self._cache, last_only=True)
 
     def copy_rate(self) -> float:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         source = np.ones(COPY_BYTES["cpu"], np.uint8)
         target = np.empty_like(source)
         return 2 * source.nbytes / best_time(lambda: np.copyto(target, source))
 
     def product_rate(self) -> float:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         width = PRODUCT_WIDTH["cpu"]
         matrix = np.full((width, width), 0.5, np.float32)
         return 2 * width**3 / best_time(lambda: matrix @ matrix)
@@ -162,7 +162,7 @@ def numpy_subject(model: Model) -> Subject:
     )
 
 
-def measure(engine: Engine, subject: Subject, load: Load, progress: Progress = lambda line: None) -> dict:
+def measure(engine: TimedEngine, subject: Subject, load: Load, progress: Progress = lambda line: None) -> dict:
     """Time a model: speeds, rates, ceilings and shares, with all that is needed to repeat the run."""
     progress("measuring memory copy and matrix product")
     copy, product = engine.copy_rate(), engine.product_rate()

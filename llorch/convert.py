@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from llorch.config.llamacpp import cannot_express
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files import GGUFFile, Weights, open_weights
 from llorch.files.encode import LARGEST, encode
 from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, most_used, write_gguf_content
@@ -26,20 +26,15 @@ from llorch.files.export_huggingface import (
     write_safetensors,
     written_family,
 )
-from llorch.files.layout import Layout
-from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.files.quantised import is_quantised
 from llorch.files.strict_json import read_settings
+from llorch.files.tensor_names import inventory
+from llorch.files.tensor_storage import Layout
 from llorch.hub.reference import name_of
-from llorch.sampling import SamplingSettings
-from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
-from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
-from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
-from llorch.tokenizer.huggingface import HuggingFaceVocabulary
-from llorch.write_checks import (
+from llorch.output_paths import (
     CONFIG,
     check_places,
     copied_beside,
@@ -49,6 +44,11 @@ from llorch.write_checks import (
     size_of,
     without_quantisation,
 )
+from llorch.sampling import SamplingSettings
+from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
+from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.huggingface import HuggingFaceVocabulary
 
 # Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.
 _KEPT, _MADE = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")

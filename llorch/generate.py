@@ -87,7 +87,7 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()  # ids and log probabilities, the likeliest first
 
 
-class Batch(Protocol):
+class GenerationBatch(Protocol):
     """Jobs that run together, and come and go while others run; one thread calls it.
 
     Whoever calls decides when an answer ends, and lets its job leave: by end tokens, stop strings or `max_tokens`.

@@ -10,12 +10,12 @@ from jaxtyping import Float
 
 from llorch.cache import KVCache, require_context
 from llorch.config import ModelConfig
+from llorch.config_reader import Fields
 from llorch.families import forward
-from llorch.fields import Fields
 from llorch.files import Weights, open_weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.opening import ids_of_images
-from llorch.files.residency import Plan, Residency, plan
+from llorch.files.residency import Residency, ResidencyPlan, plan
 from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Step, Token, sample_ids, stream
 from llorch.hub import find
@@ -206,7 +206,7 @@ class Opened:
 class Model(Opened):
     """A model that runs in NumPy."""
 
-    def __init__(self, weights: Weights, plan: Plan | None = None) -> None:
+    def __init__(self, weights: Weights, plan: ResidencyPlan | None = None) -> None:
         """Wrap weights that `llorch.files.open_weights` opened, and the plan of where they lie, if there is one."""
         super().__init__(weights)
         self.plan = plan

@@ -40,7 +40,7 @@ class Pass(Tokens):
 
 
 @dataclass(frozen=True)
-class Place:
+class StageRef:
     """What one row compares.
 
     Attributes:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from llorch.config import ModelConfig
-from llorch.files.names import inventory
+from llorch.files.tensor_names import inventory
 
 SMALL = 20_000_000  # parameters
 SOFT = 1  # omp_pause_soft: what the library has set up stays

@@ -17,13 +17,13 @@ from llorch.numerics import GGML
 from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
 from llorch.places import Pass
 from llorch.stages import keys
+from llorch.verify.expectations.files import fingerprint
+from llorch.verify.expectations.quantised import stage_rows
+from llorch.verify.expectations.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
+from llorch.verify.expectations.quantised_models import MODELS, SCALES, random_blocks, write_model
 from llorch.verify.judge import FAIL
-from llorch.verify.limits import limit, variances
 from llorch.verify.rounding_costs import FREE
-from llorch.verify.suites.files import fingerprint
-from llorch.verify.suites.quantised import stage_rows
-from llorch.verify.suites.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
-from llorch.verify.suites.quantised_models import MODELS, SCALES, random_blocks, write_model
+from llorch.verify.tolerances.forward import limit, variances
 
 IDS = (5, 17, 33, 80, 71, 42, 8, 93)  # of 96
 N_RANDOM = 4
@@ -130,7 +130,7 @@ def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
 
 
 def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
-    """What the stages of a free run may be off, see `llorch.verify.limits`."""
+    """What the stages of a free run may be off, see `llorch.verify.tolerances.forward`."""
     trace = golden.traces[model]
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         weights = open_weights(write_model(model, Path(folder))).using(GGML)

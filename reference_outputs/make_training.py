@@ -21,7 +21,7 @@ from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter
 from llorch.model import Model
 from llorch.numerics import DtypeName
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.train.batch import Batch
 from llorch.verify.goldens import sha256
 from llorch.verify.training.claims import errors, refuse_far_witnesses, tolerances, unit
@@ -55,7 +55,7 @@ from llorch.verify.training.recipe import (
     OPTIMIZER,
     RSLORA,
     STEPS_SHOWN,
-    Rows,
+    StoredBatch,
     make_adapter,
     step_batches,
     with_zero_b,
@@ -176,10 +176,10 @@ def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> Train
     return replace(half, arrays=half.arrays | isolated_truth(weights, half))
 
 
-def rows_of(weights: Weights) -> list[Rows]:
+def rows_of(weights: Weights) -> list[StoredBatch]:
     """The batches, in tokens of one model; the first has at least 8 distinct ones, or it would hide mistakes."""
     encode = Model(weights).tokenizer.encode
-    made = [Rows([encode(text)[:n] for text, n, _ in rows], [prompt for _, _, prompt in rows]) for rows in TEXTS]
+    made = [StoredBatch([encode(text)[:n] for text, n, _ in rows], [prompt for _, _, prompt in rows]) for rows in TEXTS]
     distinct = {token for row in made[0].ids for token in row}
     if len(distinct) < 8:
         raise ValueError(f"regenerate: expected at least 8 distinct tokens in a batch, got {sorted(distinct)}")
@@ -249,7 +249,7 @@ def differences(
     new: TrainingGolden,
     stored: TrainingGolden,
     config: ModelConfig,
-    spread: Mapping[Place, Tolerance],
+    spread: Mapping[StageRef, Tolerance],
     truth: Mapping[str, np.ndarray],
 ) -> list[str]:
     """Where newly made goldens are not the stored ones, and where stored tolerances do not follow from stored arrays.
@@ -277,13 +277,13 @@ def differences(
     return lines + made_again.differences(*map(_by_dtype, made), times=made_again.AGAIN)
 
 
-def apart(place: Place, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
+def apart(place: StageRef, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
     """How far two arrays of a place are apart."""
     size = unit(place)
     return measure(ours, theirs) if size is None else measure_in(ours, theirs, unit=size)
 
 
-def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: str, place: Place) -> Iterator[str]:
+def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: str, place: StageRef) -> Iterator[str]:
     if place.stage in FROM_FILES:
         return  # what the adapter means
 

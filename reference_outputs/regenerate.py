@@ -30,11 +30,16 @@ from llorch.files import Weights, open_weights
 from llorch.model import Model
 from llorch.places import Pass
 from llorch.stages import keys
+from llorch.verify.expectations.files import foreign_tensors
+from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.expectations.quantised_goldens import read as read_quantised
+from llorch.verify.expectations.quantised_goldens import save as save_quantised
+from llorch.verify.float64_reference import take_truth
 from llorch.verify.goldens import (
     N_GREEDY,
     PRODUCERS,
     TRUTH,
-    Evidence,
+    EngineOutput,
     Golden,
     TokenCheck,
     Truth,
@@ -44,17 +49,12 @@ from llorch.verify.goldens import (
     sha256,
     take,
 )
-from llorch.verify.limits import MATHEMATICS, Limits, limit_of_softmax
 from llorch.verify.long_goldens import LongGolden, make_long, read_long, save_long
 from llorch.verify.models import unable_for
-from llorch.verify.suites.files import foreign_tensors
-from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.suites.quantised_goldens import read as read_quantised
-from llorch.verify.suites.quantised_goldens import save as save_quantised
+from llorch.verify.tolerances.forward import MATHEMATICS, Limits, limit_of_softmax
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.goldens import read as read_training
 from llorch.verify.training.goldens import save as save_training
-from llorch.verify.truth import take_truth
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."
@@ -155,7 +155,7 @@ def make(name: str) -> Golden:
     prompt, n_tokens = prompt_of(name)
     ids = prompt_ids(weights, prompt, n_tokens)
     cases = cases_for(ids, weights.config)
-    evidence: dict[str, Evidence] = {}
+    evidence: dict[str, EngineOutput] = {}
     engines: dict[str, object] = {}
     tokens: dict[str, dict[str, list[int]]] = {text: {} for text in TEXTS}
     unable = unable_for(PRODUCERS, weights.config, ids, N_GREEDY)
@@ -212,7 +212,7 @@ def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
 
 
 def refuse_far_witnesses(
-    name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence], truth: Truth
+    name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, EngineOutput], truth: Truth
 ) -> None:
     """Refuse goldens that are not the truth to rounding.
 
@@ -275,7 +275,7 @@ def differences(name: str, new: Golden, stored: Golden) -> list[str]:
     return lines
 
 
-def changed_route(name: str, new: Evidence, stored: Evidence) -> list[str]:
+def changed_route(name: str, new: EngineOutput, stored: EngineOutput) -> list[str]:
     """A line where the file reached an engine on another route than the stored one."""
     return [] if new.route == stored.route else [f"{name}: {new.route}; stored: {stored.route}"]
 

@@ -17,7 +17,7 @@ from make_training import apart
 from llorch.comparison import FACTOR, Difference, Tolerance, tolerance_from
 from llorch.config import ModelConfig
 from llorch.engines.float64_everywhere import float64_everywhere
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.train.batch import Batch
 from llorch.verify.training import limits
 from llorch.verify.training.claims import tolerances
@@ -47,11 +47,11 @@ class DisturbedPeft(Peft):
             grad += self._size * grad.square().mean().sqrt() * torch.randn(grad.shape, generator=self._rng)
 
 
-def training_spread(path: str | Path, config: ModelConfig, golden: TrainingGolden) -> dict[Place, Tolerance]:
+def training_spread(path: str | Path, config: ModelConfig, golden: TrainingGolden) -> dict[StageRef, Tolerance]:
     """What rounding can do to the arrays of optimizer steps: how far goldens made again may be from the stored ones."""
     made = tolerances(golden, config, "float32")[CHAINED]["gradient"]
     size = made.error / FACTOR  # the engine's largest distance at step 1
-    found: dict[Place, list[Difference]] = defaultdict(list)
+    found: dict[StageRef, list[Difference]] = defaultdict(list)
     with float64_everywhere():
         producer = DisturbedPeft(path, dtype="float64")
         truth = producer.run(golden, size=0.0, seed=0)

@@ -11,7 +11,7 @@ from random_adapters import EVERY, random_adapter, tiny_base
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
-from llorch.lora.targets import Target
+from llorch.lora.targets import LoraTarget
 from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.ops.precision import own_dtype_only
 from llorch.train.batch import Batch
@@ -70,7 +70,7 @@ def peft_with(base: Path, adapter: Adapter) -> tuple[Any, dict[str, Any]]:
 def peft_name(adapter: Adapter, name: str) -> str:
     """What PEFT calls a tensor of an adapter."""
     matrix, _, kind = name.rpartition(".")
-    target: Target = adapter.targets[matrix]
+    target: LoraTarget = adapter.targets[matrix]
     plain = {"lora_A": "lora_A.default.weight", "lora_B": "lora_B.default.weight"}
     of_embedding = {"lora_A": "lora_embedding_A.default", "lora_B": "lora_embedding_B.default"}
     kinds = (of_embedding if target.is_embedding else plain) | {"magnitude": "lora_magnitude_vector.default.weight"}

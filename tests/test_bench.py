@@ -20,14 +20,14 @@ from llorch.bench import (
     token_flop,
 )  # fmt: skip
 from llorch.config import ModelConfig
-from llorch.files.names import inventory
 from llorch.files.quant import GGMLType
+from llorch.files.tensor_names import inventory
 from llorch.model import load
 from llorch.pytorch import bench as torch_bench
 from llorch.pytorch.bench import TorchEngine, torch_subject
 from llorch.pytorch.device import target
-from llorch.pytorch.packing import PACKERS, decode
-from llorch.pytorch.proof import speed_up
+from llorch.pytorch.kernels.kernel_selection import speed_up
+from llorch.pytorch.kernels.packing import PACKERS, decode
 from llorch.pytorch.random_weights import random_bytes, random_fields, random_model, weight_bytes
 
 LOAD = Load(prompt=12, decode=3, batch=1, rounds=2)

@@ -16,8 +16,8 @@ from llorch.files import Weights, open_gguf, open_weights
 from llorch.files.export import NO_VOCABULARY, write_gguf_content
 from llorch.files.quant import GGMLType
 from llorch.model import load
-from llorch.verify.suites import quantised_models
-from llorch.verify.suites.quantised_models import ModelRecipe
+from llorch.verify.expectations import quantised_models
+from llorch.verify.expectations.quantised_models import ModelRecipe
 from tests.test_convert_failures import names
 
 TEXTS = ("", "hello  wor 12", "a<tool>b \u00e9\u4f60\U0001f600\n", "<s>aaab<|eot_id|>")

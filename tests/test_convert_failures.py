@@ -246,7 +246,7 @@ def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monke
     if target == "folder":
         source = convert(source, tmp_path / "b.gguf").target
     before = names(tmp_path)
-    monkeypatch.setattr("llorch.write_checks.open_weights", lambda path: opened_once(path, source))
+    monkeypatch.setattr("llorch.output_paths.open_weights", lambda path: opened_once(path, source))
     with refuses("Truncated"):
         convert(source, tmp_path / target)
     assert names(tmp_path) == before

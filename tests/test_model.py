@@ -13,7 +13,7 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
 from llorch.model import PREFILL_CHUNK, Model, load
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from benchmarks.diagnosis.honest import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown,
 from benchmarks.diagnosis.styles import Written
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.places import Tokens
+from llorch.verify.expectations.quantised_models import write_model
 from llorch.verify.golden_arrays import SUFFIX, read_arrays
-from llorch.verify.suites.quantised_models import write_model
 
 QUANTISED = {
     "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q8_0", "Q5_1": "Q8_1", "Q4_K": "Q8_K", "Q6_K": "Q8_K",
@@ -144,7 +144,7 @@ def _llamacpp(folder: Path, model: str, dtype: str, kv_cache: str, flash: bool) 
     import llama_cpp
 
     from llorch.engines import llamacpp
-    from llorch.engines.llamacpp_graph import GraphCapture, Watcher
+    from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
     from llorch.numerics import EXACT, Numerics
 
     switch = "LLAMA_FLASH_ATTN_TYPE_DISABLED"  # what the witness asks for; no other way to have it on
@@ -155,7 +155,7 @@ def _llamacpp(folder: Path, model: str, dtype: str, kv_cache: str, flash: bool) 
         setattr(llama_cpp, switch, llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else before)
         with llamacpp.LlamaCpp(builtin_path(model), numerics=numerics, dtype=dtype) as engine:  # type: ignore[arg-type]
             capture = GraphCapture(engine.config, len(ids))
-            engine._logits(ids, 0, Watcher(capture))
+            engine._logits(ids, 0, GraphWatcher(capture))
     finally:
         setattr(llama_cpp, switch, before)
     said = {"engine": "llama.cpp", "dtype": "float32", "flash_attention": flash}

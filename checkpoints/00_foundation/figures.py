@@ -10,8 +10,8 @@ import llorch
 from llorch.builtin import builtin_path
 from llorch.files.gguf import read_head, read_tensor_table
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor
+from llorch.learn.exercises.foundation import InMemory, merge
 from llorch.learn.implementation import Implementation
-from llorch.learn.parts.foundation import InMemory, merge
 
 GREY, BLUE, AMBER, GREEN = "#8b949e", "#2f81f7", "#d29922", "#2f9e6e"
 FIXED, WORD = 24, " littlest"  # bytes of magic, version and counts

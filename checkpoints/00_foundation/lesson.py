@@ -239,7 +239,7 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 # - GGUF writes dimensions fastest first. The NumPy shape is the reverse. The bytes stay as they are.
 # - GGUF files of the Llama family hold the rows of q and k in another order than Hugging Face. The table compares
 #   bytes as stored. llorch restores the order when it hands out an array, in
-#   [`files/names.py`](../../llorch/files/names.py).
+#   [`files/tensor_names.py`](../../llorch/files/tensor_names.py).
 # - For a GGUF file, transformers gets the arrays that llorch decoded, and it has no tokenizer. There llama.cpp and
 #   the `gguf` package are the reference engines for the file. For a Hugging Face folder it is the other way round:
 #   transformers loads and tokenizes by itself. llama.cpp then gets a temporary float32 GGUF file that llorch writes,
@@ -259,7 +259,7 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 #
 # Tensors are read by [`files/gguf.py`](../../llorch/files/gguf.py) and
 # [`files/safetensors.py`](../../llorch/files/safetensors.py), text by
-# [`tokenizer/`](../../llorch/tokenizer/tokenizer.py). The suite [`files.py`](../../llorch/verify/suites/files.py)
+# [`tokenizer/`](../../llorch/tokenizer/tokenizer.py). The suite [`files.py`](../../llorch/verify/expectations/files.py)
 # compares both. One stage belongs here:
 #
 # <!-- generated: stages -->

@@ -150,7 +150,8 @@ for name in BUILTIN:
 # row. Ids are equal or not, so there is no tolerance. If they differ, the verdict is TIE with the gap when both
 # logits of the float64 reference lie nearer to the largest one than rounding can move them. Else it is FAIL. The
 # margin follows from the rounding of sums of the model's width and depth: see `Margins` in
-# [`llorch/verify/limits.py`](../../llorch/verify/limits.py). llorch's logits do not enter into it.
+# [`llorch/verify/tolerances/forward.py`](../../llorch/verify/tolerances/forward.py). llorch's logits do not
+# enter into it.
 #
 # <!-- generated: equal -->
 # <!-- end -->

@@ -25,7 +25,7 @@ import inspect
 import numpy as np
 
 from llorch.builtin import goldens_folder
-from llorch.verify.suites.quantised_goldens import FOLDER, read
+from llorch.verify.expectations.quantised_goldens import FOLDER, read
 
 golden = read(goldens_folder() / FOLDER)
 blocks, values = golden.blocks["Q4_0.blocks"], golden.blocks["Q4_0.values"]
@@ -196,8 +196,8 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # ## Compared values
 #
 # Every type that llama.cpp can multiply with has a micro model of two layers,
-# [made](../../llorch/verify/suites/quantised_models.py) when it is needed. Its blocks are random bits, so that every
-# code and every inner scale occurs. No quantiser would produce them all. `Q4_K_M` is mixed as in llama-quantize:
+# [made](../../llorch/verify/expectations/quantised_models.py) when it is needed. Its blocks are random bits, so that
+# every code and every inner scale occurs. No quantiser would produce them all. `Q4_K_M` is mixed as in llama-quantize:
 # Q4_K, with Q6_K for the output and for half of the value and down matrices. Each model is judged twice, with decoded
 # matrices and with packed ones.
 #
@@ -215,9 +215,9 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 #   llorch's as soon as llorch has computed it. Stages that only copy (embedding, caches) must give the same bits.
 # - **chained**: the same on llorch's results, and in passes that continue a cache.
 # - **tolerance**: there is only one engine, so it does not come from the distance of two engines, as on other pages.
-#   It never comes from llorch's numbers. It is [derived](../../llorch/verify/limits.py) from llama.cpp's numbers:
-#   every float32 sum may be off by the cost of another order, and passes this error on to the next stage, element by
-#   element.
+#   It never comes from llorch's numbers. It is [derived](../../llorch/verify/tolerances/forward.py) from llama.cpp's
+#   numbers: every float32 sum may be off by the cost of another order, and passes this error on to the next stage,
+#   element by element.
 # - **flips**: the number of input values that round to another code than llama.cpp's.
 # - **free**: the error of the logits as users get them, with no flip replaced. Next to it stands the possible effect
 #   of flips: a value that is off by e flips with a chance of e divided by the step, and is then off by a step.

@@ -4,9 +4,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from llorch.stages import BY_NAME
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.float64_reference import distance
 from llorch.verify.models import stored
-from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.truth import distance
 
 BLUE, LIT, GREY = "#2f81f7", "#d9702b", "#7d7d7d"
 FORMATS = {"float32": (8, 23), "TF32": (8, 10), "bfloat16": (8, 7), "float16": (5, 10)}  # exponent, fraction

@@ -268,15 +268,15 @@ print("rounded twice", off(theirs))
 #
 # The goldens are those of float32. The float64 reference uses the weights as they are stored. A run in half precision
 # rounds the weights, so the tolerance includes this rounding. No engine runs in half precision for this. The
-# tolerance is derived from the golden's numbers ([`limits.py`](../../llorch/verify/limits.py)), element by element,
-# with half a step of the dtype for every rounding. Isolated, the golden's inputs are rounded to the dtype first.
-# Chained, errors go from stage to stage. The tolerance applies to the whole tensor, its worst element and every
+# tolerance is derived from the golden's numbers ([tolerances](../../llorch/verify/tolerances/forward.py)), element by
+# element, with half a step of the dtype for every rounding. Isolated, the golden's inputs are rounded to the dtype
+# first. Chained, errors go from stage to stage. The tolerance applies to the whole tensor, its worst element and every
 # token.
 #
 # Such a tolerance lets a factor of 1.01 pass, because a whole tensor may be off by one per cent in random directions.
 # Therefore an isolated stage in half precision is also judged by its *common factor*: the projection of the actual
 # array on the golden. It is 1, up to independent roundings
-# ([`limits_of_factors.py`](../../llorch/verify/limits_of_factors.py)). `--json` has it as `common_factor` and
+# ([`limits_of_factors.py`](../../llorch/verify/tolerances/factors.py)). `--json` has it as `common_factor` and
 # `tolerance_factor`.
 #
 # Argmax (10) and text (12) of a run in half precision must equal the golden. A different token is a TIE if rounding

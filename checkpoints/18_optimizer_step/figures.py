@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.figure import Figure
 
+from llorch.learn.exercises.training import adamw_step
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.materials import typed_mistakes
-from llorch.learn.parts.training import adamw_step
 from llorch.train.adamw import clip_by_norm
 from llorch.train.numpy_step import loss_and_gradients
 from llorch.verify.training.claims import stored

@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from llorch.learn.exercises.training import ACCUMULATED
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.materials import typed_mistakes
-from llorch.learn.parts.training import ACCUMULATED
 from llorch.verify.training.claims import stored
 from llorch.verify.training.places import at
 from llorch.verify.training.recipe import CURVE
-from llorch.verify.training.runner import NumpyRunner
+from llorch.verify.training.runner import NumpyTrainingRunner
 
 PLACE = at("loss_curve", case="curve")
 
@@ -20,7 +20,7 @@ PLACE = at("loss_curve", case="curve")
 def losses(accumulated: Any) -> np.ndarray:
     """Return the losses of a training run of `micro-llama` with a wrong function in place of llorch's."""
     weights, golden = stored("micro-llama")
-    runner = NumpyRunner(weights.astype(np.float32, keep=True), golden)
+    runner = NumpyTrainingRunner(weights.astype(np.float32, keep=True), golden)
     with Implementation("this figure", {"accumulated": accumulated}).installed([ACCUMULATED]):
         return dict(runner.curve(CURVE.n_steps))[PLACE]
 

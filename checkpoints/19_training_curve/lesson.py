@@ -61,7 +61,7 @@ import inspect
 
 import numpy as np
 
-from llorch.learn.parts.training import accumulated
+from llorch.learn.exercises.training import accumulated
 from llorch.train.numpy_step import loss_and_gradients
 from llorch.verify.training.claims import stored
 from llorch.verify.training.places import at

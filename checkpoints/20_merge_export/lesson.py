@@ -73,7 +73,7 @@ print(f"merged against separate: differ by ~{np.abs(merged - beside).max():.0e}"
 #
 # <!-- source: llorch.lora.merge.merged_matrix -->
 #
-# <!-- source: llorch.files.names.interleave -->
+# <!-- source: llorch.files.tensor_names.interleave -->
 #
 # <!-- source: llorch.lora.gguf_format.common_alpha -->
 #
@@ -116,7 +116,7 @@ for name in ("blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b", "adapte
 # %%
 from dataclasses import replace
 
-from llorch.files.names import interleave
+from llorch.files.tensor_names import interleave
 from llorch.lora.adapter import LoraTensors
 
 heads = {"q_proj": weights.config.n_heads, "k_proj": weights.config.n_kv_heads}

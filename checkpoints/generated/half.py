@@ -10,18 +10,18 @@ from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
 from llorch.places import part_of
 from llorch.stages import STAGES, key
+from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import PRODUCERS, Golden
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 from llorch.verify.rounding_costs import ARITHMETICS
 from llorch.verify.runners.numpy import run
-from llorch.verify.suites.forward import ForwardSuite
 
 CHECKPOINT = "14"
 LADDER = "story"  # the built-in model with the most layers
 HALVES = ("bfloat16", "float16")
 
 
-def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Row]) -> Blocks:
+def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Comparison]) -> Blocks:
     """The generated parts of the page, from rows of the torch path in float32 and both dtypes of half precision."""
     return {
         "isolated": distances(rows, "isolated"),
@@ -31,7 +31,7 @@ def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Row]) -> Blocks:
     }
 
 
-def distances(rows: Sequence[Row], mode: str) -> str:
+def distances(rows: Sequence[Comparison], mode: str) -> str:
     """How far ours is from the goldens in each dtype, and what is allowed: the largest of all models and layers."""
     mine = [row for row in rows if row.mode == mode and row.place.stage != "probabilities"]
     columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("llorch", "tolerance"))]
@@ -44,7 +44,7 @@ def distances(rows: Sequence[Row], mode: str) -> str:
     return f"Models: {models}.\n\n{table(columns, lines, right=len(columns) - 1)}"
 
 
-def ladder(rows: Sequence[Row]) -> str:
+def ladder(rows: Sequence[Comparison]) -> str:
     """How the error of one model grows from layer to layer in each dtype, in the case `near`."""
     chained = [row for row in rows if (row.mode, row.case, row.producer) == ("chained", "near", PRODUCERS[0])]
     places = dict.fromkeys(row.place.key for row in chained if row.stage in ("embed", "block_out", "logits"))

@@ -16,14 +16,14 @@ from checkpoints.generated.tables import Blocks, index_blocks, models_with_golde
 from checkpoints.generated.training import trainers, training_blocks
 from llorch.builtin import BUILTIN, goldens_folder
 from llorch.stages import CHECKPOINTS
+from llorch.verify.expectations.long_contexts import LONG_MODES
+from llorch.verify.expectations.quantised import CHECKPOINT as QUANTISED
+from llorch.verify.expectations.quantised import verify_quantised_stored
 from llorch.verify.goldens import Golden, read
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.rounding_costs import ARITHMETICS
 from llorch.verify.runners.numpy import FLOAT64
-from llorch.verify.suites.long_contexts import LONG_MODES
-from llorch.verify.suites.quantised import CHECKPOINT as QUANTISED
-from llorch.verify.suites.quantised import verify_quantised_stored
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.stages import CHECKPOINTS as TRAINING
@@ -73,19 +73,19 @@ def _blocks_of(number: str, goldens: Mapping[str, Golden]) -> Blocks:
     return page_blocks(number, _forward_rows(goldens))
 
 
-def _forward_rows(models: Iterable[str]) -> list[Row]:
+def _forward_rows(models: Iterable[str]) -> list[Comparison]:
     return [row for name in models for row in rows_of(name)]
 
 
 @cache  # the slow part, and goldens do not change under a running command
-def rows_of(model: str) -> Sequence[Row]:
+def rows_of(model: str) -> Sequence[Comparison]:
     """All comparisons of one built-in model with its goldens, as it runs and in float64."""
     rows = verify_stored(model)
     return [row for row in rows if row.backend in ("numpy", FLOAT64) and row.mode not in LONG_MODES]
 
 
 @cache
-def torch_rows(model: str) -> Sequence[Row]:
+def torch_rows(model: str) -> Sequence[Comparison]:
     """All comparisons of one built-in model on the torch page as it is written, on the CPU."""
     from llorch.pytorch.device import target
     from llorch.verify.runners.torch import torch_runners
@@ -96,13 +96,13 @@ def torch_rows(model: str) -> Sequence[Row]:
 
 
 @cache
-def quantised_rows() -> Sequence[Row]:
+def quantised_rows() -> Sequence[Comparison]:
     """All comparisons of checkpoint 13."""
     return list(verify_quantised_stored())
 
 
 @cache
-def training_rows() -> Sequence[Row]:
+def training_rows() -> Sequence[Comparison]:
     """All comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
     return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in ("numpy", FLOAT64)]
 

@@ -10,12 +10,12 @@ from llorch.builtin import goldens_folder
 from llorch.comparison import measure
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.verify.judge import PASS, Row
+from llorch.verify.expectations.quantised import BACKENDS
+from llorch.verify.expectations.quantised_goldens import FOLDER, read
+from llorch.verify.expectations.quantised_models import MODELS, write_model
+from llorch.verify.judge import PASS, Comparison
 from llorch.verify.runners.numpy import GGML as BACKEND
 from llorch.verify.runners.numpy import run
-from llorch.verify.suites.quantised import BACKENDS
-from llorch.verify.suites.quantised_goldens import FOLDER, read
-from llorch.verify.suites.quantised_models import MODELS, write_model
 
 MEANINGS = {
     "decode": "types decode to the bits of ggml's C",
@@ -24,7 +24,7 @@ MEANINGS = {
 }
 
 
-def quantised_blocks(rows: Sequence[Row], exact: Mapping[str, float]) -> Blocks:
+def quantised_blocks(rows: Sequence[Comparison], exact: Mapping[str, float]) -> Blocks:
     """The generated parts of the page.
 
     Args:
@@ -49,8 +49,8 @@ def exact_errors() -> dict[str, float]:
     return errors
 
 
-def _equal(rows: Sequence[Row]) -> str:
-    groups: dict[str, list[Row]] = {}
+def _equal(rows: Sequence[Comparison]) -> str:
+    groups: dict[str, list[Comparison]] = {}
     for row in rows:
         if row.mode == "exact":
             groups.setdefault(row.place.stage, []).append(row)
@@ -58,7 +58,7 @@ def _equal(rows: Sequence[Row]) -> str:
     return table(("row", "compared", "equal"), lines)
 
 
-def _types(rows: Sequence[Row], exact: Mapping[str, float]) -> str:
+def _types(rows: Sequence[Comparison], exact: Mapping[str, float]) -> str:
     columns = (
         "model",
         "family",
@@ -75,7 +75,7 @@ def _types(rows: Sequence[Row], exact: Mapping[str, float]) -> str:
     return table(columns, (_line(name, rows, exact[name]) for name in MODELS), right=8)
 
 
-def _line(name: str, rows: Sequence[Row], exact: float) -> list[str]:
+def _line(name: str, rows: Sequence[Comparison], exact: float) -> list[str]:
     mine = [row for row in rows if row.model == name and row.backend in BACKENDS]
     cells = []
     for modes in (("isolated",), ("chained", "decode"), ("free",)):
@@ -87,5 +87,5 @@ def _line(name: str, rows: Sequence[Row], exact: float) -> list[str]:
     return [f"`{name}`", recipe.family, ", ".join(kinds), *cells[:4], f"~{flips}", *cells[4:], f"~{short(exact, 1)}"]
 
 
-def _passed(rows: Sequence[Row]) -> int:
+def _passed(rows: Sequence[Comparison]) -> int:
     return sum(row.verdict == PASS for row in rows)

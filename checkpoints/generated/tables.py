@@ -12,11 +12,11 @@ from pathlib import Path
 from llorch.builtin import EVERY, goldens_folder
 from llorch.diagnosis.mistakes import MISTAKES, checkpoint_of, of_checkpoint
 from llorch.stages import BY_NAME, STAGES, Stage
+from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
-from llorch.verify.judge import PASS, TIE, Row
-from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.judge import PASS, TIE, Comparison
 from llorch.verify.training.goldens import TRUTH
-from llorch.verify.truth import WITNESS
 
 ENGINES = {
     "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "llorch"
 Blocks = Mapping[str, str]  # name of a generated part -> its Markdown
 
 
-def page_blocks(number: str, rows: Sequence[Row]) -> Blocks:
+def page_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
     """The generated parts of one checkpoint's page.
 
     Args:
@@ -64,7 +64,7 @@ def stages(rows: Sequence[Stage]) -> str:
     )
 
 
-def distances(rows: Sequence[Row]) -> str:
+def distances(rows: Sequence[Comparison]) -> str:
     """How far the engines and we, in float64 and in float32, are from the truth, and what float32 is allowed.
 
     Args:
@@ -73,7 +73,7 @@ def distances(rows: Sequence[Row]) -> str:
     Returns:
         One line per stage, mode and case: the largest number of all models and layers.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for row in rows:
         groups.setdefault((row.stage, row.mode, row.place.case), []).append(row)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
@@ -83,9 +83,9 @@ def distances(rows: Sequence[Row]) -> str:
     return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
 
 
-def equal(rows: Sequence[Row]) -> str:
+def equal(rows: Sequence[Comparison]) -> str:
     """In how many models the things that must be equal are equal."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[Comparison]] = {}
     for row in rows:
         groups.setdefault((row.stage, row.producer), []).append(row)
     lines = ([f"`{stage}`", ENGINES[producer], _verdicts(of)] for (stage, producer), of in groups.items())
@@ -109,7 +109,7 @@ def mistakes(number: str) -> str:
 
 
 def index_blocks(
-    rows: Sequence[Row], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
+    rows: Sequence[Comparison], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
 ) -> Blocks:
     """The generated parts of the index.
 
@@ -134,7 +134,7 @@ def index_blocks(
     }
 
 
-def routes(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+def routes(rows: Sequence[Comparison]) -> Iterator[Sequence[str]]:
     """On what routes files came into the engines."""
     models: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
@@ -178,7 +178,7 @@ def link(function: str) -> str:
     return f"[`{'.'.join(names)}`](../../llorch/{file.relative_to(PACKAGE).as_posix()})"
 
 
-def _largest(rows: Sequence[Row]) -> list[str]:
+def _largest(rows: Sequence[Comparison]) -> list[str]:
     engines = [max(row.producer_error for row in rows if row.producer == producer) for producer in PRODUCERS]
     wide = max((row.error for row in rows if row.producer == WITNESS), default=math.nan)
     ours = max(row.truth_error for row in rows if row.producer != WITNESS)  # NaN of all isolated rows
@@ -191,13 +191,13 @@ def roughly(distance: float) -> str:
     return "" if math.isnan(distance) else f"~{short(distance, 1)}"
 
 
-def _verdicts(rows: Sequence[Row]) -> str:
+def _verdicts(rows: Sequence[Comparison]) -> str:
     ties = sum(row.verdict == TIE for row in rows)
     passed = f"{sum(row.verdict == PASS for row in rows)} of {len(rows)}"
     return passed + (f", {ties} part at a near-tie" if ties else "")
 
 
-def _models(rows: Sequence[Row]) -> str:
+def _models(rows: Sequence[Comparison]) -> str:
     return "Models: " + ", ".join(dict.fromkeys(row.model for row in rows))
 
 
@@ -206,7 +206,7 @@ def _place(stage: str) -> int:
     return list(BY_NAME).index(stage) if stage in BY_NAME else -1
 
 
-def _compared(number: str, rows: Sequence[Row]) -> str:
+def _compared(number: str, rows: Sequence[Comparison]) -> str:
     mine = [row for row in rows if row.checkpoint == number]
     found = dict.fromkeys(row.place.stage for row in mine if row.mode != "decode")
     named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"

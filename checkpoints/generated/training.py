@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from checkpoints.generated.tables import ENGINES, Blocks, equal, link, mistakes, roughly, short, table
 from llorch.builtin import goldens_folder
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 from llorch.verify.training.goldens import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
 from llorch.verify.training.places import LLAMACPP, MODES, PEFT, TRANSFORMERS
 from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
@@ -13,7 +13,7 @@ from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
 HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of them
 
 
-def training_blocks(number: str, rows: Sequence[Row]) -> Blocks:
+def training_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
     """The generated parts of one page, by name, from the rows of checkpoints 15 to 20."""
     mine = [row for row in rows if row.checkpoint == number]
     exact = [row for row in mine if row.mode == "exact"]
@@ -33,12 +33,12 @@ def stages(number: str) -> str:
     return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in found))
 
 
-def distances(rows: Sequence[Row]) -> str:
+def distances(rows: Sequence[Comparison]) -> str:
     """How far the producers and we, in float64 and in float32, are from the truth, and what float32 is allowed.
 
     One line per group of stages, mode and case: the largest number of all models, layers and tensors.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for row in rows:
         groups.setdefault((row.place.stage, row.mode, row.case), []).append(row)
     places = list(BY_GROUP)
@@ -82,7 +82,7 @@ def _half_cells(goldens: Sequence[TrainingGolden], mode: str, name: str) -> Iter
         yield short(max(t.error for t in allowed if t), 2) if all(allowed) else "of float32"
 
 
-def _largest(rows: Sequence[Row], producers: Sequence[str]) -> list[str]:
+def _largest(rows: Sequence[Comparison], producers: Sequence[str]) -> list[str]:
     cells = []
     for name in producers:
         found = [row.producer_error for row in rows if row.producer == name]

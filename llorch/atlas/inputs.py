@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from llorch.builtin import EVERY, builtin_path
 from llorch.config import ModelConfig
 from llorch.convert import convert
-from llorch.files.names import huggingface_tensors
+from llorch.files.tensor_names import huggingface_tensors
 
 Keys = Mapping[str, Any]
 Style = Literal["new", "old"]
@@ -29,7 +29,7 @@ _SCALING = "rope_parameters"  # a feature that changes what stands there, rather
 
 
 @dataclass(frozen=True)
-class Family:
+class AtlasFamily:
     """A kind of model: its class in transformers, its own keys and those of RoPE, and which features it can have."""
 
     model_type: str
@@ -67,46 +67,46 @@ _DELTA: Keys = _NO_BIAS | {
 }  # fmt: skip
 _MROPE: Keys = {"partial_rotary_factor": 0.5, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
+FAMILIES: Mapping[str, AtlasFamily] = {
+    "llama": AtlasFamily(
         "llama", "LlamaForCausalLM", _NO_BIAS | {"mlp_bias": False, "pretraining_tp": 1},
         ("theta", "llama3", "linear", "yarn", "head_dim", "eps", "tied", "biases", "long", "split"),
     ),
-    "qwen2": Family(
+    "qwen2": AtlasFamily(
         "qwen2", "Qwen2ForCausalLM", NO_WINDOW, ("theta", "yarn", "eps", "tied", "switched_window", "split"),
     ),
-    "qwen3": Family(
+    "qwen3": AtlasFamily(
         "qwen3", "Qwen3ForCausalLM", NO_WINDOW | _NO_BIAS | {"head_dim": 64},
         ("theta", "yarn", "eps", "tied", "biases", "long", "split"),
     ),
-    "mistral": Family("mistral", "MistralForCausalLM", {"sliding_window": None}, ("theta", "window", "head_dim")),
-    "smollm3": Family(
+    "mistral": AtlasFamily("mistral", "MistralForCausalLM", {"sliding_window": None}, ("theta", "window", "head_dim")),
+    "smollm3": AtlasFamily(
         "smollm3", "SmolLM3ForCausalLM", NO_WINDOW | _NO_BIAS | {
             "mlp_bias": False, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
             "layer_types": ["full_attention"] * 4,
         }, ("theta",),
     ),
-    "ministral3": Family(
+    "ministral3": AtlasFamily(
         "ministral3", "Ministral3ForCausalLM", {"head_dim": 64, "sliding_window": None}, (), {
             "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         }, ("new",),
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": AtlasFamily(
         "qwen2_moe", "Qwen2MoeForCausalLM",
         NO_WINDOW | _EXPERTS | _SHARED | {"norm_topk_prob": False, "qkv_bias": True}, ("theta", "normalised"),
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": AtlasFamily(
         "qwen3_moe", "Qwen3MoeForCausalLM", _NO_BIAS | _EXPERTS | {
             "head_dim": 64, "norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None,
         }, ("theta", "unnormalised"),
     ),
-    "qwen3_next": Family(
+    "qwen3_next": AtlasFamily(
         "qwen3_next", "Qwen3NextForCausalLM", _EXPERTS | _SHARED | _DELTA | {"norm_topk_prob": True},
         ("theta", "split"), {"partial_rotary_factor": 0.5},
     ),
-    "qwen3_5": Family("qwen3_5_text", "Qwen3_5ForCausalLM", _DELTA, ("theta", "split"), _MROPE, ("new",)),
-    "qwen3_5_moe": Family(
+    "qwen3_5": AtlasFamily("qwen3_5_text", "Qwen3_5ForCausalLM", _DELTA, ("theta", "split"), _MROPE, ("new",)),
+    "qwen3_5_moe": AtlasFamily(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _EXPERTS | _SHARED | _DELTA, (), _MROPE, ("new",),
     ),
 }  # fmt: skip
@@ -134,7 +134,7 @@ FEATURES: Mapping[str, Keys] = {
 
 
 @dataclass(frozen=True)
-class Input:
+class AtlasInput:
     """A model and what it is fed.
 
     Attributes:
@@ -163,7 +163,7 @@ class Input:
         return [ids[:23], ids[23:24], ids[24:]] if self.feature == "split" else [ids]
 
     @property
-    def sisters(self) -> "list[Input]":
+    def sisters(self) -> "list[AtlasInput]":
         """The same in the other style, and the same without the feature: one difference each, the style first."""
         without = [replace(self, feature="")] if self.feature else []
         is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1
@@ -171,18 +171,18 @@ class Input:
         return [*other, *without]
 
 
-def every_input() -> Iterator[Input]:
+def every_input() -> Iterator[AtlasInput]:
     """Each once, in the order of the table."""
     for family, own in FAMILIES.items():
         for feature in ("", *own.features):
-            yield from (Input(family, feature, style) for style in own.styles)
-            yield Input(family, feature, gguf=True)
+            yield from (AtlasInput(family, feature, style) for style in own.styles)
+            yield AtlasInput(family, feature, gguf=True)
     for model in EVERY:
-        yield Input(model)
-        yield Input(model, gguf=True)
+        yield AtlasInput(model)
+        yield AtlasInput(model, gguf=True)
 
 
-def write_input(this: Input, home: Path) -> Path:
+def write_input(this: AtlasInput, home: Path) -> Path:
     """Write the files of an input below a folder, unless they are there.
 
     Returns:
@@ -208,14 +208,14 @@ def write_input(this: Input, home: Path) -> Path:
     return file
 
 
-def _write_random(this: Input, folder: Path) -> None:
+def _write_random(this: AtlasInput, folder: Path) -> None:
     """In place of the model that lent its tokenizer."""
     config = json_config(this) | {"vocab_size": json.loads((folder / "config.json").read_text())["vocab_size"]}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(random_tensors(config, folder), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def json_config(this: Input) -> dict[str, Any]:
+def json_config(this: AtlasInput) -> dict[str, Any]:
     """What stands in its `config.json`, without the size of the vocabulary."""
     family = FAMILIES[this.family]
     feature = dict(FEATURES.get(this.feature, {}))

@@ -1,8 +1,8 @@
 """One run of an engine beside the foreign truth of its input: how far every stage is, and what that may be.
 
-The truth is transformers in float64, see `llorch.verify.truth`; limits are derived from its numbers and the arithmetic
-that the engine declares or shows, see `llorch.verify.limits`. Where a run is beyond them, the diagnosis says which
-stage made that, and by which mistake.
+The float64 reference is transformers, see `llorch.verify.float64_reference`. Tolerances are derived from its numbers
+and the arithmetic that the engine declares or shows, see `llorch.verify.tolerances.forward`. Where a run is beyond
+them, the diagnosis names the stage and the mistake.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,17 +13,17 @@ import numpy as np
 
 from llorch.comparison import EXACT, Difference, Tolerance, measure
 from llorch.diagnosis.diagnose import diagnose
-from llorch.diagnosis.expected import Engine, rows
+from llorch.diagnosis.expected import EngineArithmetic, rows
 from llorch.diagnosis.guards import check
 from llorch.dumps.index import open_raw
-from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.files import Weights, open_weights
 from llorch.places import Pass, has_tokens, part_of, token_axis
 from llorch.stages import BY_NAME
-from llorch.verify.choices import Choice
-from llorch.verify.limits import limit, variances
+from llorch.verify.expert_selection import ExpertSelection
 from llorch.verify.rounding_costs import CHAINED
+from llorch.verify.tolerances.forward import limit, variances
 
 _ANY = Tolerance(np.inf, np.inf)
 Trace = Mapping[str, np.ndarray]
@@ -40,7 +40,7 @@ class StageRow:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRun:
     """What is said of a run that ended well.
 
     Attributes:
@@ -74,7 +74,7 @@ class Judged:
         return self.stages[-1].error
 
 
-def judge(model: Path, dump_folder: Path, truth: Trace) -> Judged:
+def judge(model: Path, dump_folder: Path, truth: Trace) -> JudgedRun:
     """Hold a dump to the truth.
 
     Args:
@@ -97,17 +97,17 @@ def judge(model: Path, dump_folder: Path, truth: Trace) -> Judged:
     stages = list(_by_stage(differences))
     if not stages or stages[-1].stage != "logits":
         raise ValueError(f"{dump_folder}: expected logits of at least 1 token, got {len(stages)} stages without logits")
-    over, arithmetic = max(row.over for row in stages), Engine(dump).judged(0, "logits").name or "float32"
+    over, arithmetic = max(row.over for row in stages), EngineArithmetic(dump).judged(0, "logits").name or "float32"
     if over <= 1:
-        return Judged(stages, over, arithmetic, tie=ties[0] if ties else "")
-    return _diagnosed(weights, dump, Judged(stages, over, arithmetic))
+        return JudgedRun(stages, over, arithmetic, tie=ties[0] if ties else "")
+    return _diagnosed(weights, dump, JudgedRun(stages, over, arithmetic))
 
 
 def _differences(
     weights: Weights, dump: StageDump, truth: Trace, ties: list[str]
 ) -> Iterator[tuple[str, Difference, Tolerance]]:
     """Each stage of each pass beside the same tokens of the truth; behind a tie of experts nothing is a fault."""
-    engine, scores = Engine(dump), dict[str, np.ndarray]()
+    engine, scores = EngineArithmetic(dump), dict[str, np.ndarray]()
     ids = tuple(token for tokens in dump.passes for token in tokens.ids)
     with np.errstate(all="ignore"):
         for key, variance in variances(weights, Pass(ids), truth, lambda key: engine.judged(0, key).arithmetic):
@@ -124,7 +124,7 @@ def _differences(
                 if stage.is_choice:
                     by = stage.input_names(weights.config, None)[0]
                     at = rows(np.arange(start, stop), stage, seen)
-                    choice = Choice(right, truth[key.replace(stage.name, by)][at], scores[by][at])
+                    choice = ExpertSelection(right, truth[key.replace(stage.name, by)][at], scores[by][at])
                     apart = choice.difference(theirs)
                     ties += [] if apart.error else filter(None, [choice.note(theirs)])
                     yield stage.name, apart, _ANY if ties else EXACT
@@ -143,7 +143,7 @@ def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Itera
         yield StageRow(name, error, allowed.error, worst.over(allowed))
 
 
-def _diagnosed(weights: Weights, dump: StageDump, judged: Judged) -> Judged:
+def _diagnosed(weights: Weights, dump: StageDump, judged: JudgedRun) -> JudgedRun:
     found = diagnose(weights.astype(np.float64), dump)
     wrong = [finding for finding in found.findings if finding.kind != "honest"]
     names = [f"{each.name} {each.value}".strip() for each in wrong[0].suspects] if wrong else []

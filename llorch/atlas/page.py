@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, groupby, product
 
-from llorch.atlas.inputs import Input
-from llorch.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, Verdict
+from llorch.atlas.inputs import AtlasInput
+from llorch.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, AtlasVerdict
 from llorch.errors import MissingExtra
 from llorch.stages import BY_NAME
 
@@ -18,7 +18,7 @@ Every engine ran unmodified, with its own loader, in a separate environment. A n
 logits from the float64 reference, |engine - reference| / |reference|. The float64 reference is transformers in float64.
 
 - **right**: every stage that the engine shows is within the tolerance of the engine's arithmetic (tolerances:
-  `llorch/verify/limits.py`).
+  `llorch/verify/tolerances/forward.py`).
 - **honest difference**: a stage differs by more than float32 explains, but [the engine's
   arithmetic](../honest_differences.md) explains it. The end of the page names this arithmetic.
 - **bug**: the difference is larger, and one named correction from outside made the engine right.
@@ -36,7 +36,7 @@ The top of each adapter in `llorch/atlas/engines/` says what the adapter changes
 """
 
 
-def readme(verdicts: Sequence[Verdict], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
+def readme(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
     """The page: `facts` say where and when, `reports` are the names of files about bugs, by their titles."""
     ran = [each for each in verdicts if each.word != NOT_RUN]
     parts = [
@@ -54,7 +54,7 @@ def readme(verdicts: Sequence[Verdict], facts: Mapping[str, str], reports: Mappi
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def engines_table(verdicts: Sequence[Verdict]) -> str:
+def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
     """How many inputs of each engine got which word."""
     rows = []
     for name, own in _by_engine(verdicts):
@@ -66,7 +66,7 @@ def engines_table(verdicts: Sequence[Verdict]) -> str:
     return _table(["engine", "version", *WORDS, _LARGEST], rows)
 
 
-def inputs_table(verdicts: Sequence[Verdict]) -> str:
+def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
     """Inputs below each other, engines beside each other."""
     engines = [name for name, _ in _by_engine(verdicts)]
     by_place = {(_name(each), each.input): each for each in verdicts}
@@ -77,14 +77,14 @@ def inputs_table(verdicts: Sequence[Verdict]) -> str:
     return _table(["input", *engines], rows)
 
 
-def _cell(verdict: Verdict | None) -> str:
+def _cell(verdict: AtlasVerdict | None) -> str:
     if verdict is None:
         return ""
     size = f"{verdict.judged.error:.0e}" if verdict.judged else ""
     return size if verdict.word == RIGHT else f"**{verdict.word}** {size}" if size else verdict.word
 
 
-def bugs_table(verdicts: Sequence[Verdict], reports: Mapping[str, str]) -> str:
+def bugs_table(verdicts: Sequence[AtlasVerdict], reports: Mapping[str, str]) -> str:
     """Each confirmed bug: where, what, how far, and what makes the engine agree."""
     rows = []
     for title, own in bugs(verdicts):
@@ -101,13 +101,13 @@ def bugs_table(verdicts: Sequence[Verdict], reports: Mapping[str, str]) -> str:
     return _table(["engine", "inputs", "first wrong stage", "mistake", "distance", "correction"], rows) if rows else ""
 
 
-def bugs(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
+def bugs(verdicts: Iterable[AtlasVerdict]) -> Iterator[tuple[str, list[AtlasVerdict]]]:
     """Group confirmed ones by way, mistake and correction, under a title.
 
     A bug of an engine's own way is not told again for its other ways.
     """
 
-    def title(verdict: Verdict) -> str:
+    def title(verdict: AtlasVerdict) -> str:
         mistake = verdict.judged.mistake if verdict.judged else ""
         what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
         return f"{_name(verdict)}: {what}; right with {verdict.correction}"
@@ -118,9 +118,9 @@ def bugs(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
     return ((name, list(own)) for name, own in groupby(found, key=title))
 
 
-def _sayings(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _sayings(verdicts: Sequence[AtlasVerdict]) -> Iterator[str]:
     """What engines said, and what is known of results that are not right, once each."""
-    said: dict[tuple[str, str, str], list[Input]] = {}
+    said: dict[tuple[str, str, str], list[AtlasInput]] = {}
     for each in verdicts:
         if each.said:
             said.setdefault((_name(each), each.word, each.said), []).append(each.input)
@@ -137,7 +137,7 @@ def _quoted(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def picture(verdicts: Sequence[Verdict]) -> str:
+def picture(verdicts: Sequence[AtlasVerdict]) -> str:
     """Largest distance of every stage over all inputs on which an engine is right, as SVG.
 
     Raises:
@@ -165,7 +165,7 @@ def picture(verdicts: Sequence[Verdict]) -> str:
     return drawn.getvalue()
 
 
-def _largest(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, dict[str, float]]]:
+def _largest(verdicts: Sequence[AtlasVerdict]) -> Iterator[tuple[str, dict[str, float]]]:
     """Of engines that are right somewhere, the largest distance of each stage there, in the order of the table."""
     for name, own in _by_engine(verdicts):
         rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
@@ -174,12 +174,12 @@ def _largest(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, dict[str, float
             yield name, {stage: error for stage, error in largest.items() if error > 0}
 
 
-def _name(verdict: Verdict) -> str:
+def _name(verdict: AtlasVerdict) -> str:
     return f"{verdict.engine}, {verdict.way}" if verdict.way else verdict.engine
 
 
-def _by_engine(verdicts: Iterable[Verdict]) -> list[tuple[str, list[Verdict]]]:
-    made: dict[str, list[Verdict]] = {}
+def _by_engine(verdicts: Iterable[AtlasVerdict]) -> list[tuple[str, list[AtlasVerdict]]]:
+    made: dict[str, list[AtlasVerdict]] = {}
     for each in verdicts:
         made.setdefault(_name(each), []).append(each)
     return list(made.items())

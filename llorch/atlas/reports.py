@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from llorch.atlas.catalogue import BY_NAME
-from llorch.atlas.programs import Shown
-from llorch.atlas.verdicts import Verdict
+from llorch.atlas.repro_scripts import ProgramOutput
+from llorch.atlas.verdicts import AtlasVerdict
 
 
-def report(title: str, own: Sequence[Verdict], shown: Shown | None) -> str:
+def report(title: str, own: Sequence[AtlasVerdict], shown: ProgramOutput | None) -> str:
     """One report, as Markdown.
 
     Args:

@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnd:
     """How a run ended.
 
     Attributes:
@@ -56,8 +56,8 @@ class Ended:
 
 def run_all(
     command: Sequence[str], requests: Sequence[Request], folder: Path, *, seconds: float = SECONDS,
-    start: float = START, memory: int = MEMORY, say: Callable[[Ended], None] = lambda ended: None,
-) -> list[Ended]:  # fmt: skip
+    start: float = START, memory: int = MEMORY, say: Callable[[RunEnd], None] = lambda ended: None,
+) -> list[RunEnd]:  # fmt: skip
     """Have an adapter do runs, whatever becomes of some.
 
     Args:
@@ -72,7 +72,7 @@ def run_all(
     Returns:
         How each ended.
     """
-    ended: list[Ended] = []
+    ended: list[RunEnd] = []
     for request in requests:
         (Path(request.out) / "said.json").unlink(missing_ok=True)
     while len(ended) < len(requests):
@@ -108,7 +108,7 @@ def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRA
 
 def _one_process(
     command: Sequence[str], requests: Sequence[Request], folder: Path, seconds: float, start: float, memory: int
-) -> Iterator[Ended]:
+) -> Iterator[RunEnd]:
     """The runs of a process, at least one."""
     asked = folder / "runs.jsonl"
     asked.write_text("".join(json.dumps(asdict(each)) + "\n" for each in requests), encoding="utf-8")
@@ -129,7 +129,7 @@ def _one_process(
         _end(process)
 
 
-def _watched(process: subprocess.Popen, request: Request, words: Path, granted: float, memory: int) -> Ended:
+def _watched(process: subprocess.Popen, request: Request, words: Path, granted: float, memory: int) -> RunEnd:
     since = time.monotonic()
     while True:
         status = process.poll()  # before the look: what it wrote last is seen
@@ -137,27 +137,27 @@ def _watched(process: subprocess.Popen, request: Request, words: Path, granted: 
         if (found := _said(request)) is not None:
             return found
         if status is not None:
-            return Ended("crashed", f"{_way_to_end(status)}: {_last_words(words)}", "", seconds)
+            return RunEnd("crashed", f"{_way_to_end(status)}: {_last_words(words)}", "", seconds)
         if seconds > granted:
-            return Ended("hung", f"no answer within {granted:.0f} s", "", seconds)
+            return RunEnd("hung", f"no answer within {granted:.0f} s", "", seconds)
         if (held := _memory_of(process.pid)) > memory:
-            return Ended(
+            return RunEnd(
                 "too large", f"it used {held / 1e9:.1f} GB, expected at most {memory / 1e9:.1f} GB", "", seconds
             )
         time.sleep(_LOOK)
 
 
-def _said(request: Request) -> Ended | None:
+def _said(request: Request) -> RunEnd | None:
     """Read how a run ended and how long it took: runs that end between two looks would take no time by this clock."""
     path = Path(request.out) / "said.json"
     if not path.exists():
         return None
     said = json.loads(path.read_text(encoding="utf-8"))
     if said["state"] == "done":
-        return Ended("done", "", said["version"], said["seconds"])
+        return RunEnd("done", "", said["version"], said["seconds"])
     meant = said["error"].partition(":")[0] in REFUSALS
     error = said["error"] if meant else f"{said['error']} ({said['place']}, {said['phase']})"
-    return Ended("refused" if meant else "crashed", error, said["version"], said["seconds"])
+    return RunEnd("refused" if meant else "crashed", error, said["version"], said["seconds"])
 
 
 def _variables(folder: Path) -> dict[str, str]:

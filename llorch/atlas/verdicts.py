@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llorch.atlas.inputs import Input
-from llorch.atlas.judging import Judged
+from llorch.atlas.inputs import AtlasInput
+from llorch.atlas.judging import JudgedRun
 
 RIGHT, HONEST, BUG, WRONG, NOT_RUN = "right", "honest difference", "bug", "wrong", "not run"
 UNREADABLE = "unreadable"
@@ -18,7 +18,7 @@ _EXACT = "float32"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AtlasVerdict:
     """A line of the table.
 
     Attributes:
@@ -38,15 +38,15 @@ class Verdict:
 
     engine: str
     way: str
-    input: Input
+    input: AtlasInput
     word: str
     said: str = ""
     version: str = ""
     seconds: float = 0.0
-    judged: Judged | None = None
-    confirmed_by: Input | None = None
+    judged: JudgedRun | None = None
+    confirmed_by: AtlasInput | None = None
     correction: str = ""
-    agreed: Judged | None = None
+    agreed: JudgedRun | None = None
 
     def record(self) -> dict[str, Any]:
         """For JSON; NaN and infinity are for the writer to replace."""
@@ -54,7 +54,7 @@ class Verdict:
         return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
 
 
-def word_of(judged: Judged) -> tuple[str, str]:
+def word_of(judged: JudgedRun) -> tuple[str, str]:
     """Of a run that ended well, before any cause is confirmed, and what is known of it."""
     if judged.is_right and judged.tie:
         return HONEST, f"{judged.arithmetic}; experts at a tie: {judged.tie}"
@@ -70,9 +70,9 @@ def word_of(judged: Judged) -> tuple[str, str]:
     return (WRONG if judged.wrong else HONEST), said
 
 
-def confirmed(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
+def confirmed(verdicts: Sequence[AtlasVerdict]) -> Iterator[AtlasVerdict]:
     """The same, where a correction from outside made an engine agree: with the cause."""
-    by_place: Mapping[tuple[str, str, Input], Verdict] = {
+    by_place: Mapping[tuple[str, str, AtlasInput], AtlasVerdict] = {
         (each.engine, each.way, each.input): each for each in verdicts
     }
     for each in verdicts:
@@ -86,7 +86,7 @@ def confirmed(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
             yield replace(each, word=BUG, confirmed_by=sister.input, correction=correction, agreed=sister.judged)
 
 
-def _correction(this: Input, sister: Input) -> str:
+def _correction(this: AtlasInput, sister: AtlasInput) -> str:
     if this.style == sister.style:
         return f"the same model without {this.feature}"
     return f"the same rope keys {'at the top of config.json' if sister.style == 'old' else 'under rope_parameters'}"

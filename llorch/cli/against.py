@@ -8,8 +8,8 @@ import numpy as np
 
 from llorch.cli.dumped import read_stages
 from llorch.cli.inputs import chosen_numerics, model_path
-from llorch.cli.judged import Judged
-from llorch.cli.judging import Arithmetic, refuse_residency, refuse_scheme, reported
+from llorch.cli.judged import JudgedModel
+from llorch.cli.judging import ClaimedArithmetic, refuse_residency, refuse_scheme, reported
 from llorch.cli.options import use_threads
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
@@ -21,7 +21,7 @@ from llorch.numerics import EXACT
 
 
 def judge_dump(
-    models: Sequence[str], dump: Path, mapping: Path | None, arithmetic: Arithmetic, *, prompt: str | None,
+    models: Sequence[str], dump: Path, mapping: Path | None, arithmetic: ClaimedArithmetic, *, prompt: str | None,
     tokens: list[int] | None, as_json: bool, detail: bool,
 ) -> int:  # fmt: skip
     """Judge our stages of one model by what another engine wrote down of a run, report, and return the exit code."""
@@ -38,7 +38,7 @@ def judge_dump(
         stages = read_stages(dump, weights, mapping, ids, None)
         run = weights.using(numerics) if numerics != EXACT else weights.astype(np.float64)
         rows, not_run = dump_rows(run, stages, model=models[0], say=tell)
-    judged = Judged(models[0], rows, not_run, checkpoints=sorted({row.checkpoint for row in rows}), dump=str(dump))
+    judged = JudgedModel(models[0], rows, not_run, checkpoints=sorted({row.checkpoint for row in rows}), dump=str(dump))
     if not as_json:
         for note in stages.notes:
             say(f"note: {note}")

@@ -16,8 +16,8 @@ from llorch.cli.options import group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
-    from llorch.atlas.catalogue import Engine
-    from llorch.atlas.verdicts import Verdict
+    from llorch.atlas.catalogue import AtlasEngine
+    from llorch.atlas.verdicts import AtlasVerdict
 
 T = TypeVar("T")
 _OUTPUT = Path("checkpoints/atlas")
@@ -63,10 +63,10 @@ def command(
     Exit codes: 0 the table is complete, 3 no engine could run.
     """
     from llorch.atlas.catalogue import BY_NAME
-    from llorch.atlas.fill import fill
     from llorch.atlas.inputs import every_input
-    from llorch.atlas.verdicts import NOT_RUN, Verdict
-    from llorch.atlas.written import record, write_atlas
+    from llorch.atlas.run_matrix import fill
+    from llorch.atlas.verdicts import NOT_RUN, AtlasVerdict
+    from llorch.atlas.write_report import record, write_atlas
     from llorch.builtin import is_wheel
     from llorch.cli.outcome import MISSING
     from llorch.errors import LeftOut
@@ -83,7 +83,7 @@ def command(
     _require_extras(drawing=whole or output is not None)
     _require_consent(chosen, home or _home(), yes=yes)
     with progress("atlas") as tell:
-        verdicts = list[Verdict]()
+        verdicts = list[AtlasVerdict]()
         for own in fill(chosen, fed, home or _home(), tell):
             verdicts += own
             counted = Counter(each.word for each in own)
@@ -117,7 +117,7 @@ def _require_extras(*, drawing: bool) -> None:
             raise MissingExtra(extra, package)
 
 
-def _require_consent(engines: "Sequence[Engine]", home: Path, *, yes: bool) -> None:
+def _require_consent(engines: "Sequence[AtlasEngine]", home: Path, *, yes: bool) -> None:
     """Say which packages would be fetched, and go on if the user agrees."""
     from llorch.atlas.environments import download_bytes, is_to_install
     from llorch.cli.outcome import MISSING
@@ -150,7 +150,7 @@ def _facts() -> dict[str, str]:
     }
 
 
-def _print(verdicts: "Sequence[Verdict]") -> None:
+def _print(verdicts: "Sequence[AtlasVerdict]") -> None:
     from llorch.cli.tables import console, print_table, table
 
     rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake or error message")

@@ -22,16 +22,16 @@ from llorch.cli.options import (
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
-    from llorch.pytorch.bench import Made
+    from llorch.pytorch.bench import MeasuredModel
     from llorch.pytorch.device import Target
-    from llorch.pytorch.ranks import DeviceMesh
+    from llorch.pytorch.distributed.launch import DeviceMesh
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # as in llorch.bench, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """What the command line says about the model."""
 
     model: str | None
@@ -83,7 +83,7 @@ def command(
     """
     from llorch.bench import Load, describe, measure
 
-    chosen = Choice(**choice)
+    chosen = ModelChoice(**choice)
     _refuse_misplaced(chosen, "torch" if axes else backend)
     not_split = {"--device": chosen.device not in (None, "cpu"), "--compile": chosen.compiled, "--shape": chosen.shape}
     require_tensor_parallel(axes, not_split)
@@ -96,7 +96,7 @@ def command(
     click.echo(to_json(result) if as_json else "\n".join(describe(result)))
 
 
-def _refuse_misplaced(chosen: Choice, backend: str) -> None:
+def _refuse_misplaced(chosen: ModelChoice, backend: str) -> None:
     """Raise a usage error for options that mean nothing together."""
     if chosen.model is not None and chosen.shape is not None:
         raise click.UsageError("give a MODEL or --shape, not both")
@@ -113,7 +113,7 @@ def _refuse_misplaced(chosen: Choice, backend: str) -> None:
             raise click.UsageError(f"{option} goes with --backend torch")
 
 
-def _on_numpy(chosen: Choice, load: Any) -> tuple[Any, Any]:
+def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
     from llorch.bench import NumpyEngine, numpy_subject
     from llorch.cli.inputs import model_path
     from llorch.model import load as load_model
@@ -126,7 +126,7 @@ def _on_numpy(chosen: Choice, load: Any) -> tuple[Any, Any]:
     return NumpyEngine(model, load), numpy_subject(model)
 
 
-def _on_torch(chosen: Choice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any, Any]:
+def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any, Any]:
     from llorch.errors import MissingExtra
 
     try:
@@ -145,7 +145,7 @@ def _on_torch(chosen: Choice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any
     return engine, torch_subject(made.module, made.target, made.name, made.weights)
 
 
-def _made(chosen: Choice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "Made":
+def _made(chosen: ModelChoice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "MeasuredModel":
     from llorch.cli.inputs import model_path
     from llorch.pytorch.bench import opened, opened_on, random
 

@@ -75,8 +75,8 @@ def command(
     Type /help for the commands: change a message, try again, save, trace every stage, and more. Ctrl-C stops an
     answer, Ctrl-D ends the conversation.
     """
+    from llorch.cli.chat_session import Talk
     from llorch.cli.inputs import chosen_numerics, conversation, model_path, say_plan
-    from llorch.cli.talk import Talk
     from llorch.sampling import SamplingSettings
 
     refuse_misplaced(
@@ -117,7 +117,7 @@ def command(
 def _converse(talk: Any, *, live: bool) -> None:
     """Line by line; a mistake on a terminal is one line, and the conversation goes on."""
     from llorch.cli.inputs import stdin_lines
-    from llorch.cli.slash import Quit, obey
+    from llorch.cli.slash_commands import Quit, obey
 
     piped = None if live else stdin_lines()
     while True:

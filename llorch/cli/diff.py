@@ -92,7 +92,7 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
     from llorch.cli.output import progress
     from llorch.dumps.index import open_raw
     from llorch.dumps.raw import with_earlier
-    from llorch.dumps.suggest import suggest
+    from llorch.dumps.suggest_mapping import suggest
 
     with progress(f"comparing {dumps[0]} with a run of {model}"):
         raw = with_earlier(open_raw(dumps[0]), tokens)

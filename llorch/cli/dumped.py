@@ -32,8 +32,8 @@ def read_stages(
     from llorch.diagnosis.guards import check
     from llorch.dumps.index import open_raw
     from llorch.dumps.mapping import read_mapping
-    from llorch.dumps.names import stage_dump
     from llorch.dumps.raw import with_earlier
+    from llorch.dumps.stage_mapping import stage_dump
 
     raw, names = with_earlier(open_raw(path), ids), None if mapping is None else read_mapping(mapping)
     missing = None if raw.passes else ids  # what the dump says the guards compare, with a message of their own

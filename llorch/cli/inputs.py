@@ -151,7 +151,7 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
 
 def read_history(path: Path) -> list[dict[str, object]]:
     """Messages of a file: a JSON list of them, or one on each line."""
-    from llorch.fields import Fields
+    from llorch.config_reader import Fields
     from llorch.files.mapped import read_regular
     from llorch.files.strict_json import parse_json
     from llorch.tokenizer.messages import checked_messages

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from llorch.comparison import times_over
 from llorch.config import ModelConfig
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, keys
-from llorch.verify.judge import FAIL, PASS, TIE, Row
+from llorch.verify.expectations.long_contexts import LONG_MODES
+from llorch.verify.float64_reference import WITNESS
+from llorch.verify.judge import FAIL, PASS, TIE, Comparison
 from llorch.verify.runners.numpy import BACKENDS
-from llorch.verify.suites.long_contexts import LONG_MODES
 from llorch.verify.training.goldens import TRUTH
-from llorch.verify.truth import WITNESS
 
 NOT_RUN = "NOT RUN"
 KERNELS = "kernels"  # in place of a model: ours beside torch's own
@@ -33,11 +33,11 @@ def checkpoints_of(config: ModelConfig, *, quantised: bool = False) -> tuple[str
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedModel:
     """All rows of one model, and what could not be run."""
 
     model: str
-    rows: Sequence[Row]
+    rows: Sequence[Comparison]
     not_run: Sequence[str] = ()  # reasons: a golden or an engine that is missing
     numerics: str = ""  # the arithmetic, when it is not exact
     checkpoints: Sequence[str] = EXACT  # those that should have rows
@@ -58,7 +58,7 @@ class Line:
     checkpoint: str  # its number
     stage: str  # the stage, when the rows are of one stage only
     n_rows: int
-    closest: Row | None  # with the largest error for its tolerance; a failure goes first. None: nothing was run
+    closest: Comparison | None  # with the largest error for its tolerance; a failure goes first. None: nothing was run
     producer_errors: Mapping[str, float]  # producer to its distance from the truth, at the place of that row
 
     @property
@@ -67,9 +67,9 @@ class Line:
         return self.closest.verdict if self.closest is not None else NOT_RUN
 
 
-def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
+def lines(judged: JudgedModel, *, by_stage: bool = False) -> list[Line]:
     """One line per checkpoint in their order, also without a row; `by_stage` one per stage, or per model of several."""
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for row in judged.rows:
         stage = row.place.stage if row.checkpoint in TRAINING else row.stage  # one of many tensors there
         part = stage if row.model == judged.model else row.model
@@ -87,19 +87,19 @@ def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
     return out
 
 
-def first_failure(judged: Judged) -> Row | None:
+def first_failure(judged: JudgedModel) -> Comparison | None:
     """The failing row that comes first in the forward pass; of one stage, the isolated one."""
     failing = [row for row in judged.rows if row.verdict == FAIL]
     return min(failing, key=_order, default=None)
 
 
-def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[str, int]]:
+def closer_to_truth(models: Sequence[JudgedModel], backend: str) -> dict[str, dict[str, int]]:
     """How often our float32, as it runs, is at least as close to the truth as every producer, in the forward pass.
 
     Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours; places
     where no truth was computed are not counted.
     """
-    places: dict[tuple, list[Row]] = defaultdict(list)
+    places: dict[tuple, list[Comparison]] = defaultdict(list)
     for number, judged in enumerate(models):
         for row in judged.rows:
             known = row.mode == "chained" and not math.isnan(row.truth_error)
@@ -113,18 +113,18 @@ def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[st
     return {name: dict(count) for name, count in counts.items()}
 
 
-def worst_float64(rows: Sequence[Row]) -> dict | None:
+def worst_float64(rows: Sequence[Comparison]) -> dict | None:
     """Where ours in float64 is farthest from the truth, as `--json` gives it; None where nothing was compared."""
     wide = [row for row in rows if row.producer in (WITNESS, TRUTH) and row.mode != "exact" and not _is_narrow(row)]
     return max(wide, key=lambda row: row.error).record() if wide else None
 
 
-def _is_narrow(row: Row) -> bool:
+def _is_narrow(row: Comparison) -> bool:
     """Tell whether a row of a long context compares float32 with the float64 reference."""
     return row.mode in LONG_MODES and "float64" not in row.backend
 
 
-def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *, strict: bool = False) -> dict:
+def summary(models: Sequence[JudgedModel], absent: Mapping[str, str] | None = None, *, strict: bool = False) -> dict:
     """Counts over all models (once per backend), as `--json` gives them; `absent` are backends not run, and why."""
     absent = absent or {}
     rows = [row for judged in models for row in judged.rows]
@@ -153,15 +153,15 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *
     }
 
 
-def _not_run(judged: Judged) -> set[str]:
+def _not_run(judged: JudgedModel) -> set[str]:
     return {*judged.checkpoints} - {row.checkpoint for row in judged.rows}
 
 
-def _place(row: Row) -> tuple[str, str, str, int | None]:
+def _place(row: Comparison) -> tuple[str, str, str, int | None]:
     return row.case, row.mode, row.stage, row.layer
 
 
-def _closeness(row: Row) -> tuple[int, float]:
+def _closeness(row: Comparison) -> tuple[int, float]:
     parts = (
         (row.error, row.tolerance),
         (row.worst, row.tolerance_worst),
@@ -175,7 +175,7 @@ _STAGE_ORDER = {name: place for place, name in enumerate(BY_NAME)}
 _CHECKPOINT_ORDER = {number: place for place, number in enumerate(CHECKPOINTS)}
 
 
-def _order(row: Row) -> tuple[int, float, int, int]:
+def _order(row: Comparison) -> tuple[int, float, int, int]:
     """Where a row stands: the file and its tokens, the forward pass, then what sampling makes of it."""
     stage = BY_NAME.get(row.stage)
     if stage is None:

@@ -12,7 +12,7 @@ import click
 
 from llorch.builtin import EVERY, IN_WHEEL, builtin_path, goldens_folder, is_wheel
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.judged import KERNELS, TRAINING, Judged, checkpoints_of, summary
+from llorch.cli.judged import KERNELS, TRAINING, JudgedModel, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
@@ -27,20 +27,20 @@ from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
+from llorch.verify.expectations.files import undecoded
+from llorch.verify.expectations.quantised import CHECKPOINT, block_rows, model_rows
+from llorch.verify.expectations.quantised_models import MODELS
 from llorch.verify.goldens import N_GREEDY, n_greedy_for, unable_of
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 from llorch.verify.models import unable_for, verify_as_stored, verify_live, verify_stored
 from llorch.verify.runners.numpy import emulated
-from llorch.verify.suites.files import undecoded
-from llorch.verify.suites.quantised import CHECKPOINT, block_rows, model_rows
-from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
     from llorch.pytorch.device import Kernels
-    from llorch.pytorch.ranks import DeviceMesh
+    from llorch.pytorch.distributed.launch import DeviceMesh
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class ClaimedArithmetic:
     """What the user says of the arithmetic."""
 
     numerics: str | None  # None takes ggml for a file that llama.cpp rounds inputs for, else exact
@@ -67,7 +67,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
-class Input:
+class LiveInput:
     """What live engines are given, when the user says so."""
 
     prompt: str | None
@@ -75,7 +75,7 @@ class Input:
 
 
 def judge_all(
-    models: Sequence[str], against: Sequence[str], arithmetic: Arithmetic, *, prompt: str | None,
+    models: Sequence[str], against: Sequence[str], arithmetic: ClaimedArithmetic, *, prompt: str | None,
     tokens: list[int] | None, as_json: bool, strict: bool, detail: bool,
 ) -> int:  # fmt: skip
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
@@ -83,14 +83,14 @@ def judge_all(
     No models stand for all built-in ones; `against` is `golden` or producers, none for goldens of built-in models and
     all producers of others. `prompt` and `tokens` are for live engines.
     """
-    given = Input(prompt, tokens)
+    given = LiveInput(prompt, tokens)
     on_torch, absent = _torch_backends(arithmetic)
     specs = dict.fromkeys(models or (IN_WHEEL if is_wheel() else (*EVERY, QUANTISED)))
     if arithmetic.mesh is not None:
         unsplit = _not_split(specs, arithmetic.mesh["tp"].size(), given=bool(models))
         absent = {**absent, **unsplit}
         specs = {spec: None for spec in specs if spec not in unsplit}
-    plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
+    plans = [(spec, *_plan(spec, against, has_input=given != LiveInput(None, None))) for spec in specs]
     threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
     out = console()
     done = [judged for backend in on_torch if (judged := _kernels(backend)).rows]
@@ -115,7 +115,7 @@ def judge_all(
     return reported(done, absent, used, strict=strict, as_json=as_json)
 
 
-def reported(done: Sequence[Judged], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
+def reported(done: Sequence[JudgedModel], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
     """Close the report, or print all of it as JSON; the exit code."""
     counts = summary(done, absent, strict=strict)
     if as_json:
@@ -128,7 +128,7 @@ def reported(done: Sequence[Judged], absent: Mapping[str, str], used: str, *, st
     return _exit_code(counts)
 
 
-def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
+def _torch_backends(arithmetic: ClaimedArithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
     """The targets on the torch path, none for NumPy; and those that are left out, with the reason."""
     refuse_scheme(arithmetic)
     if arithmetic.backend == "numpy":
@@ -152,7 +152,7 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
 
 def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, str]:
     """The models that a mesh leaves out, and why; ValueError for one that the user named."""
-    from llorch.pytorch.splitting import cannot_split
+    from llorch.pytorch.distributed.sharding_plan import cannot_split
 
     reasons: dict[str, str] = {}
     for spec in specs:
@@ -164,18 +164,18 @@ def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, 
     return reasons
 
 
-def _kernels(backend: "TorchBackend") -> Judged:
+def _kernels(backend: "TorchBackend") -> JudgedModel:
     """What was tried of our kernels; without rows where none were asked for."""
-    return Judged(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
+    return JudgedModel(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
-def _jobs(specs: Iterable[str]) -> dict[tuple[str, int], Callable[[], list[Row]]]:
+def _jobs(specs: Iterable[str]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
     """What is judged of built-in models by NumPy, in parts that need nothing of each other."""
     parts = {(spec, at): part for spec in specs for at, part in enumerate(_parts(spec))}
     return {name: lambda part=part: list(part()) for name, part in parts.items()}
 
 
-def _parts(spec: str) -> Sequence[Callable[[], Iterator[Row]]]:
+def _parts(spec: str) -> Sequence[Callable[[], Iterator[Comparison]]]:
     if spec == QUANTISED:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
@@ -187,11 +187,11 @@ def _judged(
     spec: str,
     path: Path,
     engines: Sequence[ProducerName],
-    arithmetic: Arithmetic,
-    given: Input,
+    arithmetic: ClaimedArithmetic,
+    given: LiveInput,
     tell: Say,
     workers: Workers,
-) -> Judged:
+) -> JudgedModel:
     if not engines:
         if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
             raise click.UsageError(
@@ -205,8 +205,8 @@ def _judged(
 
 
 def _judged_on_torch(
-    spec: str, path: Path, engines: Sequence[ProducerName], backend: "TorchBackend", given: Input, tell: Say
-) -> Judged:
+    spec: str, path: Path, engines: Sequence[ProducerName], backend: "TorchBackend", given: LiveInput, tell: Say
+) -> JudgedModel:
     if engines:
         judged = _live(path, engines, given, tell, backend.live)
     elif spec == QUANTISED:
@@ -240,7 +240,7 @@ def _config(spec: str, path: Path) -> ModelConfig:
     return next(iter(MODELS.values())).config if micro else open_weights(path).config
 
 
-def _stored(name: str, workers: Workers[list[Row]]) -> Judged:
+def _stored(name: str, workers: Workers[list[Comparison]]) -> JudgedModel:
     judged = _from_goldens(name, lambda: chain(*(workers.result(job) for job in workers.jobs if job[0] == name)))
     if name == QUANTISED:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
@@ -257,17 +257,21 @@ def _forward(name: str) -> Sequence[str]:
     return checkpoints_of(open_weights(builtin_path(name)).config)
 
 
-def _from_goldens(name: str, verify: Callable[[], Iterator[Row]]) -> Judged:
+def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> JudgedModel:
     try:
         unable = {} if name == QUANTISED else unable_of(goldens_folder() / name)
-        return Judged(name, list(verify()), cannot_judge=unable)
+        return JudgedModel(name, list(verify()), cannot_judge=unable)
     except FileNotFoundError as error:
-        return Judged(name, [], [str(error)])
+        return JudgedModel(name, [], [str(error)])
 
 
 def _live(
-    path: Path, engines: Sequence[ProducerName], given: Input, tell: Say, verify: Callable[..., Iterator[Row]]
-) -> Judged:
+    path: Path,
+    engines: Sequence[ProducerName],
+    given: LiveInput,
+    tell: Say,
+    verify: Callable[..., Iterator[Comparison]],
+) -> JudgedModel:
     model = Model(open_weights(path))
     ids, text = _checked_input(model, given)
     absent = {engine: missing for engine in engines if (missing := _missing_package(engine)) is not None}
@@ -278,14 +282,14 @@ def _live(
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
     unable |= undecoded(model.weights)
     checkpoints = checkpoints_of(model.config, quantised=any(row.checkpoint == "13" for row in rows))
-    return Judged(model.name, rows, _reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
+    return JudgedModel(model.name, rows, _reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
 
 
 def _reasons(of_engines: Mapping[str, str]) -> list[str]:
     return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
 
 
-def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -> Numerics:
+def _numerics(path: Path, engines: Sequence[ProducerName], wanted: ClaimedArithmetic) -> Numerics:
     """What the user asks for, or else what suits the file."""
     if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
@@ -302,7 +306,7 @@ def _suits_ggml(weights: Weights) -> bool:
     return bool(emulated(weights.using(GGML))) and not cannot_judge("llamacpp", config, config.max_position_embeddings)
 
 
-def refuse_scheme(wanted: Arithmetic) -> None:
+def refuse_scheme(wanted: ClaimedArithmetic) -> None:
     """No engine that `verify` runs computes a scheme, and no tolerance is derived for it."""
     if wanted.numerics == "scheme":
         raise click.UsageError(
@@ -310,26 +314,26 @@ def refuse_scheme(wanted: Arithmetic) -> None:
         )
 
 
-def refuse_residency(wanted: Arithmetic) -> None:
+def refuse_residency(wanted: ClaimedArithmetic) -> None:
     """`--weights` says nothing where all are decoded."""
     if wanted.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
-def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: Input, tell: Say) -> Judged:
+def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
     ids, text = _checked_input(Model(open_weights(path)), given)
     model = load(path, numerics=numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
     arithmetic = f"numerics {numerics}; {emulated(model.weights)}"
     checkpoints = checkpoints_of(model.config, quantised=True)
     if (missing := _missing_package("llamacpp")) is not None:
-        return Judged(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
+        return JudgedModel(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
     say_plan(model)
     failed: dict[str, str] = {}
     rows = list(verify_as_stored(model, ids, text=text, say=tell, failed=failed))
-    return Judged(model.name, rows, _reasons(failed), arithmetic, checkpoints)
+    return JudgedModel(model.name, rows, _reasons(failed), arithmetic, checkpoints)
 
 
-def _checked_input(model: Model, given: Input) -> tuple[list[int], str | None]:
+def _checked_input(model: Model, given: LiveInput) -> tuple[list[int], str | None]:
     ids, text = choose_ids(model, given.prompt, given.tokens)
     context = model.config.max_position_embeddings
     if len(ids) > context:  # before the engines work on it for minutes

@@ -17,11 +17,11 @@ import click
 from llorch.cli.options import SECONDS, group, page_option
 from llorch.cli.outcome import OK, error_line, exit_code
 from llorch.errors import MissingExtra, RankLost
-from llorch.launched import is_launched_by_us, is_rank, only_first_speaks
+from llorch.torchrun import is_launched_by_us, is_rank, only_first_speaks
 from llorch.train.stopping import SIGNALS, Stopped
 
 if TYPE_CHECKING:
-    from llorch.pytorch.ranks import DeviceMesh
+    from llorch.pytorch.distributed.launch import DeviceMesh
 
 AXES = ("dp", "tp")
 Made = TypeVar("Made")
@@ -90,7 +90,7 @@ def on_mesh(
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
     from llorch.pytorch.device import target
-    from llorch.pytorch.ranks import Ranks, leave, start
+    from llorch.pytorch.distributed.launch import Ranks, leave, start
 
     timeout = timedelta(seconds=rank_timeout)
     if not is_rank():
@@ -115,17 +115,17 @@ def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
     """What the first rank reads, for all: the user's stdin can be read once."""
     if mesh is None:
         return read()
-    from llorch.pytorch.ranks import Ranks
+    from llorch.pytorch.distributed.launch import Ranks
 
     return Ranks(mesh).first(read)
 
 
 def _launch(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
-    from llorch.pytorch.ranks import Ended, on_ranks
+    from llorch.pytorch.distributed.launch import RanksEnded, on_ranks
 
     try:
         on_ranks(prod(axes.values()), run_again, sys.argv[1:], sys.stdin is not None, timeout=timeout)
-    except Ended as ended:
+    except RanksEnded as ended:
         raise click.exceptions.Exit(ended.exit_code) from None
     raise click.exceptions.Exit(OK)
 
@@ -151,7 +151,7 @@ def run_again(arguments: Sequence[str], has_stdin: bool) -> None:
 
 def _ending(error: BaseException) -> BaseException:
     """What a rank ends with that has raised this."""
-    from llorch.pytorch.ranks import Ranks
+    from llorch.pytorch.distributed.launch import Ranks
 
     if Ranks.ending is None:  # it has not joined the others
         return error

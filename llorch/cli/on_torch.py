@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from llorch.pytorch.device import Kernels, Target, target
-from llorch.pytorch.parallel import named_on
-from llorch.pytorch.ranks import DeviceMesh
-from llorch.verify.judge import Row
+from llorch.pytorch.distributed.launch import DeviceMesh
+from llorch.pytorch.distributed.parallel import named_on
+from llorch.verify.expectations.kernels import kernel_rows
+from llorch.verify.expectations.packed import verify_quantised_torch
+from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_live, verify_stored
 from llorch.verify.runners import Runner
 from llorch.verify.runners.torch import parallel_runners, torch_runners
-from llorch.verify.suites.kernels import kernel_rows
-from llorch.verify.suites.packed import verify_quantised_torch
 from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
 from llorch.verify.training.torch_runner import verify_training_torch
 
@@ -35,11 +35,11 @@ class TorchBackend:
     def _runners(self) -> Callable[..., Iterator[Runner]]:
         return parallel_runners(self.target, self.mesh) if self.mesh else torch_runners(self.target)
 
-    def stored(self, model: str) -> Iterator[Row]:
+    def stored(self, model: str) -> Iterator[Comparison]:
         """Judge a built-in model against its goldens."""
         return verify_stored(model, self._runners, backend=self.name)
 
-    def kernels(self) -> Iterator[Row]:
+    def kernels(self) -> Iterator[Comparison]:
         """Try our kernels, where they were asked for by name."""
         return kernel_rows(self.target) if self.target.kernels == "own" else iter(())
 
@@ -48,16 +48,16 @@ class TorchBackend:
         """Whether there are tolerances for training in its dtype."""
         return self.target.dtype_name in TRAINED_DTYPES
 
-    def training(self, model: str) -> Iterator[Row]:
+    def training(self, model: str) -> Iterator[Comparison]:
         """Judge training on a built-in model against its goldens."""
         return verify_training_torch(model, self.target, self.mesh)
 
-    def quantised(self) -> Iterator[Row]:
+    def quantised(self) -> Iterator[Comparison]:
         """Judge packed matrices against the goldens of checkpoint 13."""
         return verify_quantised_torch(self.target)
 
     @property
-    def live(self) -> Callable[..., Iterator[Row]]:
+    def live(self) -> Callable[..., Iterator[Comparison]]:
         """Judge any model against engines; the arguments are those of `verify_live`."""
         return partial(verify_live, runners=self._runners, backend=self.name)
 

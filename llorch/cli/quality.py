@@ -26,7 +26,7 @@ from llorch.memory import available_memory
 if TYPE_CHECKING:
     import numpy as np
 
-    from llorch.evaluate.scores import Comparison, Estimate, Prediction
+    from llorch.evaluate.scores import Estimate, ModelDifference, Prediction
     from llorch.evaluate.windows import Windows
     from llorch.files.residency import Residency
     from llorch.model import Model
@@ -126,7 +126,7 @@ def _needed(models: "list[Model]") -> int:
     return sum(model.plan.needed for model in models if model.plan is not None)
 
 
-def _judge(models: "list[Model]", windows: "Windows") -> "Comparison | Prediction":
+def _judge(models: "list[Model]", windows: "Windows") -> "ModelDifference | Prediction":
     import numpy as np
 
     from llorch.evaluate.scores import PairScores, compare_models, perplexity
@@ -157,16 +157,16 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
     return done
 
 
-def _print(about: dict[str, Any], judged: "Comparison | Prediction") -> None:
+def _print(about: dict[str, Any], judged: "ModelDifference | Prediction") -> None:
     from llorch.cli.tables import console, print_table, table
-    from llorch.evaluate.scores import Comparison
+    from llorch.evaluate.scores import ModelDifference
 
     out = console()
     unused = about["tokens"] - about["windows"] * about["context"]
     cut = f"{about['windows']} windows of {about['context']} tokens, {judged.n_scored} scored, {unused} unused"
     out.print(f"{about['text']}: {cut}")
     rows = table("figure", ">value", ">+-")
-    for what, figure in (_comparison if isinstance(judged, Comparison) else _prediction)(judged):  # type: ignore[arg-type]
+    for what, figure in (_comparison if isinstance(judged, ModelDifference) else _prediction)(judged):  # type: ignore[arg-type]
         times = 100 if what.endswith("(%)") else 1
         value, error = (figure, None) if isinstance(figure, int | float) else (figure.value, figure.error)
         rows.add_row(what, f"{times * value:.7g}", "" if error is None else f"{times * error:.2g}")
@@ -177,7 +177,7 @@ def _prediction(judged: "Prediction") -> list[Line]:
     return [("perplexity", judged.perplexity), ("loss (nats)", judged.loss)]
 
 
-def _comparison(judged: "Comparison") -> list[Line]:
+def _comparison(judged: "ModelDifference") -> list[Line]:
     return [
         ("perplexity of the reference", judged.reference_perplexity),
         ("perplexity of the model", judged.perplexity),

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from llorch.cli.judged import NOT_RUN, TRAINING, Judged, Line, first_failure, lines
+from llorch.cli.judged import NOT_RUN, TRAINING, JudgedModel, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
 from llorch.comparison import FACTOR, FLOOR
 from llorch.engines import Route
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verify.goldens import PRODUCERS
-from llorch.verify.judge import FAIL, PASS, TIE, Row
+from llorch.verify.judge import FAIL, PASS, TIE, Comparison
 
 _ROWS = (
     "rows: three runs of llorch: in float32, in float32 with every sum in float32 (as in larger models), and\n"
@@ -50,7 +50,7 @@ WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 
 
-def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
+def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
     """Print the table of one model; `detail` has a line per stage and where its row lies, not one per checkpoint."""
     backend = f"   {judged.backend}" if judged.backend else ""
     witness = f"   one reference engine: {judged.witnesses[0]}" if len(judged.witnesses) == 1 else ""
@@ -77,7 +77,7 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     out.print()
 
 
-def routes(judged: Judged) -> list[str]:
+def routes(judged: JudgedModel) -> list[str]:
     """A line for each route of a file on which not all was read and decoded in it by the engine itself."""
     found: dict[Route, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in judged.rows:
@@ -90,7 +90,7 @@ def routes(judged: Judged) -> list[str]:
 
 
 def _print_lines(
-    out: Console, judged: Judged, found: Sequence[Line], producers: Sequence[str], *, detail: bool
+    out: Console, judged: JudgedModel, found: Sequence[Line], producers: Sequence[str], *, detail: bool
 ) -> None:
     """One table: checkpoints that were compared with the same producers."""
     rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{p}" for p in producers), ">tolerance", "verdict")
@@ -107,7 +107,7 @@ def _print_lines(
     print_table(out, rows)
 
 
-def legend(models: Sequence[Judged]) -> str:
+def legend(models: Sequence[JudgedModel]) -> str:
     """What the columns mean, for the arithmetics that were judged."""
     if any(judged.dump for judged in models):
         return _DUMP
@@ -120,7 +120,7 @@ def legend(models: Sequence[Judged]) -> str:
     return exact + torch + _COLUMNS + (_DERIVED if any(judged.numerics for judged in models) else "") + training
 
 
-def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str], counts: Mapping) -> None:
+def print_end(out: Console, models: Sequence[JudgedModel], absent: Mapping[str, str], counts: Mapping) -> None:
     """Print the legend, what failed first in each model, the backends that nothing ran on, and the closing line."""
     out.print(legend(models))
     for judged in models:
@@ -142,7 +142,7 @@ def float64_line(worst: Mapping) -> str:
     )
 
 
-def failure_report(judged: Judged) -> list[str]:
+def failure_report(judged: JudgedModel) -> list[str]:
     """Lines that say what failed first in the forward order of one model; none when nothing failed."""
     row = first_failure(judged)
     if row is None:
@@ -189,9 +189,9 @@ def closing_line(counts: Mapping) -> str:
     )
 
 
-def _ties(judged: Judged) -> list[str]:
+def _ties(judged: JudgedModel) -> list[str]:
     """One line per stage and reason, however many backends and producers share them."""
-    alike: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for row in judged.rows:
         if row.verdict == TIE:
             alike[row.stage, row.note].append(row)
@@ -225,7 +225,7 @@ def _short(number: float) -> str:
     return "0" if number == 0 else f"{number:.1e}"
 
 
-def _where(row: Row | None) -> str:
+def _where(row: Comparison | None) -> str:
     if row is None:
         return ""
     layer = "" if row.layer is None else f"layer {row.layer}, "

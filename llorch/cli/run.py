@@ -31,7 +31,7 @@ from llorch.cli.options import (
 from llorch.cli.output import say, to_json
 
 if TYPE_CHECKING:
-    from llorch.pytorch.ranks import DeviceMesh
+    from llorch.pytorch.distributed.launch import DeviceMesh
 
 OURS = "reference"  # as an implementation
 
@@ -211,7 +211,7 @@ def _on_torch(path: Path, mesh: "DeviceMesh | None", *, device: str, compiled: b
 
     if mesh is None:
         return load_torch(path, device=device, compiled=compiled, **wanted)
-    from llorch.pytorch.parallel_model import load_parallel
+    from llorch.pytorch.distributed.parallel_model import load_parallel
 
     return load_parallel(path, mesh, **wanted)
 

@@ -28,12 +28,12 @@ from llorch.cli.run import refuse_misplaced
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from llorch.generate import Batch
+    from llorch.generate import GenerationBatch
 
 CONTEXT = 4096
 
 
-class Named(click.ParamType):
+class NamedPath(click.ParamType):
     """`NAME=PATH`."""
 
     name = "NAME=PATH"
@@ -91,7 +91,9 @@ class Origin(click.ParamType):
 )  # fmt: skip
 @group(
     "Model",
-    page_option("--adapter", "adapters", type=Named(), multiple=True, help="LoRA adapter, as model:NAME; repeatable."),
+    page_option(
+        "--adapter", "adapters", type=NamedPath(), multiple=True, help="LoRA adapter, as model:NAME; repeatable."
+    ),
     page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
 )
 @template_options
@@ -126,9 +128,9 @@ def command(
         from llorch.serve.app import make_app
         from llorch.serve.engine import Engine
         from llorch.serve.guard import Guard, require_key
-        from llorch.serve.listening import Running, bind, serve
+        from llorch.serve.server import RunningServer, bind, serve
         from llorch.serve.service import Service
-        from llorch.serve.watching import watch
+        from llorch.serve.watchdog import watch
     except ModuleNotFoundError as error:
         raise MissingExtra("serve", error.name or "starlette") from None
 
@@ -148,7 +150,7 @@ def command(
         engine.start()
         stack.callback(engine.stop)
 
-        def ready(running: Running) -> None:
+        def ready(running: RunningServer) -> None:
             watch(engine, running)
             plain = "" if service.has_template else " (no chat template: chats are plain text)"
             say(f"llorch: {', '.join(service.names)} at {running.url}{plain}; {threads}")
@@ -171,11 +173,11 @@ def _require_context(model: str, wanted: int) -> None:
 def _opened(
     model: str, backend: str, n_jobs: int, context: int, *, numerics: str | None, kv_cache: str, residency: Any,
     device: str | None, dtype: str | None, kernels: Any, mode: Any,
-) -> "tuple[Any, Batch]":  # fmt: skip
+) -> "tuple[Any, GenerationBatch]":  # fmt: skip
     """A model, and the batch that runs it."""
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
     from llorch.model import load
-    from llorch.serve.turns import Turns
+    from llorch.serve.scheduler import Turns
 
     refuse_misplaced(
         backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,

@@ -117,7 +117,7 @@ class Verb(Page):
             raise click.UsageError(f"no option {error.option_name}: {advice}", ctx) from None
 
 
-class Group(Page, click.Group):
+class VerbGroup(Page, click.Group):
     """A group of commands with such a page."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -126,7 +126,7 @@ class Group(Page, click.Group):
         super().format_options(ctx, formatter)
 
 
-class Verbs(Group):
+class Verbs(VerbGroup):
     """A group; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb."""
 
     def __init__(self, *args: Any, package: str, verbs: Mapping[str, tuple[str, ...]], **settings: Any) -> None:

@@ -93,7 +93,7 @@ def command(
         )
     if mapping is not None and not dumps:
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
-    from llorch.cli.judging import Arithmetic, judge_all
+    from llorch.cli.judging import ClaimedArithmetic, judge_all
 
     if axes is not None and (dumps or device or kernels != "auto"):
         raise click.UsageError(
@@ -102,7 +102,7 @@ def command(
     given: Any = {"prompt": prompt, "tokens": tokens, "as_json": as_json, "detail": detail}
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         where = "torch" if mesh else backend
-        arithmetic = Arithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
+        arithmetic = ClaimedArithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
         if dumps:
             from llorch.cli.against import judge_dump
 

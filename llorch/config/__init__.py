@@ -22,8 +22,8 @@ from llorch.architecture import DeltaNet, Experts, Layer, Temperature
 from llorch.config import gguf, huggingface
 from llorch.config.families import FAMILIES, MOST_LAYERS, Family, FamilyName
 from llorch.config.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_gain
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 
 __all__ = [
     "FAMILIES", "FactorScaling", "Family", "FamilyName", "LinearScaling", "Llama3Scaling", "ModelConfig",

@@ -13,8 +13,8 @@ from llorch.architecture import DeltaNet, Experts, Layer, Temperature
 from llorch.config.families import BY_GGUF, FAMILIES, MOST_LAYERS, Family
 from llorch.config.huggingface import head_width, one_for_each, unread
 from llorch.config.scaling import FactorScaling, LinearScaling, RopeScaling, YarnScaling, yarn_gain
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 
 _O_BIAS = ("llama",)  # llama.cpp reads attn_output.bias for no other family of these
 # llama.cpp reads these of YaRN for other architectures only; a file that needs one would be computed wrongly.

@@ -13,8 +13,8 @@ from typing import Any
 from llorch.architecture import DeltaNet, Experts, Layer, Temperature
 from llorch.config.families import BY_MODEL_TYPE, BY_WHOLE, FAMILIES, MOST_LAYERS, Family
 from llorch.config.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_gain
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 
 # A null of config.json that transformers does not take for a default: it refuses it, or computes something else.
 _NEVER_NULL = (

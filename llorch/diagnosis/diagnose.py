@@ -14,7 +14,7 @@ import numpy as np
 from llorch.comparison import measure
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
-from llorch.diagnosis.judged import Judge, Say
+from llorch.diagnosis.judged import DumpJudge, Say
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.search.folded_gain import is_folded, with_gain
@@ -73,13 +73,13 @@ def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     yield from _arithmetic(results)
 
 
-def looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[Judge, list[StageResult]]:
+def looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[DumpJudge, list[StageResult]]:
     """Judge a dump as it is, or with YaRN's gain where the engine has that in another place."""
-    judge = Judge(Replay(weights, dump), say)
+    judge = DumpJudge(Replay(weights, dump), say)
     results = list(judge.results())
     wrong = any(result.verdict == WRONG for result in results)
     if wrong and (other := with_gain(dump, weights.config)) is not None:
-        again = Judge(Replay(weights, other), say)
+        again = DumpJudge(Replay(weights, other), say)
         if is_folded(results, with_it := list(again.results())):
             return again, with_it
     return judge, results

@@ -12,8 +12,8 @@ import numpy as np
 from llorch.diagnosis.replay import Past, Replay
 from llorch.diagnosis.verdict import WRONG, StageResult
 from llorch.stages import Stage, input_keys, key
-from llorch.verify.limits import CACHES, STATES
 from llorch.verify.rounding_costs import CHAINED
+from llorch.verify.tolerances.forward import CACHES, STATES
 
 N_RUNS = CHAINED + 1  # of variances
 

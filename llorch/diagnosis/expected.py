@@ -16,8 +16,8 @@ from llorch.dumps.stage_dump import Seen, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.places import token_axis
 from llorch.stages import BY_NAME, Stage
-from llorch.verify.limits import CACHES, SCORES, STATES, limit, variances
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
+from llorch.verify.tolerances.forward import CACHES, SCORES, STATES, limit, variances
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
 FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is
@@ -39,7 +39,7 @@ def dtype_shown(array: np.ndarray) -> str:
 
 
 @dataclass(frozen=True)
-class Judged:
+class StageMode:
     """What a stage is judged in.
 
     Attributes:
@@ -51,7 +51,7 @@ class Judged:
     name: str = ""
 
 
-class Engine:
+class EngineArithmetic:
     """The arithmetic of the engine that wrote a dump."""
 
     def __init__(self, dump: StageDump) -> None:
@@ -59,7 +59,7 @@ class Engine:
         self._dump = dump
         self._shown = lru_cache(maxsize=None)(self._dtype_of)
 
-    def judged(self, n_pass: int, name: str) -> Judged:
+    def judged(self, n_pass: int, name: str) -> StageMode:
         """Of a stage of a pass."""
         features, stage = self._dump.features, name.rpartition(".")[2]
         dtype, how = self._dtype
@@ -70,7 +70,7 @@ class Engine:
         elif stage not in KEPT and dtype == "float32":
             dtype, how = own, "the type of its values"
         if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
-            return Judged(FLASH, "attention in float16, like ggml's flash attention on a CPU")
+            return StageMode(FLASH, "attention in float16, like ggml's flash attention on a CPU")
         if stage in CACHES and features.kv_cache in HALF:
             dtype, how = features.kv_cache, "the declared type of the cache"
         made, said = ARITHMETICS[dtype], f"{dtype}, {how}" if dtype != "float32" else ""
@@ -79,7 +79,7 @@ class Engine:
             said = f"{said + '; ' if said else ''}inputs of products in {features.activations}, as declared"
         if not said and features.kv_cache in HALF:
             said = f"a cache in {features.kv_cache}, as declared"
-        return Judged(made, said)
+        return StageMode(made, said)
 
     @property
     def _is_flash_of_ggml(self) -> bool:
@@ -122,7 +122,12 @@ class Expectations:
     """Limits of a pass, part by part: a part is judged when it ran."""
 
     def __init__(
-        self, replay: Replay, n_pass: int, engine: Engine, past: dict[str, np.ndarray], states: dict[str, np.ndarray]
+        self,
+        replay: Replay,
+        n_pass: int,
+        engine: EngineArithmetic,
+        past: dict[str, np.ndarray],
+        states: dict[str, np.ndarray],
     ) -> None:
         """Prepare; `past` holds the variances of caches and states, `states` the states: filled with those after it."""
         self._replay, self._n_pass, self._past, self._states = replay, n_pass, past, states

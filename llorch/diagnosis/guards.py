@@ -122,7 +122,7 @@ def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, got: tupl
     if len(got) == len(wanted) and differ == ["ctx"]:
         hidden = "dump also the passes that filled the cache, and no later slot"
         return GuardFailed("positions", f"{where}: expected {expected}, got {got}; {hidden}", source=source)
-    advice = "name the order of axes in a mapping, or read the dump with llorch.dumps.names, which finds it"
+    advice = "name the order of axes in a mapping, or read the dump with llorch.dumps.stage_mapping, which finds it"
     return GuardFailed("layout", f"{where}: expected {expected}, got {got}; {advice}", source=source)
 
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from llorch.comparison import Difference, measure
 from llorch.diagnosis.earlier_passes import first_past, first_variances, unknown_stages
-from llorch.diagnosis.expected import Engine, Expectations, Expected, rows
+from llorch.diagnosis.expected import EngineArithmetic, Expectations, Expected, rows
 from llorch.diagnosis.profile import profile
 from llorch.diagnosis.replay import EMBED, Arrays, Past, Replay
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
 from llorch.dumps.stage_dump import Seen
 from llorch.places import token_axis
-from llorch.verify.choices import Choice
+from llorch.verify.expert_selection import ExpertSelection
 
 Say = Callable[[str], None]
 _UNKNOWN = Difference(math.nan, math.nan)
@@ -65,20 +65,20 @@ def beside(
     stage, _ = replay.stages[name]
     theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen)
     if chosen_by is not None:
-        theirs = Choice(ours, *(rows(array, stage, seen) for array in chosen_by)).settled(theirs)
+        theirs = ExpertSelection(ours, *(rows(array, stage, seen) for array in chosen_by)).settled(theirs)
     if stage.is_choice:  # their order says nothing
         theirs, ours = np.sort(theirs, axis=-1), np.sort(ours, axis=-1)
     return Beside(theirs, ours, stage.masked, token_axis(stage))
 
 
-class Judge:
+class DumpJudge:
     """Judges the passes of a dump, one after the other; keeps what the caches held before each, in both ways."""
 
     def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
         """Nothing is computed yet."""
         self.replay, self.pasts = replay, list[tuple[Past, ...]]()
         self.not_run: list[tuple[int, str]] = []  # pass and stage key of what the dump cannot be judged by
-        self._say, self._engine = say, Engine(replay.dump)
+        self._say, self._engine = say, EngineArithmetic(replay.dump)
 
     def results(self) -> Iterator[StageResult]:
         """Every stage of every pass, in the order of the run."""

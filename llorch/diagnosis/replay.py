@@ -33,7 +33,7 @@ EMBED = -1  # the part before the layers; the number of layers is the part behin
 
 
 @dataclass(frozen=True)
-class Setting:
+class LayerSetting:
     """What a layer is run with beside its input; a hypothesis may change it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Change:
 
     plants: Mapping[str, Plant] = field(default_factory=dict)
     passed_on: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
-    setting: Callable[[Setting], Setting] = lambda setting: setting
+    setting: Callable[[LayerSetting], LayerSetting] = lambda setting: setting
 
 
 UNCHANGED = Change()
@@ -194,7 +194,7 @@ class Replay:
             What the stages of the last part were passed on as.
         """
         setting = change.setting(
-            Setting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
+            LayerSetting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
         )
         config, passed = setting.config, dict[str, np.ndarray]()
         if x is None:
@@ -243,7 +243,7 @@ class Replay:
         return theirs
 
     def _inputs(
-        self, n_pass: int, place: str, setting: Setting, passed: Arrays, past: "Past", reads: tuple[str, ...]
+        self, n_pass: int, place: str, setting: LayerSetting, passed: Arrays, past: "Past", reads: tuple[str, ...]
     ) -> StageInputs:
         stage, layer = self.stages[place]
         names = (*stage.input_names(self.config, layer), *there(reads, self.config, layer))

@@ -8,15 +8,15 @@ from llorch.diagnosis.judged import Say
 from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.stages import BY_NAME
-from llorch.verify.judge import Row, row_of
+from llorch.verify.judge import Comparison, row_of
 from llorch.verify.runners.numpy import FLOAT64, GGML
 
 
 def dump_rows(
     weights: Weights, dump: StageDump, *, model: str, say: Say = lambda line: None
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[Comparison], list[str]]:
     """Judge what a dump shows, stage by stage.
 
     Args:
@@ -36,8 +36,8 @@ def dump_rows(
     return rows, [f"{names}: {EARLIER_PASSES}"] if names else []
 
 
-def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iterator[Row]:
-    place = Place(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
+def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iterator[Comparison]:
+    place = StageRef(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
     local, total = (result.local, result.limit), (result.total, result.total_limit)
     yield row_of(*local, place, "isolated", engine, model=model, backend=backend)
     if not math.isnan(result.total.error):

@@ -15,8 +15,8 @@ from llorch.dumps.raw import digest
 from llorch.errors import GuardFailed
 from llorch.files import Weights
 from llorch.files.export import assembled
-from llorch.files.layout import AS_IS
-from llorch.files.names import Tensor, Weight, huggingface_tensors, interleave, inventory, undo_interleave
+from llorch.files.tensor_names import Tensor, Weight, huggingface_tensors, interleave, inventory, undo_interleave
+from llorch.files.tensor_storage import AS_IS
 from llorch.ops.rounding import round_activations
 
 Change = Callable[[np.ndarray], np.ndarray]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llorch.doctor.checks import NUMBER_CHECKS, READER_CHECKS, check_run
 from llorch.doctor.engines import compare_engines
-from llorch.doctor.finding import OK, WARNING, WRONG, Finding
+from llorch.doctor.finding import OK, WARNING, WRONG, AdapterFinding
 from llorch.errors import ErrorCode, FormatError
 from llorch.files import Weights, open_weights
 from llorch.lora.files import check_base, read_adapter
@@ -34,7 +34,7 @@ def examine(
     against: tuple[str, ...] | None = None,
     any_base: bool = False,
     report: Callable[[str], None] = lambda line: None,
-) -> list[Finding]:
+) -> list[AdapterFinding]:
     """Check an adapter, a PEFT directory or a LoRA GGUF file; nothing is wrong where no finding is `WRONG`.
 
     `against` are engines whose logits are compared; None takes those that are installed, for models of moderate size.
@@ -45,8 +45,8 @@ def examine(
         try:
             read = read_adapter(adapter, weights.config)
         except FormatError as error:
-            return [Finding(_CHECK_OF.get(error.code, "readable files"), WRONG, str(error))]
-        findings = [Finding("all tensors", OK, f"{len(read.flat())} tensors of {len(read.targets)} matrices")]
+            return [AdapterFinding(_CHECK_OF.get(error.code, "readable files"), WRONG, str(error))]
+        findings = [AdapterFinding("all tensors", OK, f"{len(read.flat())} tensors of {len(read.targets)} matrices")]
         report("base")
         findings.append(_base(adapter, weights, any_base=any_base))
         findings += [check(read, weights) for check in READER_CHECKS]
@@ -59,10 +59,10 @@ def examine(
     return findings
 
 
-def _base(adapter: Path, weights: Weights, *, any_base: bool) -> Finding:
+def _base(adapter: Path, weights: Weights, *, any_base: bool) -> AdapterFinding:
     try:
         verdict = check_base(adapter, weights, any_base=any_base)
     except FormatError as error:
-        return Finding("base", WRONG, str(error))
+        return AdapterFinding("base", WRONG, str(error))
     unsure = verdict.startswith(("base: unknown", "base: another"))
-    return Finding("base", WARNING if unsure else OK, verdict.removeprefix("base: "))
+    return AdapterFinding("base", WARNING if unsure else OK, verdict.removeprefix("base: "))

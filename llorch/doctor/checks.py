@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import find_data
-from llorch.doctor.finding import NOT_RUN, OK, WARNING, WRONG, Finding
+from llorch.doctor.finding import NOT_RUN, OK, WARNING, WRONG, AdapterFinding
 from llorch.doctor.stopping import stops
 from llorch.errors import FormatError
 from llorch.files import Weights
@@ -37,65 +37,70 @@ _SAFE = "llorch lora export BASE ADAPTER NEW --vllm-safe"
 _MERGE = "llorch lora merge"
 
 
-def rslora_scale(adapter: Adapter, weights: Weights) -> Finding:
+def rslora_scale(adapter: Adapter, weights: Weights) -> AdapterFinding:
     """Rank-stabilised scales are ignored by some servers."""
     if not adapter.config.use_rslora:
-        return Finding("rsLoRA scale", OK, "alpha / r, which every engine implements")
+        return AdapterFinding("rsLoRA scale", OK, "alpha / r, which every engine implements")
     times = math.sqrt(max(adapter.config.rank_of(target) for target in adapter.targets.values()))
     text = f"SGLang, TensorRT-LLM and llama.cpp's converter ignore use_rslora: there the adapter is {times:.3g} times"
-    return Finding("rsLoRA scale", WARNING, f"{text} too weak, without an error; export it: {_SAFE}, or a .gguf")
+    return AdapterFinding("rsLoRA scale", WARNING, f"{text} too weak, without an error; export it: {_SAFE}, or a .gguf")
 
 
-def patterns(adapter: Adapter, weights: Weights) -> Finding:
+def patterns(adapter: Adapter, weights: Weights) -> AdapterFinding:
     """Ranks and alphas of single matrices are read by PEFT only."""
     config = adapter.config
     names = [name for name in ("alpha_pattern", "rank_pattern") if getattr(config, name)]
     if not names:
-        return Finding("patterns", OK, "all matrices have one rank and one alpha")
+        return AdapterFinding("patterns", OK, "all matrices have one rank and one alpha")
     text = f"vLLM ignores {' and '.join(names)}: it uses alpha / r = {config.lora_alpha / config.r:g} for all matrices"
-    return Finding("patterns", WARNING, f"{text}; for it: {_SAFE}")
+    return AdapterFinding("patterns", WARNING, f"{text}; for it: {_SAFE}")
 
 
-def dora(adapter: Adapter, weights: Weights) -> Finding:
+def dora(adapter: Adapter, weights: Weights) -> AdapterFinding:
     """Magnitude vectors exist in PEFT only."""
     if not adapter.config.use_dora:
-        return Finding("DoRA", OK, "no magnitude vectors")
-    return Finding("DoRA", WARNING, f"vLLM and llama.cpp refuse DoRA; merge the adapter for them: {_MERGE}")
+        return AdapterFinding("DoRA", OK, "no magnitude vectors")
+    return AdapterFinding("DoRA", WARNING, f"vLLM and llama.cpp refuse DoRA; merge the adapter for them: {_MERGE}")
 
 
-def embedding_and_output(adapter: Adapter, weights: Weights) -> Finding:
+def embedding_and_output(adapter: Adapter, weights: Weights) -> AdapterFinding:
     """Adapters of the embedding or the output of a tied model act on one side only."""
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
     if not outer:
-        return Finding("embedding and output", OK, "the adapter changes neither")
+        return AdapterFinding("embedding and output", OK, "the adapter changes neither")
     names = " and ".join(outer)
     if not weights.config.tie_word_embeddings:
-        return Finding("embedding and output", WARNING, f"{names}: newer vLLM refuses them; use {_MERGE}")
+        return AdapterFinding("embedding and output", WARNING, f"{names}: newer vLLM refuses them; use {_MERGE}")
     text = f"{names} of a tied base: llama.cpp refuses it or crashes, PEFT's merge changes both matrices"
-    return Finding("embedding and output", WARNING, f"{text}; use {_MERGE}, which writes two matrices")
+    return AdapterFinding("embedding and output", WARNING, f"{text}; use {_MERGE}, which writes two matrices")
 
 
-READER_CHECKS: tuple[Callable[[Adapter, Weights], Finding], ...] = (rslora_scale, patterns, dora, embedding_and_output)
+READER_CHECKS: tuple[Callable[[Adapter, Weights], AdapterFinding], ...] = (
+    rslora_scale,
+    patterns,
+    dora,
+    embedding_and_output,
+)
 
 
 _LARGE, _MOST = 1.0, 0.5  # of the base's norm; of the elements that the adapter moves
 
 
-def trained(path: Path, adapter: Adapter, weights: Weights) -> Finding:
+def trained(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
     """A product that is exactly 0 was never trained."""
     zero = [name for name in adapter.tensors if _length(name, adapter) == 0]
     if adapter.config.use_dora:
         zero = [name for name in zero if _magnitude_is_that_of_the_base(name, adapter, weights)]
     if not zero:
-        return Finding("trained", OK, "no product B A is 0")
+        return AdapterFinding("trained", OK, "no product B A is 0")
     if len(zero) == len(adapter.tensors):
         text = "every product B A is exactly 0: the adapter has no effect; did checkpointing cut the gradient?"
-        return Finding("trained", WRONG, text)
+        return AdapterFinding("trained", WRONG, text)
     text = f"{len(zero)} of {len(adapter.tensors)} products B A are 0, so they were not trained; first: {zero[0]}"
-    return Finding("trained", WARNING, text)
+    return AdapterFinding("trained", WARNING, text)
 
 
-def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> Finding:
+def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
     """A change as long as the matrix itself is a scale or a base gone wrong more often than a result."""
     relative = {}
     for name, target in adapter.targets.items():
@@ -104,11 +109,11 @@ def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     name, largest = max(relative.items(), key=lambda item: item[1])
     text = f"the largest is {largest:.2%} of the base's norm, in {name}"
     if largest <= _LARGE:
-        return Finding("size of the change", OK, text)
-    return Finding("size of the change", WARNING, f"{text}; check the scale and the base")
+        return AdapterFinding("size of the change", OK, text)
+    return AdapterFinding("size of the change", WARNING, f"{text}; check the scale and the base")
 
 
-def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> Finding:
+def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
     """A small change of a bfloat16 weight rounds to no change."""
     vanished = {}
     for name in parts_of(adapter):
@@ -120,17 +125,17 @@ def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     name, worst = max(vanished.items(), key=lambda item: item[1])
     text = f"a merge into bfloat16 loses up to {worst:.1%} of a matrix's changes, in {name}"
     if worst <= _MOST:
-        return Finding("merged bfloat16", OK, text)
-    return Finding("merged bfloat16", WARNING, f"{text}; merge into F32, or do not merge")
+        return AdapterFinding("merged bfloat16", OK, text)
+    return AdapterFinding("merged bfloat16", WARNING, f"{text}; merge into F32, or do not merge")
 
 
-def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> Finding:
+def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
     """Half precision costs an adapter some thousandths."""
     narrow = [kind for kind in stored_types(path) if kind not in ("F32", "F64")]
     if not narrow:
-        return Finding("stored dtype", OK, "float32")
+        return AdapterFinding("stored dtype", OK, "float32")
     text = f"tensors are stored as {', '.join(narrow)}: rounding changes logits by about 0.1 %"
-    return Finding("stored dtype", WARNING, f"{text}; llorch lora train writes float32")
+    return AdapterFinding("stored dtype", WARNING, f"{text}; llorch lora train writes float32")
 
 
 def _length(name: str, adapter: Adapter) -> float:
@@ -153,7 +158,7 @@ def _magnitude_is_that_of_the_base(name: str, adapter: Adapter, weights: Weights
     return magnitude is not None and bool(np.allclose(magnitude, lengths, rtol=1e-5))
 
 
-NUMBER_CHECKS: tuple[Callable[[Path, Adapter, Weights], Finding], ...] = (
+NUMBER_CHECKS: tuple[Callable[[Path, Adapter, Weights], AdapterFinding], ...] = (
     trained, size_of_change, merged_bfloat16, stored_dtype,
 )  # fmt: skip
 
@@ -161,16 +166,16 @@ NUMBER_CHECKS: tuple[Callable[[Path, Adapter, Weights], Finding], ...] = (
 _RUN, _LIMIT = "run.json", 1 << 20
 
 
-def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> list[Finding]:
+def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> list[AdapterFinding]:
     """Look at the data that an adapter was trained on, if it lies in the folder of its run; it may answer a row."""
     record = adapter / _RUN
     if not record.is_file():
-        return [Finding("end token", NOT_RUN, "the adapter is not in the folder of a llorch run")]
+        return [AdapterFinding("end token", NOT_RUN, "the adapter is not in the folder of a llorch run")]
     try:
         values = read_json(record, limit=_LIMIT)
         data = _data(values, weights)
     except (FormatError, FileNotFoundError, ValueError) as error:
-        return [Finding("end token", NOT_RUN, f"the data of the run cannot be read: {error}")]
+        return [AdapterFinding("end token", NOT_RUN, f"the data of the run cannot be read: {error}")]
     answered = [stops(data, adapter, weights)] if generating else []
     return [_end_token(data, Opened(weights)), *answered, _unchanged(data, values, adapter)]
 
@@ -182,25 +187,25 @@ def _data(values: dict, weights: Weights) -> TrainingData:
     return read_data(find_data(settings.data), Opened(weights), settings.data_settings)
 
 
-def _end_token(data: TrainingData, model: Opened) -> Finding:
+def _end_token(data: TrainingData, model: Opened) -> AdapterFinding:
     try:
         ends = trained_ends(data.train, model)
     except FormatError as error:
-        return Finding("end token", NOT_RUN, f"the tokens that end a text are unknown: {error}")
+        return AdapterFinding("end token", NOT_RUN, f"the tokens that end a text are unknown: {error}")
     n_ending = sum(any(label in ends for label in example.labels) for example in data.train)
     text = f"{n_ending} of {len(data.train)} examples train a token that ends a text"
     if unnamed := say_unnamed(ends, model):
-        return Finding("end token", WARNING, f"{text}; {unnamed}")
+        return AdapterFinding("end token", WARNING, f"{text}; {unnamed}")
     if n_ending:
-        return Finding("end token", OK, text)
-    return Finding("end token", WRONG, f"{text}: no example teaches to stop (is padding = end token masked?)")
+        return AdapterFinding("end token", OK, text)
+    return AdapterFinding("end token", WRONG, f"{text}: no example teaches to stop (is padding = end token masked?)")
 
 
-def _unchanged(data: TrainingData, values: dict, run: Path) -> Finding:
+def _unchanged(data: TrainingData, values: dict, run: Path) -> AdapterFinding:
     identity = values.get("identity")
     recorded = identity.get("data") if isinstance(identity, dict) else None
     if recorded == data.digest:
-        return Finding("training data", OK, "unchanged since the run began")
+        return AdapterFinding("training data", OK, "unchanged since the run began")
     row = first_change(data, run)
     text = f"changed since the run began{': ' * bool(row)}{row}; lines about the data may be wrong"
-    return Finding("training data", WARNING, text)
+    return AdapterFinding("training data", WARNING, text)

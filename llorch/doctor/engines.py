@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from llorch.doctor.finding import NOT_RUN, OK, WRONG, Finding
+from llorch.doctor.finding import NOT_RUN, OK, WRONG, AdapterFinding
 from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import in_child
 from llorch.errors import EngineDied, FormatError
@@ -29,13 +29,13 @@ _OF_SPREAD, _OF_EFFECT, _LEAST = 1e-3, 0.05, 2e-5
 
 def compare_engines(
     path: Path, adapter: Adapter, weights: Weights, against: tuple[str, ...] | None, report: Callable[[str], None]
-) -> list[Finding]:
+) -> list[AdapterFinding]:
     """Run the adapter here and in other engines, all in float32: a finding on our own logits and for each engine."""
     size = sum(int(np.prod(weights.shape(name))) for name in weights)
     engines = against if against is not None else tuple(_PACKAGES)
     if against is None and size > LARGEST_COMPARED:
         text = f"{size / 1e6:.0f} M weights take long; compare all the same with --against ENGINE"
-        return [Finding("logits", NOT_RUN, text)]
+        return [AdapterFinding("logits", NOT_RUN, text)]
     ids = probe_ids(weights.config.vocab_size, adapter)
     report("logits")
     plain, beside = run(weights, ids), run(AdaptedWeights(weights, adapter), ids)
@@ -46,38 +46,42 @@ def compare_engines(
     return found
 
 
-def _effect(plain: np.ndarray, beside: np.ndarray) -> Finding:
+def _effect(plain: np.ndarray, beside: np.ndarray) -> AdapterFinding:
     effect = float(np.abs(beside - plain).max())
     text = f"the adapter changes them by up to {effect:.3g}; their standard deviation is {beside.std():.3g}"
     if not np.isfinite(beside).all():
-        return Finding("logits", WRONG, "expected finite logits with the adapter, got NaN or infinity")
-    return Finding(
+        return AdapterFinding("logits", WRONG, "expected finite logits with the adapter, got NaN or infinity")
+    return AdapterFinding(
         "logits", OK if effect else WRONG, text if effect else "equal to the base's: the adapter has no effect"
     )
 
 
 def _engine(
     engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
-) -> Finding:
+) -> AdapterFinding:
     if unable := cannot_judge(engine, weights.config, len(ids)):
-        return Finding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unable}")
+        return AdapterFinding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unable}")
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]
     if missing:
-        return Finding(_TITLES[engine], NOT_RUN, f"{', '.join(missing)} not installed: pip install 'llorch[golden]'")
+        return AdapterFinding(
+            _TITLES[engine], NOT_RUN, f"{', '.join(missing)} not installed: pip install 'llorch[golden]'"
+        )
     try:
         with TemporaryDirectory(prefix="llorch-") as folder:
             theirs = _RUNS[engine](path, adapter, weights, ids.tolist(), Path(folder))
     except (EngineDied, FormatError) as error:
-        return Finding(_TITLES[engine], NOT_RUN, str(error))
+        return AdapterFinding(_TITLES[engine], NOT_RUN, str(error))
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        return Finding(_TITLES[engine], WRONG, f"refused: {' '.join(str(error).split())[:300]}")
+        return AdapterFinding(_TITLES[engine], WRONG, f"refused: {' '.join(str(error).split())[:300]}")
     allowed = min(_OF_SPREAD * float(beside.std()), _OF_EFFECT * float(np.abs(beside - plain).max()))
     error = float(np.abs(theirs - beside).max())
     text = f"differ from llorch's by up to {error:.3g}"
     if error <= max(allowed, _LEAST * float(np.abs(beside).max())):
-        return Finding(_TITLES[engine], OK, text)
+        return AdapterFinding(_TITLES[engine], OK, text)
     like_base = float(np.abs(theirs - plain).max())
-    return Finding(_TITLES[engine], WRONG, f"{text}, and from the logits without the adapter by up to {like_base:.3g}")
+    return AdapterFinding(
+        _TITLES[engine], WRONG, f"{text}, and from the logits without the adapter by up to {like_base:.3g}"
+    )
 
 
 def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:

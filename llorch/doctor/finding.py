@@ -7,7 +7,7 @@ OK, WARNING, WRONG, NOT_RUN = "ok", "warning", "WRONG", "NOT RUN"
 
 
 @dataclass(frozen=True)
-class Finding:
+class AdapterFinding:
     """The result of one check."""
 
     check: str

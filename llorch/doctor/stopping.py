@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.doctor.finding import NOT_RUN, OK, WARNING, Finding
+from llorch.doctor.finding import NOT_RUN, OK, WARNING, AdapterFinding
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.lora.merge_files import LARGEST_COMPARED
@@ -21,24 +21,24 @@ from llorch.train.data.ends import say_unnamed, trained_ends
 _ROWS, _MORE = 50, 64  # looked at; tokens beyond twice the answer of the row
 
 
-def stops(data: TrainingData, adapter: Path, weights: Weights) -> Finding:
+def stops(data: TrainingData, adapter: Path, weights: Weights) -> AdapterFinding:
     """Generate from the shortest of the first rows that end."""
     n_weights = sum(int(np.prod(weights.shape(name))) for name in weights)
     if n_weights > LARGEST_COMPARED:
-        return Finding("stops", NOT_RUN, f"{n_weights / 1e6:.0f} M weights: takes long")
+        return AdapterFinding("stops", NOT_RUN, f"{n_weights / 1e6:.0f} M weights: takes long")
     try:
         model = Model(weights)
         ends = trained_ends(data.train, model)
         model.add_adapter("examined", adapter, any_base=True)
     except FormatError as error:
-        return Finding("stops", NOT_RUN, str(error))
+        return AdapterFinding("stops", NOT_RUN, str(error))
     rows = [row for row in islice(data.train, _ROWS) if any(label in ends for label in row.labels)]
     if not rows:
-        return Finding("stops", NOT_RUN, f"none of the first {_ROWS} examples trains a token that ends a text")
+        return AdapterFinding("stops", NOT_RUN, f"none of the first {_ROWS} examples trains a token that ends a text")
     return _answer(min(rows, key=lambda row: len(row.ids)), ends, model)
 
 
-def _answer(row: Example, ends: Collection[int], model: Model) -> Finding:
+def _answer(row: Example, ends: Collection[int], model: Model) -> AdapterFinding:
     first = max(1, next(place for place, label in enumerate(row.labels) if label != IGNORED))
     n_most = 2 * (len(row.ids) - first) + _MORE
     tokens = model.generate(row.ids[:first], max_tokens=n_most, ignore_eos=True, adapter="examined")
@@ -47,6 +47,6 @@ def _answer(row: Example, ends: Collection[int], model: Model) -> Finding:
         if token.id in ends:
             unnamed = say_unnamed([token.id], model)
             text = f"the answer to {row.source} ends after {n_tokens} tokens"
-            return Finding("stops", WARNING if unnamed else OK, f"{text}; {unnamed}" if unnamed else text)
+            return AdapterFinding("stops", WARNING if unnamed else OK, f"{text}; {unnamed}" if unnamed else text)
     text = f"the answer to {row.source} does not end within {n_tokens} tokens (in the data: {len(row.ids) - first})"
-    return Finding("stops", WARNING, f"{text}; train longer, or check with llorch data show that the rows end")
+    return AdapterFinding("stops", WARNING, f"{text}; train longer, or check with llorch data show that the rows end")

@@ -7,7 +7,7 @@ written. Nothing is judged here. In the order to read:
     stage_dump   what all of it ends in
     raw          arrays as they lie in files, under the names of the engine. `index` reads the folder that anyone can
                  write, `tensor_files` the formats of others; `stored` is one array in a file
-    recorder     what an engine in Python shows while it runs; `llorch.pytorch.capture` hooks a torch module up to it
+    recorder     what an engine in Python shows while it runs; `pytorch.capture.capture` hooks a torch module up to it
     names        arrays to stages: `known_names` are ours, llama.cpp's and those of Hugging Face, `mapping` reads those
                  of a user, `ids` finds tokens, `reading` their rows and the order of axes, `our_run` what is like ours
     layout       heads joined or split, a batch axis, fused projections, transposed, permuted: as declared, or as found

@@ -19,12 +19,12 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from llorch.config_reader import Fields
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Features
 from llorch.dumps.stored import Stored, known_dtype, require_dtype, require_name, require_shape
 from llorch.dumps.tensor_files import from_npy_folder, open_npy, open_npz, open_safetensors_dump
 from llorch.errors import FormatError, suggestion
-from llorch.fields import Fields
 from llorch.files.folder import file_inside
 from llorch.files.mapped import read_regular
 from llorch.files.strict_json import parse_json

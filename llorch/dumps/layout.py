@@ -15,7 +15,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError, suggestion
-from llorch.files.names import undo_interleave
+from llorch.files.tensor_names import undo_interleave
 from llorch.stages import Stage
 
 JOINED: Mapping[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ _LEAST_UNLIKE = 0.5  # what is more unlike our run than this is not like it at a
 
 
 @dataclass(frozen=True)
-class Layout:
+class DumpLayout:
     """What is declared of an array.
 
     Attributes:
@@ -182,7 +182,7 @@ def cut(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig
     return {part: piece.reshape(len(fused), -1) for part, piece in zip(parts, pieces, strict=True)}
 
 
-def finished(array: np.ndarray, stage: Stage, layout: Layout, config: ModelConfig, later: np.ndarray) -> np.ndarray:
+def finished(array: np.ndarray, stage: Stage, layout: DumpLayout, config: ModelConfig, later: np.ndarray) -> np.ndarray:
     """An array of the table's shape with what is declared undone.
 
     Args:

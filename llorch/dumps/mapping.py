@@ -24,11 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from llorch.dumps.known_names import RAW_SCORES
-from llorch.dumps.layout import FUSED_ORDERS, Layout
+from llorch.config_reader import Fields
+from llorch.dumps.engine_names import RAW_SCORES
+from llorch.dumps.layout import FUSED_ORDERS, DumpLayout
 from llorch.dumps.stage_dump import Features
 from llorch.errors import FormatError, suggestion
-from llorch.fields import Fields
 from llorch.files.mapped import read_regular
 from llorch.places import Tokens
 from llorch.stages import BY_NAME
@@ -57,7 +57,7 @@ class NameMap:
     path: str = ""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, DumpLayout] = field(default_factory=dict)
     passes: tuple[Tokens, ...] = ()
     features: Mapping[str, str | bool] = field(default_factory=dict)
 
@@ -71,9 +71,9 @@ class NameMap:
                 return pattern, self.layers.get(pattern, layer)
         return None
 
-    def layout(self, stage: str, pattern: str) -> Layout:
+    def layout(self, stage: str, pattern: str) -> DumpLayout:
         """What is declared of a name, or else of its stage."""
-        return self.layouts.get(pattern) or self.layouts.get(stage) or Layout()
+        return self.layouts.get(pattern) or self.layouts.get(stage) or DumpLayout()
 
 
 def read_mapping(path: str | Path) -> NameMap:
@@ -148,7 +148,7 @@ def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
     return stages, int(layer[1]) if layer else None
 
 
-def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | Path) -> Layout:
+def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | Path) -> DumpLayout:
     _require_known(section.values, _LAYOUT_KEYS, f"layout.{name}.", path)
     axes = tuple(section.text("axes", default="").split())
     if section.boolean("transposed", default=False):
@@ -161,7 +161,7 @@ def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | 
     times = section.number("times", default=1.0)
     if times == 0:
         raise section.error("OutOfRange", "times", "a factor other than 0", times)
-    return Layout(
+    return DumpLayout(
         axes,
         permuted=section.text("permuted", default="") == "interleaved",
         times=times,

@@ -10,8 +10,8 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.dumps.layout import (
     PAIRED,
+    DumpLayout,
     Form,
-    Layout,
     cut,
     declared_form,
     far_nearest,
@@ -20,8 +20,8 @@ from llorch.dumps.layout import (
     single_axes,
     unlike,
 )  # fmt: skip
-from llorch.dumps.our_run import our_stage
 from llorch.dumps.raw import RawArray
+from llorch.dumps.replay import our_stage
 from llorch.dumps.stage_dump import Seen
 from llorch.errors import FormatError
 from llorch.files import Weights
@@ -37,7 +37,7 @@ def table_axes(stages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedArray:
     """An array whose name stands for stages.
 
     Attributes:
@@ -53,7 +53,7 @@ class Named:
     array: RawArray
     stages: tuple[str, ...]
     layer: int | None
-    layout: Layout
+    layout: DumpLayout
     by_llamacpp: bool = False
 
     @property
@@ -68,7 +68,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Read:
+class ArrayReading:
     """How an array is read: its rows are those tokens of its pass, None for all, and its axes have this form."""
 
     tokens: tuple[int, ...] | None
@@ -90,7 +90,7 @@ class Read:
         return ours[:, self.left_out :] if table[1] == "ctx" else ours
 
 
-class Reader:
+class StageReader:
     """Decides for a stage once: what holds in one layer and pass holds in all."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Reader:
             notes.append(f"one row, read as the row of the last token: {', '.join(self._last_only)}")
         return notes
 
-    def seen(self, named: Named) -> dict[str, Seen]:
+    def seen(self, named: NamedArray) -> dict[str, Seen]:
         """The stages of an array; FormatError where it does not fit."""
         ways = self.ways(named)
         read = ways[0] if len(ways) == 1 else self._decide(named, ways)
@@ -132,7 +132,7 @@ class Reader:
             for stage in named.stages
         }
 
-    def ways(self, named: Named) -> list[Read]:
+    def ways(self, named: NamedArray) -> list[ArrayReading]:
         """All ways to read an array, as declared or as its shape allows; FormatError where there is none.
 
         One row, where nothing is said of tokens, is that of the last one.
@@ -152,7 +152,7 @@ class Reader:
             except FormatError:
                 raise error from None
 
-    def _ways_of(self, named: Named, tokens: tuple[int, ...] | None) -> list[Read]:
+    def _ways_of(self, named: NamedArray, tokens: tuple[int, ...] | None) -> list[ArrayReading]:
         """Find the readings of an array with these tokens, and all keys of the context or the newest of a window."""
         whole = self._n_before + sum(len(each.ids) for each in self.passes[: named.n_pass + 1])
         try:
@@ -165,13 +165,13 @@ class Reader:
                         return exact
             raise
 
-    def _newest(self, named: Named, whole: int) -> list[int]:
+    def _newest(self, named: NamedArray, whole: int) -> list[int]:
         """Numbers of keys that a layer which sees a part of the context may keep, by the shape of an array."""
         if "ctx" not in named.table or named.layer is None or self.config.layer(named.layer).bound is None:
             return []
         return sorted({n for n in named.array.shape if n < whole}, reverse=True)
 
-    def _ways_in(self, named: Named, tokens: tuple[int, ...] | None, ctx: int) -> list[Read]:
+    def _ways_in(self, named: NamedArray, tokens: tuple[int, ...] | None, ctx: int) -> list[ArrayReading]:
         """Find the readings in a context of some length."""
         n_tokens = len(self.passes[named.n_pass].ids)
         seq = n_tokens if tokens is None else len(tokens)
@@ -179,7 +179,7 @@ class Reader:
         sizes = axis_sizes(self.config, seq=seq, ctx=ctx) | {"width": sum(widths)}
         shape, declared = named.array.shape, named.declared_axes
         if declared:
-            return [Read(tokens, declared_form(declared, named.table, shape, sizes), sizes, n_tokens)]
+            return [ArrayReading(tokens, declared_form(declared, named.table, shape, sizes), sizes, n_tokens)]
         forms = fitting_forms(named.table, shape, sizes)
         if not forms:
             expected = " ".join(f"{axis}={math.prod(sizes[a] for a in single_axes([axis]))}" for axis in named.table)
@@ -188,9 +188,9 @@ class Reader:
                 f"expected {expected}, in any order of the axes, got {shape}; give axes under "
                 f"[layout.{named.stages[0]}], or check that model and tokens belong to this run",
             )
-        return [Read(tokens, form, sizes, n_tokens) for form in forms]
+        return [ArrayReading(tokens, form, sizes, n_tokens) for form in forms]
 
-    def _decide(self, named: Named, ways: list[Read]) -> Read:
+    def _decide(self, named: NamedArray, ways: list[ArrayReading]) -> ArrayReading:
         """The way whose values are far nearer to ours than those of all others; else that of the table."""
         forms = [read.form for read in ways]
         told = (named.stages, *forms)
@@ -206,7 +206,7 @@ class Reader:
                 )
         return ways[forms.index(self._decided[told])]
 
-    def _nearest(self, named: Named, ways: Iterable[Read]) -> Form | None:
+    def _nearest(self, named: NamedArray, ways: Iterable[ArrayReading]) -> Form | None:
         """By elements; where these do not tell, by the sizes of rows, which a wrong rotation leaves as they are."""
         if self.weights is None or self._n_before:
             return None
@@ -215,7 +215,7 @@ class Reader:
         by_sizes = {form: unlike(*(np.linalg.norm(a, axis=-1) for a in both)) for form, both in arrays.items()}
         return far_nearest(by_elements) or far_nearest(by_sizes)
 
-    def _has_pairs(self, named: Named, paired: Named, read: Read) -> bool:
+    def _has_pairs(self, named: NamedArray, paired: NamedArray, read: ArrayReading) -> bool:
         """Whether llama.cpp's nodes have the pairs of its files; they do, unless the values are ours as they are."""
         if self._in_pairs is None:
             self._in_pairs = True
@@ -226,21 +226,21 @@ class Reader:
             self._notes.append(f"{named.array.name} is a node of llama.cpp: llorch reads the RoPE pairs as {order}")
         return self._in_pairs
 
-    def _beside_ours(self, named: Named, read: Read) -> tuple[np.ndarray, np.ndarray]:
+    def _beside_ours(self, named: NamedArray, read: ArrayReading) -> tuple[np.ndarray, np.ndarray]:
         """An array as it would be read, and the same rows of our run."""
         assert self.weights is not None
         stage = BY_NAME[named.stages[0]]
         ours = our_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
         return self.arrays(named, read)[stage.name], read.same_of(ours, named.table)
 
-    def has_all_keys(self, named: Named) -> bool:
+    def has_all_keys(self, named: NamedArray) -> bool:
         """Tell if an array has exactly the keys of the context, or of a window in it."""
         try:
             return any(way.has_all_keys for way in self.ways(named))
         except FormatError:
             return False
 
-    def has_later_keys(self, named: Named) -> bool:
+    def has_later_keys(self, named: NamedArray) -> bool:
         """Tell if a cache with room for more keys than the pass has tokens holds numbers after these."""
         if named.table[1] != "ctx":
             return False
@@ -250,7 +250,7 @@ class Reader:
             return False
         return bool(array[:, len(self.passes[0].ids) :].any())
 
-    def arrays(self, named: Named, read: Read) -> dict[str, np.ndarray]:
+    def arrays(self, named: NamedArray, read: ArrayReading) -> dict[str, np.ndarray]:
         """The stages of an array, read now, float32 or float64."""
         stored = named.array.read()
         wide = stored.astype(np.float64 if stored.dtype == np.float64 else np.float32, copy=False)
@@ -269,7 +269,7 @@ class Reader:
         }
 
 
-def _with_left_out(array: np.ndarray, stage: str, read: Read) -> np.ndarray:
+def _with_left_out(array: np.ndarray, stage: str, read: ArrayReading) -> np.ndarray:
     """Scores and probabilities in the whole context: a key that a window left out is masked."""
     if not read.left_out or BY_NAME[stage].axes.split()[-1] != "ctx":
         return array
@@ -277,7 +277,7 @@ def _with_left_out(array: np.ndarray, stage: str, read: Read) -> np.ndarray:
     return np.pad(array, [(0, 0), (0, 0), (read.left_out, 0)], constant_values=filled)
 
 
-def tokens_before(named: Sequence[Named], passes: tuple[Tokens, ...], config: ModelConfig) -> int | None:
+def tokens_before(named: Sequence[NamedArray], passes: tuple[Tokens, ...], config: ModelConfig) -> int | None:
     """Count the tokens that the cache held before the first pass, by the keys that its arrays have.
 
     Args:
@@ -293,10 +293,10 @@ def tokens_before(named: Sequence[Named], passes: tuple[Tokens, ...], config: Mo
         return 0
     shown = [each for each in named if each.n_pass == 0 and "ctx" in each.table]
     for n_before in (0, first):
-        reader = Reader(config, passes, None, n_before)
+        reader = StageReader(config, passes, None, n_before)
         if any(reader.has_all_keys(each) for each in shown):
             return n_before
-    reader = Reader(config, passes, None, first)
+    reader = StageReader(config, passes, None, first)
     if any(reader.has_later_keys(each) for each in shown):
         return first
     return 0 if shown else None

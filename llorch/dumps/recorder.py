@@ -24,9 +24,9 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from llorch.dumps.mapping import NameMap
-from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Features, StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.dumps.stored import as_numbers
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights

@@ -18,11 +18,11 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 
+from llorch.config_reader import Fields
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Features
 from llorch.dumps.stored import Stored, from_bytes, require_dtype, require_name, require_shape
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.mapped import MappedFile, open_regular
 from llorch.files.safetensors import open_safetensors
 from llorch.files.strict_json import parse_json

@@ -25,7 +25,7 @@ import numpy as np
 
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.training_rows import documents_of, placed
-from llorch.files.names import path_alone
+from llorch.files.tensor_names import path_alone
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from llorch.train.batch import Batch
 
@@ -54,7 +54,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Shown:
+class StepArray:
     """One array of a step.
 
     Attributes:
@@ -83,7 +83,7 @@ class TrainingStep:
 
     number: int
     batches: tuple[Batch, ...]
-    shown: Mapping[tuple[str, str], Shown]
+    shown: Mapping[tuple[str, str], StepArray]
     lr: float
 
 
@@ -114,7 +114,7 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     ValueError for a name, a shape or a setting that fits nothing, for a step without ids between others, and where
     nothing is left to judge.
     """
-    reader = _Reader(raw, adapter)
+    reader = _StepReader(raw, adapter)
     settings, said = _settings(reader.numbers)
     found = sorted({step for step, *_ in reader.arrays} | {1 if reader.passes else 0} - {0})
     steps = [reader.step(number, settings) for number in found]
@@ -129,7 +129,7 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     return TrainingDump(raw.source, kept, settings, said, raw.features.dtype, reader.notes)
 
 
-class _Reader:
+class _StepReader:
     """Arrays of a dump by step, micro-batch and name."""
 
     def __init__(self, raw: RawDump, adapter: Adapter) -> None:
@@ -155,7 +155,7 @@ class _Reader:
             | ({*range(1, len(self.passes) + 1)} if number == 1 else set())
         )
         batches = tuple(self._batch(number, micro, own) for micro in micros)
-        shown: dict[tuple[str, str], Shown] = {}
+        shown: dict[tuple[str, str], StepArray] = {}
         parts: dict[str, dict[int, RawArray]] = defaultdict(dict)
         for (micro, name), array in own.items():
             if name in OF_ROWS:
@@ -173,7 +173,7 @@ class _Reader:
                     f"{sorted(of_micros)} ({self.source})"
                 )
             arrays = [of_micros[micro] for micro in micros]
-            shown[OF_TOKENS[name], ""] = Shown(arrays[0].name, arrays[0].stored, *placed(name, arrays, batches))
+            shown[OF_TOKENS[name], ""] = StepArray(arrays[0].name, arrays[0].stored, *placed(name, arrays, batches))
         lr = shown.pop(("learning_rate", ""), None)
         return TrainingStep(number, batches, shown, settings.lr if lr is None else float(lr.array))
 
@@ -206,12 +206,12 @@ class _Reader:
             )
         return OF_TENSORS[kind], self.tensors[_plain(tensor)]
 
-    def _of_tensor(self, name: str, array: RawArray) -> Shown:
+    def _of_tensor(self, name: str, array: RawArray) -> StepArray:
         tensor = self._tensor(name)[1]
         wanted = self.adapter.flat()[tensor].shape
         if array.shape != wanted:
             raise ValueError(f"training dump: {array.name}: expected {wanted}, got {array.shape} ({self.source})")
-        return Shown(array.name, array.stored, array.read().astype(np.float64))
+        return StepArray(array.name, array.stored, array.read().astype(np.float64))
 
 
 def _split(name: str, micro: int) -> tuple[int, int, str]:
@@ -247,8 +247,8 @@ def _settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset[str]
     return Settings(**found), frozenset(found)  # type: ignore[arg-type]
 
 
-def _one(array: RawArray) -> Shown:
+def _one(array: RawArray) -> StepArray:
     read = np.asarray(array.read(), np.float64)
     if read.size != 1:
         raise ValueError(f"training dump: {array.name}: expected one number, got {array.shape}")
-    return Shown(array.name, array.stored, read.reshape(()))
+    return StepArray(array.name, array.stored, read.reshape(()))

@@ -25,7 +25,7 @@ from jaxtyping import Float32
 from llorch.config import ModelConfig
 from llorch.engines import Call, Route, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
 from llorch.engines.f32_copy import FLOAT_TYPES, float_gguf
-from llorch.engines.llamacpp_graph import GraphCapture, Watcher
+from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
 from llorch.files import open_weights
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
@@ -106,7 +106,7 @@ class LlamaCpp:
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
         """Run the tokens from an empty cache and return every stage of the model's family."""
         capture = GraphCapture(self.config, len(ids))
-        self._logits(ids, first_position, Watcher(capture))
+        self._logits(ids, first_position, GraphWatcher(capture))
         return checked_trace(capture.stages(), self.config, len(ids), self.name)
 
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
@@ -193,14 +193,14 @@ class LlamaCpp:
     def _cache_type(self) -> str:
         return self.numerics.kv_cache.upper()
 
-    def _logits(self, ids: Sequence[int], first_position: int, watcher: "Watcher | None") -> np.ndarray:
+    def _logits(self, ids: Sequence[int], first_position: int, watcher: "GraphWatcher | None") -> np.ndarray:
         check_ids(ids, self.config)
         with self._context(len(ids), watcher) as context:
             _decode(context, ids, first_position=first_position, all_logits=True, watcher=watcher)
             return np.stack([self._row(context, i) for i in range(len(ids))])
 
     @contextmanager
-    def _context(self, n_tokens: int, watcher: "Watcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
+    def _context(self, n_tokens: int, watcher: "GraphWatcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
         """An empty KV cache and a graph for up to `n_tokens` tokens at once."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_tokens
@@ -265,7 +265,7 @@ def _decode(
     *,
     first_position: int,
     all_logits: bool,
-    watcher: Watcher | None = None,
+    watcher: GraphWatcher | None = None,
 ) -> None:
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     try:

@@ -19,7 +19,7 @@ from llorch.engines import ggml_tensor
 from llorch.engines.ggml_tensor import GgmlTensor
 from llorch.engines.llamacpp_delta_net import Rule, delta_net_rules, delta_net_stages
 from llorch.engines.llamacpp_experts import expert_rules, of_experts
-from llorch.files.names import undo_interleave
+from llorch.files.tensor_names import undo_interleave
 
 
 class NodeRule(NamedTuple):
@@ -187,7 +187,7 @@ def half_split(heads: np.ndarray) -> np.ndarray:
     return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)
 
 
-class Watcher:
+class GraphWatcher:
     """The scheduler's callback: first asked whether a node matters, then given it when it is computed.
 
     An exception must not cross the C frames (ctypes would print it and go on as if we had said no), so it is

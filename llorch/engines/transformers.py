@@ -49,7 +49,7 @@ from llorch.engines.transformers_streamed import (
 )
 from llorch.files import Weights, open_weights
 from llorch.files.export_huggingface import written_family
-from llorch.files.lockstep import fits
+from llorch.files.layerwise import fits
 from llorch.files.quantised import QuantisedFolder
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings

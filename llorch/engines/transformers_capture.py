@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llorch.config import ModelConfig
-from llorch.pytorch.calls import watched_calls
-from llorch.pytorch.capture import (
+from llorch.pytorch.capture.calls import watched_calls
+from llorch.pytorch.capture.capture import (
     CALLS,
     CONTEXT,
     NEW_KEYS,
@@ -34,11 +34,13 @@ from llorch.pytorch.capture import (
 )
 from llorch.stages import ATTENTION, key
 
-_RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)  # of the pass that this thread computes
+_RECORDER: ContextVar["HookRecorder | None"] = ContextVar(
+    "recorder", default=None
+)  # of the pass that this thread computes
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class Recorder:
+class HookRecorder:
     """Notes stages, and says what the run goes on with."""
 
     def __init__(
@@ -81,10 +83,10 @@ def captured(
 ) -> Iterator[dict[str, Any]]:
     """Watch the runs of a model with eager attention inside the `with` block: stage to what `note` makes of its array.
 
-    With `golden`, as for `Recorder`, the run is that of no prompt; noted is then, as `l0.attention`, what attention as
-    a whole makes of its inputs, too.
+    With `golden`, as for `HookRecorder`, the run is that of no prompt; noted is then, as `l0.attention`, what attention
+    as a whole makes of its inputs, too.
     """
-    recorder = Recorder(config, golden or {}, note)
+    recorder = HookRecorder(config, golden or {}, note)
     with ExitStack() as hooks:
         for point in hook_points(model, config):
             hooks.enter_context(
@@ -118,7 +120,7 @@ def _attention(
     if recorder.golden:
         as_one, _ = eager(module, query, key, value, attention_mask, **settings)
         recorder.keep(stage(ATTENTION), as_one[0].flatten(1))
-    with _Softmax(recorder, stage, attention_mask):
+    with _SoftmaxHook(recorder, stage, attention_mask):
         output, probs = eager(module, query, key, value, attention_mask, **settings)
     if stage("attn_probs") not in recorder.golden:
         recorder.keep(stage("attn_probs"), probs[0])
@@ -130,10 +132,10 @@ def _attention(
 ALL_ATTENTION_FUNCTIONS["eager"] = _attention
 
 
-class _Softmax(TorchFunctionMode):
+class _SoftmaxHook(TorchFunctionMode):
     """Notes what goes into the softmax called while it is active; and what comes out, where that is replaced."""
 
-    def __init__(self, recorder: Recorder, stage: Callable[[str], str], mask: torch.Tensor | None) -> None:
+    def __init__(self, recorder: HookRecorder, stage: Callable[[str], str], mask: torch.Tensor | None) -> None:
         super().__init__()
         self._recorder, self._stage, self._mask = recorder, stage, mask
 

@@ -23,8 +23,8 @@ from torch import nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from llorch.files import Weights
-from llorch.files.lockstep import Lockstep, Turn
-from llorch.files.names import Weight, inventory
+from llorch.files.layerwise import Lockstep, Turn
+from llorch.files.tensor_names import Weight, inventory
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _TILE = 4096  # rows that are decoded at once: float32 is no more than a step on the way to the dtype of the run

@@ -104,7 +104,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelDifference:
     """How much a model differs from a reference on a text."""
 
     n_scored: int  # tokens
@@ -136,12 +136,12 @@ def perplexity(loss: Values) -> Prediction:
     return Prediction(len(loss), average, _exp(average))
 
 
-def compare_models(scores: PairScores) -> Comparison:
+def compare_models(scores: PairScores) -> ModelDifference:
     """Judge a model against a reference."""
     reference, model = perplexity(scores.reference_loss).perplexity, perplexity(scores.loss).perplexity
     log_ratio = mean(scores.loss - scores.reference_loss)
     change = np.exp(-scores.loss) - np.exp(-scores.reference_loss)
-    return Comparison(
+    return ModelDifference(
         n_scored=len(scores.loss),
         reference_perplexity=reference,
         perplexity=model,

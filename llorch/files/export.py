@@ -25,12 +25,12 @@ from llorch.errors import FormatError
 from llorch.files import GGUFFile, Weights
 from llorch.files.encode import LARGEST, encode, encoded_size
 from llorch.files.export_blocks import kept_bytes
-from llorch.files.layout import AS_IS
 from llorch.files.mapped import release_pages
 from llorch.files.metadata import NUMBERS, StringArray
-from llorch.files.names import Tensor, Weight, gguf_tensors, interleave, inventory
 from llorch.files.new_file import new_file
 from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.tensor_names import Tensor, Weight, gguf_tensors, interleave, inventory
+from llorch.files.tensor_storage import AS_IS
 from llorch.ops.rope import frequencies, llama3_factors
 
 _VALUE_TYPES = {dtype: kind for kind, dtype in NUMBERS.items() if kind is not GGUFValueType.BOOL}
@@ -44,7 +44,7 @@ FILE_TYPES = {kind: LlamaFileType[_NAMES.get(kind, f"MOSTLY_{kind.name}")] for k
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorToWrite:
     """One tensor of the file to be: shapes are written long before the first array is wanted."""
 
     name: str
@@ -100,7 +100,7 @@ def write_gguf_content(
 def write_entries(
     path: Path,
     architecture: str,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorToWrite],
     add_metadata: Callable[[GGUFWriter], None],
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
@@ -169,16 +169,16 @@ def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
     return ggml_type
 
 
-def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> list[Entry]:
+def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> list[TensorToWrite]:
     entries = []
     factors = _rope_factors(weights)
     if factors is not None:
-        entries.append(Entry("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
+        entries.append(TensorToWrite("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
     for tensor in gguf_tensors(weights.config):
         weight = tensor.weights[0]
         kind = kept.get(weight.name) or _type_of(weight, ggml_type)
         write = partial(kept_bytes, weights, weight) if weight.name in kept else partial(_parts, weights, tensor)
-        entries.append(Entry(tensor.name, tensor.shape, kind, partial(write, kind)))
+        entries.append(TensorToWrite(tensor.name, tensor.shape, kind, partial(write, kind)))
     return entries
 
 

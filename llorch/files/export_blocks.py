@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llorch.files.layout import AS_IS
-from llorch.files.names import Weight, gguf_tensors, interleave
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.blocks import block_type, blocks
 from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.files.tensor_names import Weight, gguf_tensors, interleave
+from llorch.files.tensor_storage import AS_IS
 from llorch.files.weights import Weights
 
 

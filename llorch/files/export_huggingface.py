@@ -21,9 +21,9 @@ from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
 from llorch.files.export import assembled, rope_sections
-from llorch.files.names import Tensor, huggingface_tensors, inventory
 from llorch.files.quant import GGMLType
 from llorch.files.safetensors import header_bytes
+from llorch.files.tensor_names import Tensor, huggingface_tensors, inventory
 from llorch.ops.rope import frequencies, llama3_factors
 
 SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.files.names import is_plain_name
 from llorch.files.packed import Packed
 from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo
 from llorch.files.strict_json import read_json
+from llorch.files.tensor_names import is_plain_name
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 

@@ -22,12 +22,12 @@ from gguf import GGUFValueType
 
 from llorch.errors import FormatError
 from llorch.files.mapped import Entry, TensorFile
-from llorch.files.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
-from llorch.files.names import is_plain_name
+from llorch.files.metadata import DEFAULT_LIMITS, Cursor, MetadataLimits, StringArray, Value, read_metadata
 from llorch.files.packed import Packed
 from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.tensor_names import is_plain_name
 
-__all__ = ["GGUFFile", "Limits", "StringArray", "TensorInfo", "open_gguf"]
+__all__ = ["GGUFFile", "MetadataLimits", "StringArray", "TensorInfo", "open_gguf"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class TensorInfo(Entry):
 class GGUFFile(TensorFile[TensorInfo]):
     """An open GGUF file: metadata and tensor table in memory, tensors on demand."""
 
-    def __init__(self, path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, path: str | Path, *, limits: MetadataLimits = DEFAULT_LIMITS) -> None:
         """Read and check header, metadata and tensor table of a GGUF v2 or v3 file."""
         super().__init__(path)
         try:
@@ -83,7 +83,7 @@ class GGUFFile(TensorFile[TensorInfo]):
 class SplitGGUFFile(GGUFFile):
     """An open GGUF model in several files: the metadata of the first file, the tensors of all."""
 
-    def __init__(self, paths: Sequence[Path], *, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, paths: Sequence[Path], *, limits: MetadataLimits = DEFAULT_LIMITS) -> None:
         """Open all parts, the first one first; FormatError where one does not belong to the others."""
         super().__init__(paths[0], limits=limits)
         self._parts: list[GGUFFile] = [self]
@@ -131,7 +131,7 @@ class SplitGGUFFile(GGUFFile):
             part._file.close()
 
 
-def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:
+def open_gguf(path: str | Path, *, limits: MetadataLimits = DEFAULT_LIMITS) -> GGUFFile:
     """Open a GGUF file, or a model in several files given any one of them, also in a `with` statement."""
     file = GGUFFile(path, limits=limits)
     try:

@@ -17,9 +17,9 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from llorch.files.names import undo_interleave
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
+from llorch.files.tensor_names import undo_interleave
 from llorch.ops.linear import product
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme

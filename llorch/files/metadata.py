@@ -21,7 +21,7 @@ from llorch.files.mapped import MappedFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class MetadataLimits:
     """What a GGUF file may claim; the defaults leave room for any real model."""
 
     metadata_entries: int = 65_536
@@ -37,7 +37,7 @@ class Limits:
     data_end: int = 1 << 40  # a tensor that ends beyond 1 TiB is a lie, not a truncation
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = MetadataLimits()
 
 Value = int | float | bool | str | np.ndarray | Sequence
 
@@ -88,7 +88,7 @@ class StringArray(Sequence[bytes]):
 class Cursor:
     """A position in the header that only moves over bytes that are there."""
 
-    def __init__(self, file: MappedFile, limits: Limits) -> None:
+    def __init__(self, file: MappedFile, limits: MetadataLimits) -> None:
         """Stand at the start of the file."""
         self.file = file
         self.limits = limits

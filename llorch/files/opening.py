@@ -11,9 +11,9 @@ from llorch.config.families import BY_WHOLE
 from llorch.errors import ErrorCode, FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
-from llorch.files.names import Weight, as_found, inventory, path_alone
 from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.strict_json import read_json
+from llorch.files.tensor_names import Weight, as_found, inventory, path_alone
 from llorch.files.weights import Slot, Weights
 
 logger = logging.getLogger(__name__)

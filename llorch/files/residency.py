@@ -21,7 +21,7 @@ _GB = 1e9
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResidencyPlan:
     """A choice and the figures that led to it."""
 
     residency: Literal["decoded", "packed"]
@@ -44,7 +44,7 @@ class Plan:
         return f"weights: {stored}; {how}, {needs}{other}"
 
 
-def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) -> Plan:
+def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) -> ResidencyPlan:
     """Choose a residency that fits with so many tokens of context; MemoryError, with the figures, where none does."""
     n_tokens = min(n_tokens, weights.config.max_position_embeddings)
     working = _OVERHEAD + working_bytes(weights, n_tokens)
@@ -56,7 +56,7 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
     decoded = sum(4 * size for _, size, _ in stored) + working
     free = available_memory()
     residency = wanted if wanted != "auto" else ("decoded" if decoded <= free else "packed")
-    made = Plan(residency, types, decoded, packed, free)
+    made = ResidencyPlan(residency, types, decoded, packed, free)
     if made.needed > free:
         raise MemoryError(_refusal(weights, made, n_tokens))
     return made
@@ -98,7 +98,7 @@ def _matrices(weights: Weights) -> Iterator[tuple[StoredType, int, int]]:
             yield weights.stored_type(name), math.prod(weights.shape(name)), weights.stored_bytes(name)
 
 
-def _refusal(weights: Weights, made: Plan, n_tokens: int) -> str:
+def _refusal(weights: Weights, made: ResidencyPlan, n_tokens: int) -> str:
     text = (
         f"{weights.path}: needs about {made.needed / _GB:.1f} GB ({made.residency}, {n_tokens} tokens), "
         f"{made.free / _GB:.1f} GB are free"

@@ -13,13 +13,13 @@ from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files.folder import SafetensorsFolder
 from llorch.files.gguf import GGUFFile
-from llorch.files.layout import AS_IS, Layout, expert_of, rows_of
 from llorch.files.matrix import Matrix
-from llorch.files.names import undo_interleave
 from llorch.files.packed import Packed, StoredType, require_finite
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.activations import Activations
+from llorch.files.tensor_names import undo_interleave
+from llorch.files.tensor_storage import AS_IS, Layout, expert_of, rows_of
 from llorch.numerics import EXACT, SCHEME, Numerics
 from llorch.ops.scheme_rounding import SchemeRounding
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llorch.hub.needed import CONFIG, INDEX, TOKENIZER, WEIGHTS, files_of_gguf, is_folder, shards_of
 from llorch.hub.reference import Reference
+from llorch.hub.required_files import CONFIG, INDEX, TOKENIZER, WEIGHTS, files_of_gguf, is_folder, shards_of
 
 
 @dataclass(frozen=True)

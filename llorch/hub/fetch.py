@@ -13,8 +13,8 @@ from typing import Any
 
 from llorch.errors import MissingExtra
 from llorch.hub.cached import look, repository_folder
-from llorch.hub.needed import INDEX, WEIGHTS, files_of_gguf, is_folder, of_folder, shards_of
 from llorch.hub.reference import Reference
+from llorch.hub.required_files import INDEX, WEIGHTS, files_of_gguf, is_folder, of_folder, shards_of
 
 
 def obtain(wanted: Reference, *, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:

@@ -19,16 +19,16 @@ import numpy as np
 from llorch.errors import FormatError, LearnerFault
 from llorch.files.mapped import read_regular
 from llorch.files.new_file import new_file
+from llorch.learn.exercise import Call, Exercise
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import Lesson
 from llorch.learn.npz import from_npz, to_npz
-from llorch.learn.part import Call, Part
 from llorch.learn.program import flat
 
 _MOST = 1 << 30  # bytes of an answer
 
 
-class Calls:
+class RecordedCalls:
     """The calls of a lesson's isolated check, by part, recorded while the reference passes it."""
 
     def __init__(self, lesson: Lesson) -> None:
@@ -46,7 +46,7 @@ class Calls:
         about = {"version": 1, "lesson": self.lesson.number, "calls": self._listed}
         return to_npz(self.arrays, json.dumps(about, indent=1))
 
-    def _recording(self, part: Part) -> Call:
+    def _recording(self, part: Exercise) -> Call:
         def call(**given: Any) -> Any:
             name = f"{part.name}/{len(self.of_part[part.name]):04d}"
             self.of_part[part.name].append(_digest(given))
@@ -86,7 +86,7 @@ def write_calls(lesson: Lesson, path: Path) -> int:
     """
     if any(part.in_python_only for part in lesson.parts):
         raise ValueError(f"inputs: lesson {lesson.number} has an exercise with a loop or torch; write it in Python")
-    calls = Calls(lesson)
+    calls = RecordedCalls(lesson)
     with new_file(path) as file:
         file.write_bytes(calls.npz())
     return sum(map(len, calls.of_part.values()))
@@ -111,7 +111,7 @@ def answered(lesson: Lesson, path: Path) -> Implementation:
         arrays = from_npz(data, most=_MOST)
     except ValueError as error:
         raise FormatError("Malformed", str(error), path=path) from None
-    calls = Calls(lesson)
+    calls = RecordedCalls(lesson)
     wanted = {
         f"{part.name}/{n:04d}/{name}"
         for part in lesson.parts
@@ -125,7 +125,7 @@ def answered(lesson: Lesson, path: Path) -> Implementation:
     return Implementation(str(path), {part.name: _looking_up(part, calls.of_part[part.name], arrays) for part in parts})
 
 
-def _looking_up(part: Part, digests: list[bytes], arrays: Mapping[str, np.ndarray]) -> Call:
+def _looking_up(part: Exercise, digests: list[bytes], arrays: Mapping[str, np.ndarray]) -> Call:
     """The answer of the call with these arguments, else of the one after the last: later ones may follow from it."""
     first = {digest: n for n, digest in reversed(list(enumerate(digests)))}
     next_one = 0

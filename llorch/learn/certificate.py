@@ -14,8 +14,8 @@ import numpy as np
 
 from llorch.builtin import goldens_folder
 from llorch.learn import lessons as all_lessons
-from llorch.learn.apart import Outcome
 from llorch.learn.materials import stub_of
+from llorch.learn.sandbox import Outcome
 from llorch.learn.sources import sources
 from llorch.learn.verdict import BORROWED
 from llorch.verify.golden_arrays import SUFFIX

@@ -12,13 +12,13 @@ from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.checks.foundation import FoundationCheck
 from llorch.learn.checks.quantised import BlocksCheck
 from llorch.learn.checks.training import TrainingCheck
-from llorch.learn.edges import require_edges
+from llorch.learn.edge_cases import require_edges
+from llorch.learn.exercise import Call
 from llorch.learn.frames import all_frames, own_frames
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Check, Judged, Mode, NearMiss
+from llorch.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
-from llorch.learn.part import Call
-from llorch.learn.verdict import BORROWED, Verdict, word_for
+from llorch.learn.verdict import BORROWED, LessonVerdict, word_for
 from llorch.verify.judge import FAIL, PASS
 
 FORWARD = ("01", "01b", "02", "03", "04", "05", "05b", "06", "06b", "07", "08")
@@ -44,7 +44,7 @@ def _torch_check() -> Check:
     return TorchCheck()
 
 
-def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated") -> Verdict:
+def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated") -> LessonVerdict:
     """Judge what is written of one lesson.
 
     Args:
@@ -70,10 +70,10 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
     return found
 
 
-def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verdict:
+def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonVerdict:
     borrowed, how, fault, traceback = implementation.borrowed(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
-    judged: list[Judged] = []
+    judged: list[LessonComparison] = []
     renamed = [implementation.renamed[name] for name in borrowed if name in implementation.renamed]
     try:
         judged.extend(how.judged(lesson, implementation, mode))
@@ -82,7 +82,7 @@ def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verd
     except LearnerFault as error:
         fault = "\n    ".join([str(error), *own_frames(error.__cause__ or error)])
         traceback = all_frames(error)
-    found = Verdict(
+    found = LessonVerdict(
         lesson.number, word_for(judged, borrowed, fault), judged, borrowed, fault, traceback=traceback,
         notes=[*renamed, *implementation.notes],
     )  # fmt: skip
@@ -96,7 +96,7 @@ def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verd
     return replace(found, word=BORROWED if borrowed else PASS, where="") if found.is_honest else found
 
 
-def _first_things_first(found: Verdict) -> Verdict:
+def _first_things_first(found: LessonVerdict) -> LessonVerdict:
     """Make a fault a note where a known mistake was found before it: the fault may come of that."""
     is_named = any(not isinstance(each, NearMiss) for each in found.suspects) and not found.is_honest
     return replace(found, fault="", notes=[*found.notes, found.fault.splitlines()[0]]) if is_named else found
@@ -113,7 +113,7 @@ def _where(part: str, implementation: Implementation) -> str:
     return f"{folder / Path(code.co_filename).name}:{code.co_firstlineno} {part}()"
 
 
-def check_functions(number: str, **functions: Call) -> Verdict:
+def check_functions(number: str, **functions: Call) -> LessonVerdict:
     """Judge some functions by the names of their parts; lesson pages show verdicts with it.
 
     Args:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from llorch.errors import FormatError
 from llorch.files.mapped import read_regular
+from llorch.learn.exercise import Call
 from llorch.learn.folder import read_folder, renamed_in
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, LESSONS
-from llorch.learn.part import Call
 from llorch.learn.program import PREFIX, Program
 
 VARIABLE = "LLORCH_IMPL"

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from llorch.learn.exercise import Call, Exercise
 from llorch.learn.lessons import LESSONS, PARTS
-from llorch.learn.part import Call, Part
 
 _MODULES = frozenset(lesson.module for lesson in LESSONS)
 _FAULT = "_not_importable"
@@ -90,7 +90,7 @@ def _functions_of(file: Path) -> dict[str, list[str]]:
     return {node.name: [each.arg for each in node.args.args] for node in functions if not _only_raises(node.body)}
 
 
-def _is_alike(part: Part, name: str, given: Sequence[str]) -> bool:
+def _is_alike(part: Exercise, name: str, given: Sequence[str]) -> bool:
     """Judge names without case and underscores; the parameters of a part in their order are enough."""
     if name in PARTS:
         return False

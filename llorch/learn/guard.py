@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import LearnerFault
+from llorch.learn.exercise import Call, Exercise
 from llorch.learn.inner_calls import of_other_dtype
-from llorch.learn.part import Call, Part
 
 Note = Callable[[str], None]
 _SMALL = 1 << 16  # bytes
 Like = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, whether it has NaN
 
 
-def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
+def guarded(part: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
     """A learner's function behind its checks."""
     if part.streams:
         return _guarded_stream(part, function)
@@ -56,7 +56,7 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
     return call
 
 
-def _guarded_stream(part: Part, function: Call) -> Call:
+def _guarded_stream(part: Exercise, function: Call) -> Call:
     def call(**given: Any) -> Iterator[int]:
         require_parameters(part, function, given)
         try:
@@ -70,7 +70,7 @@ def _guarded_stream(part: Part, function: Call) -> Call:
     return call
 
 
-def not_within_itself(part: Part, function: Call) -> Call:
+def not_within_itself(part: Exercise, function: Call) -> Call:
     """Refuse a learner's function that calls the llorch function it replaces: that call would come back to it."""
     is_running = False
 
@@ -108,7 +108,7 @@ def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     return handed
 
 
-def _wanted(part: Part, given: Mapping[str, Any]) -> list[Like]:
+def _wanted(part: Exercise, given: Mapping[str, Any]) -> list[Like]:
     results = part.results(part.reference(**given)).values()
     return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
 
@@ -124,7 +124,7 @@ def _shapes(value: Any) -> object:
     return repr(value)
 
 
-def require_parameters(part: Part, function: Call, given: Mapping[str, Any]) -> None:
+def require_parameters(part: Exercise, function: Call, given: Mapping[str, Any]) -> None:
     """Raise LearnerFault where a function has other parameters."""
     try:
         signature = inspect.signature(function)
@@ -138,7 +138,7 @@ def require_parameters(part: Part, function: Call, given: Mapping[str, Any]) -> 
         ) from None
 
 
-def called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
+def called(part: Exercise, function: Call, handed: Mapping[str, Any]) -> Any:
     """What a function returned; LearnerFault of whatever it raised."""
     try:
         return function(**handed)
@@ -153,7 +153,7 @@ def called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
         raise LearnerFault(part.name, f"raised {named(error)}") from error
 
 
-def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _require_unchanged(part: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     for name, old in before.items():
         new = after.get(name, old)
         if isinstance(old, Mapping):
@@ -166,7 +166,7 @@ def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str
             raise LearnerFault(part.name, f"changed its argument {name}; compute into a new array")
 
 
-def _as_arrays(part: Part, returned: Any) -> list[np.ndarray]:
+def _as_arrays(part: Exercise, returned: Any) -> list[np.ndarray]:
     n = len(part.returns)
     if returned is None:
         raise LearnerFault(part.name, "expected a result, got None; end the function with return")
@@ -180,7 +180,7 @@ def _as_arrays(part: Part, returned: Any) -> list[np.ndarray]:
     return [_as_array(part, name, value) for name, value in part.results(returned).items()]
 
 
-def _as_array(part: Part, name: str, value: Any) -> np.ndarray:
+def _as_array(part: Exercise, name: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:
@@ -192,7 +192,7 @@ def _as_array(part: Part, name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _require_like(part: Part, name: str, got: np.ndarray, like: Like, returned: Any) -> None:
+def _require_like(part: Exercise, name: str, got: np.ndarray, like: Like, returned: Any) -> None:
     shape, dtype, _ = like
     if got.shape != shape:
         raise LearnerFault(part.name, f"expected {name} of shape {shape}, got {got.shape}")
@@ -204,7 +204,7 @@ def _require_like(part: Part, name: str, got: np.ndarray, like: Like, returned: 
         raise LearnerFault(part.name, f"expected {name} of dtype {dtype}, {advice}")
 
 
-def _require_numbers(part: Part, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
+def _require_numbers(part: Exercise, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
     if like[-1] or not _has_nan(array):
         return
     at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from llorch.diagnosis.mistakes.planting import replaced
+from llorch.learn.exercise import Adapt, Call, Exercise
 from llorch.learn.guard import guarded
 from llorch.learn.lessons import PARTS
-from llorch.learn.part import Adapt, Call, Part
 
 
 class Implementation:
@@ -32,12 +32,12 @@ class Implementation:
         self.source, self.written, self.renamed = source, written, renamed or {}
         self.notes: dict[str, None] = {}
 
-    def borrowed(self, parts: Iterable[Part]) -> list[str]:
+    def borrowed(self, parts: Iterable[Exercise]) -> list[str]:
         """Names of the parts that are not written."""
         return [part.name for part in parts if part.name not in self.written]
 
     @contextmanager
-    def installed(self, parts: Iterable[Part] | None = None, *, live: bool = False) -> Iterator[None]:
+    def installed(self, parts: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
         """Run llorch with these parts (all, if not told) in the place of ours, as far as they are written.
 
         The whole process has them meanwhile: nothing else may compute.

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from llorch.learn.part import Call, Part
+from llorch.learn.exercise import Call, Exercise
 
 Seen = Callable[[FrameType, str, Any], None]
 
 
-def of_other_dtype(outer: Part, function: Call, given: Mapping[str, Any]) -> tuple[str, str] | None:
+def of_other_dtype(outer: Exercise, function: Call, given: Mapping[str, Any]) -> tuple[str, str] | None:
     """Find the first inner part that returns another dtype than its reference does.
 
     Args:
@@ -29,7 +29,7 @@ def of_other_dtype(outer: Part, function: Call, given: Mapping[str, Any]) -> tup
         The name of the inner part and a sentence about it; None if every inner part is right or there is none.
     """
     running: dict[FrameType, Mapping[str, Any]] = {}
-    calls: list[tuple[Part, Mapping[str, Any], Any]] = []
+    calls: list[tuple[Exercise, Mapping[str, Any], Any]] = []
 
     def see(frame: FrameType, event: str, returned: Any) -> None:
         part = _part_of(frame) if event in ("call", "return") else None
@@ -49,7 +49,7 @@ def of_other_dtype(outer: Part, function: Call, given: Mapping[str, Any]) -> tup
     return None
 
 
-def _part_of(frame: FrameType) -> Part | None:
+def _part_of(frame: FrameType) -> Exercise | None:
     """Find the part that a frame of a lesson file is."""
     from llorch.learn.lessons import LESSON_OF, PARTS  # which import this module's callers
 
@@ -64,7 +64,7 @@ def _arguments(frame: FrameType) -> Mapping[str, Any]:
     return {name: frame.f_locals[name] for name in names if name in frame.f_locals}
 
 
-def _dtypes(part: Part, arguments: Mapping[str, Any], returned: Any) -> Iterator[tuple[str, np.dtype, np.dtype]]:
+def _dtypes(part: Exercise, arguments: Mapping[str, Any], returned: Any) -> Iterator[tuple[str, np.dtype, np.dtype]]:
     """Give each result's name, dtype and right dtype, as far as the reference takes the same arguments."""
     try:
         right, got = part.results(part.reference(**arguments)), part.results(returned)

@@ -10,13 +10,13 @@ from llorch.config import ModelConfig
 from llorch.diagnosis.verdict import Suspect
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import Lesson
-from llorch.verify.judge import Claim, Row
+from llorch.verify.judge import Comparison, Expectation
 
 Mode = Literal["isolated", "chained"]
 
 
 @dataclass(frozen=True)
-class Judged:
+class LessonComparison:
     """One comparison.
 
     Attributes:
@@ -27,8 +27,8 @@ class Judged:
         config: Of the model, where the array is a stage of the table: its axes have names then.
     """
 
-    row: Row
-    claim: Claim | None
+    row: Comparison
+    claim: Expectation | None
     got: np.ndarray | None
     part: str = ""
     config: ModelConfig | None = None
@@ -42,12 +42,12 @@ class NearMiss(Suspect):
 class Check(Protocol):
     """How the lessons of a kind are judged: of the forward pass, after the logits, of quantised files, of training."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """Every comparison, with the learner's parts in the place of ours: those of the lesson alone, or all so far."""
         ...
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """Known mistakes that make what failed, by the diagnosis and its library; none where nothing known does.
 

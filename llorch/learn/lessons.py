@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from llorch.learn.part import Part
-from llorch.learn.parts import after_logits, families, forward, foundation, on_torch, quantised, training
+from llorch.learn.exercise import Exercise
+from llorch.learn.exercises import after_logits, families, forward, foundation, on_torch, quantised, training
 from llorch.stages import CHECKPOINTS
 
 WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
@@ -22,7 +22,7 @@ class Lesson:
 
     number: str  # of the checkpoint, or WARM_UP
     minutes: int  # that it takes
-    parts: tuple[Part, ...]
+    parts: tuple[Exercise, ...]
 
     @property
     def name(self) -> str:
@@ -86,5 +86,5 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("20", 30, (training.MERGED, training.INTERLEAVE, training.GGUF_ALPHA)),
 )
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
-PARTS: Mapping[str, Part] = {part.name: part for lesson in LESSONS for part in lesson.parts}
+PARTS: Mapping[str, Exercise] = {part.name: part for lesson in LESSONS for part in lesson.parts}
 LESSON_OF: Mapping[str, Lesson] = {part.name: lesson for lesson in LESSONS for part in lesson.parts}

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from runpy import run_path
 
+from llorch.learn.exercise import Call
 from llorch.learn.lessons import Lesson
-from llorch.learn.part import Call
 
 
 def stub_of(lesson: Lesson) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import LearnerFault
+from llorch.learn.exercise import Call, Exercise
 from llorch.learn.lessons import PARTS
 from llorch.learn.npz import from_npz, to_npz
-from llorch.learn.part import Call, Part
 
 PREFIX = "cmd:"
 UNWRITTEN = 69  # the exit status; EX_UNAVAILABLE of sysexits.h
@@ -70,7 +70,7 @@ class Program(Mapping[str, Call]):
             return True  # the call will tell
         return done.returncode != UNWRITTEN
 
-    def _function(self, part: Part) -> Call:
+    def _function(self, part: Exercise) -> Call:
         def call(**given: Any) -> Any:
             status, data = self._run(part.name, to_npz(flat(given)))
             if status != 0:

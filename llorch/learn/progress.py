@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
-from llorch.learn.apart import Outcome
 from llorch.learn.lessons import BY_NUMBER, Lesson
+from llorch.learn.sandbox import Outcome
 from llorch.learn.sources import fingerprint
 from llorch.learn.verdict import BORROWED, NOT_RUN
 from llorch.verify.judge import FAIL, PASS
@@ -52,7 +52,7 @@ class Standing:
     wrong: str = ""
 
 
-class Progress:
+class LearnerProgress:
     """Of one folder."""
 
     def __init__(self, folder: Path, say: Say) -> None:

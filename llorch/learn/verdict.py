@@ -8,11 +8,11 @@ from textwrap import wrap
 
 from llorch.comparison import times_over
 from llorch.diagnosis.verdict import Suspect
-from llorch.learn.judging import Judged, NearMiss
+from llorch.learn.judging import LessonComparison, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.wrong import Number, Wrong, is_shown
 from llorch.stages import STAGES
-from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.judge import FAIL, PASS, Comparison
 
 BORROWED, NOT_RUN = "BORROWED", "NOT RUN"
 WIDTH, LABEL, LISTED, NOTES = 110, 23, 6, 2
@@ -20,7 +20,7 @@ _ORDER = {stage.name: at for at, stage in enumerate(STAGES)}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LessonVerdict:
     """What is said of one lesson.
 
     Attributes:
@@ -38,7 +38,7 @@ class Verdict:
 
     lesson: str
     word: str
-    judged: Sequence[Judged] = field(default=(), repr=False)
+    judged: Sequence[LessonComparison] = field(default=(), repr=False)
     borrowed: Sequence[str] = ()
     fault: str = ""
     suspects: Sequence[Suspect] = ()
@@ -48,7 +48,7 @@ class Verdict:
     traceback: str = field(default="", repr=False)
 
     @cached_property
-    def wrong(self) -> list[Judged]:
+    def wrong(self) -> list[LessonComparison]:
         """The comparisons that failed, the one to begin with first."""
         parts = list(dict.fromkeys(each.part for each in self.judged))
         failed = (each for each in self.judged if each.row.verdict == FAIL)
@@ -154,7 +154,7 @@ def _explains(suspect: Suspect) -> str:
     return f"explains {_percent(suspect.share)} of the error" if suspect.left else "explains the whole error"
 
 
-def _place_in_run(each: Judged) -> tuple[float, ...]:
+def _place_in_run(each: LessonComparison) -> tuple[float, ...]:
     """Isolated before what is inherited, the beginning of a text before its far end, the first stage first."""
     place = each.row.place
     layer = -1 if place.layer is None and place.stage == "embed" else math.inf if place.layer is None else place.layer
@@ -167,7 +167,7 @@ def _line(label: str, said: str) -> Iterator[str]:
     yield from (f"{'':<{LABEL}}{line}" for line in rest)
 
 
-def _stage(row: Row) -> str:
+def _stage(row: Comparison) -> str:
     layer = "" if row.layer is None else f" of layer {row.layer}"
     return f"{row.stage}{layer}"
 
@@ -180,7 +180,7 @@ def _percent(share: float) -> str:
     return f"{100 * min(share, 0.9999):.2f} %"
 
 
-def _passed(rows: Sequence[Row]) -> Iterator[str]:
+def _passed(rows: Sequence[Comparison]) -> Iterator[str]:
     """The comparison that is nearest to its limit; how many there are."""
     worst = max(rows, key=lambda row: times_over(row.error, row.tolerance))
     engines = "" if math.isnan(worst.producer_error) else f", the engine's own ~{worst.producer_error:.0e}"
@@ -197,7 +197,7 @@ def _next(number: str) -> Iterator[str]:
         yield f"next: {behind[0]} {BY_NUMBER[behind[0]].name}"
 
 
-def word_for(judged: Sequence[Judged], borrowed: Sequence[str], fault: str) -> str:
+def word_for(judged: Sequence[LessonComparison], borrowed: Sequence[str], fault: str) -> str:
     """The word for what was found."""
     if fault or any(each.row.verdict == FAIL for each in judged):
         return FAIL

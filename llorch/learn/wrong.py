@@ -8,8 +8,8 @@ import numpy as np
 
 from llorch.diagnosis.mistakes import AFTER_LOGITS
 from llorch.diagnosis.profile import by_token, has_heads
-from llorch.learn.judging import Judged
-from llorch.places import Place
+from llorch.learn.judging import LessonComparison
+from llorch.places import StageRef
 from llorch.stages import BY_NAME
 
 CLEARLY = 10.0  # times what is allowed, so that rounding decides nothing that is said
@@ -39,7 +39,7 @@ class Number:
 class Wrong:
     """A comparison that failed, of an array that has the shape it should have."""
 
-    def __init__(self, judged: Judged) -> None:
+    def __init__(self, judged: LessonComparison) -> None:
         """Of one that has a claim and an array."""
         assert judged.claim is not None
         assert judged.got is not None
@@ -151,7 +151,7 @@ class Wrong:
         return said
 
 
-def _axes_of_training(place: Place) -> tuple[str, ...]:
+def _axes_of_training(place: StageRef) -> tuple[str, ...]:
     """Of tensors of an adapter, of what goes into a block, and of the groups that always have the same."""
     kind = place.part.rpartition(".")[2]
     of_part = {
@@ -185,7 +185,7 @@ def _which(name: str, wrong: np.ndarray) -> str:
     return ", ".join(f"{said} {'wrong' if bad else 'right'}" for said, (bad, _) in zip(spoken, runs, strict=True))
 
 
-def is_shown(judged: Judged) -> bool:
+def is_shown(judged: LessonComparison) -> bool:
     """Whether its numbers can be looked at."""
     both = judged.claim is not None and judged.got is not None
     return both and judged.got.shape == judged.claim.want.shape  # type: ignore[union-attr] (both are there)

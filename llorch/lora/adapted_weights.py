@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
-from llorch.lora.targets import Part, Target
+from llorch.lora.targets import LoraTarget, MatrixPart
 from llorch.numerics import Numerics
 from llorch.ops.lora import Lora, LoraMatrix, Trained
 
@@ -66,7 +66,9 @@ class AdaptedWeights(Weights):
     def _beside(self, weights: Weights) -> "AdaptedWeights":
         return AdaptedWeights(weights, self._adapter, parameters=self._parameters, masks=self._masks)
 
-    def _lora(self, target: Target | None, part: Part | None = None, expert: int | None = None) -> Lora | None:
+    def _lora(
+        self, target: LoraTarget | None, part: MatrixPart | None = None, expert: int | None = None
+    ) -> Lora | None:
         """The adapter of a target in the dtype of the run; of a part, or of one expert, what stands beside that."""
         if target is None:
             return None
@@ -87,8 +89,8 @@ class AdaptedWeights(Weights):
 class Share:
     """What of an adapter's tensors belongs to one of several matrices; called, it gives gradients of them all."""
 
-    target: Target
-    part: Part
+    target: LoraTarget
+    part: MatrixPart
     expert: int | None
     shapes: Mapping[str, tuple[int, ...]]
 

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 from llorch.config import ModelConfig
 from llorch.errors import ErrorCode, FormatError
 from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Target, targets_of
+from llorch.lora.targets import LoraTarget, targets_of
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
 _SHOWN = 5  # names of one fault in a message
@@ -39,7 +39,7 @@ class Adapter:
     """One adapter; see `checked`."""
 
     config: LoraConfig
-    targets: Mapping[str, Target]  # by canonical name, in the order of the forward pass
+    targets: Mapping[str, LoraTarget]  # by canonical name, in the order of the forward pass
     tensors: Mapping[str, LoraTensors]  # the same names
 
     @property
@@ -96,7 +96,7 @@ def assembled(
     return Adapter(config, targets, found)
 
 
-def targets_in(config: LoraConfig, model: ModelConfig, path: str | None) -> Mapping[str, Target]:
+def targets_in(config: LoraConfig, model: ModelConfig, path: str | None) -> Mapping[str, LoraTarget]:
     """The matrices that an adapter stands beside; FormatError Missing where one is named that the model lacks."""
     try:
         return config.targets(model)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import regex
 
 from llorch.config import ModelConfig
-from llorch.lora.targets import OF_EXPERTS, ROUTERS, Target, in_whole, targets_of
+from llorch.lora.targets import OF_EXPERTS, ROUTERS, LoraTarget, in_whole, targets_of
 
 Number = TypeVar("Number", int, float)
 _MATCH_SECONDS = 1.0
@@ -63,7 +63,7 @@ class LoraConfig:
             except re.error as error:
                 raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
-    def targets(self, config: ModelConfig) -> Mapping[str, Target]:
+    def targets(self, config: ModelConfig) -> Mapping[str, LoraTarget]:
         """The matrices it stands beside, in forward order; ValueError for a module that is nowhere in the model."""
         every = targets_of(config)
         named = {"module": (self.target_modules, False), "parameter": (self.target_parameters, True)}
@@ -97,20 +97,20 @@ class LoraConfig:
                 f"lora config: expected names that match a matrix of the adapter, got {told}; correct or remove it"
             )
 
-    def rank_of(self, target: Target) -> int:
+    def rank_of(self, target: LoraTarget) -> int:
         """Rank of the adapter of one matrix."""
         return _by_pattern(self.rank_pattern, target.path, self.r)
 
-    def alpha_of(self, target: Target) -> float:
+    def alpha_of(self, target: LoraTarget) -> float:
         """Alpha of the adapter of one matrix."""
         return _by_pattern(self.alpha_pattern, target.path, self.lora_alpha)
 
-    def scaling_of(self, target: Target) -> float:
+    def scaling_of(self, target: LoraTarget) -> float:
         """What the adapter's product is multiplied with."""
         rank = self.rank_of(target)
         return self.alpha_of(target) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def _takes(self, target: Target) -> bool:
+    def _takes(self, target: LoraTarget) -> bool:
         if target.is_parameter:
             return any(_ends(target.path, end) for end in self.target_parameters)
         if self.layers_to_transform is not None and _layer_of(target) not in self.layers_to_transform:
@@ -118,7 +118,7 @@ class LoraConfig:
         return _fits(target, self.target_modules) and not (self.exclude_modules and _fits(target, self.exclude_modules))
 
 
-def names_of(targets: Mapping[str, Target], model: ModelConfig) -> dict[str, Any]:
+def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str, Any]:
     """`target_modules` and `target_parameters` of an adapter: ends of paths where every layer has the same, else whole.
 
     Each sorted.
@@ -148,7 +148,7 @@ def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) ->
     return replace(config, **names_of(chosen, model), **patterns, exclude_modules=(), layers_to_transform=None)
 
 
-def patterns_of(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, Any]:
+def patterns_of(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, Any]:
     """`rank_pattern` and `alpha_pattern` that give each target, by another path, what a configuration gives it.
 
     Those of the configuration where they do.
@@ -180,7 +180,7 @@ def pattern_of(paths: Iterable[str]) -> str:
     )
 
 
-def modules(targets: Iterable[Target]) -> list[Target]:
+def modules(targets: Iterable[LoraTarget]) -> list[LoraTarget]:
     """Those that are modules of transformers, not parameters."""
     return [target for target in targets if not target.is_parameter]
 
@@ -200,7 +200,7 @@ def _absent(kind: str, absent: list[str], paths: list[str], config: ModelConfig)
     return told
 
 
-def _fits(target: Target, modules: tuple[str, ...] | str) -> bool:
+def _fits(target: LoraTarget, modules: tuple[str, ...] | str) -> bool:
     if modules == ALL_LINEAR:
         return target.name not in ("embed_tokens", "lm_head")
     if isinstance(modules, str):
@@ -221,13 +221,13 @@ def _matches(pattern: str, path: str) -> bool:
         raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
 
-def _idle(modules: tuple[str, ...] | str, targets: Collection[Target]) -> list[str]:
+def _idle(modules: tuple[str, ...] | str, targets: Collection[LoraTarget]) -> list[str]:
     """Those of some names, or the pattern that stands for them, which fit no target."""
     each = [(name, (name,)) for name in modules] if isinstance(modules, tuple) else [(modules, modules)]
     return [shown for shown, one in each if not any(_fits(target, one) for target in targets)]
 
 
-def _layer_of(target: Target) -> int | None:
+def _layer_of(target: LoraTarget) -> int | None:
     found = re.match(r"layers\.(\d+)\.", target.name)
     return None if found is None else int(found[1])
 
@@ -236,7 +236,7 @@ def _ends(path: str, end: str) -> bool:
     return path == end or path.endswith(f".{end}")
 
 
-def _hits(pattern: str, targets: Collection[Target]) -> bool:
+def _hits(pattern: str, targets: Collection[LoraTarget]) -> bool:
     return any(_fits_end(pattern, target.path) for target in targets)
 
 

@@ -20,7 +20,7 @@ from llorch.lora.files import adapter_for, read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
 from llorch.lora.peft_format import BASE_FILE, OF_WHOLE, TENSOR_FILE, write_peft
-from llorch.write_checks import check_places, size_of
+from llorch.output_paths import check_places, size_of
 
 
 @dataclass(frozen=True, kw_only=True)

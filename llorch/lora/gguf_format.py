@@ -21,9 +21,9 @@ import numpy as np
 from gguf import GGUFWriter
 
 from llorch.config import FAMILIES, ModelConfig
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
-from llorch.files.export import Entry, write_entries
+from llorch.files.export import TensorToWrite, write_entries
 from llorch.files.gguf import GGUFFile
 from llorch.files.new_file import new_file
 from llorch.files.quant import GGMLType
@@ -31,7 +31,7 @@ from llorch.files.strict_json import parse_json
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, names_of
-from llorch.lora.targets import Part, Target, targets_of
+from llorch.lora.targets import LoraTarget, MatrixPart, targets_of
 
 ALPHA, BASE_KEY = "adapter.lora.alpha", "llorch.base"
 _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}
@@ -50,7 +50,8 @@ def write_lora_gguf(
     alpha = common_alpha(adapter)
     stored = _stored(adapter, folded=alpha is None)
     entries = [
-        Entry(name, array.shape, GGMLType.F32, lambda array=array: iter([array])) for name, array in stored.items()
+        TensorToWrite(name, array.shape, GGMLType.F32, lambda array=array: iter([array]))
+        for name, array in stored.items()
     ]
 
     def add_metadata(writer: GGUFWriter) -> None:
@@ -132,7 +133,7 @@ def _check_header(file: GGUFFile, model: ModelConfig) -> None:
         raise fields.error("BaseMismatch", "general.architecture", FAMILIES[model.family].gguf, family)
 
 
-def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, Target]:
+def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, LoraTarget]:
     """The matrices that have both halves."""
     known = {part.name: target for target in targets_of(model).values() for part in target.gguf}
     halves = {
@@ -157,7 +158,7 @@ def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, Target]:
     return {known[name].name: known[name] for name in known if name in one}
 
 
-def _arrays(file: GGUFFile, targets: Mapping[str, Target], alpha: float) -> dict[str, np.ndarray]:
+def _arrays(file: GGUFFile, targets: Mapping[str, LoraTarget], alpha: float) -> dict[str, np.ndarray]:
     """Tensors by flat name; where parts of a target have several scales, each is multiplied into its rows of B."""
     arrays = {}
     for name, target in targets.items():
@@ -168,7 +169,7 @@ def _arrays(file: GGUFFile, targets: Mapping[str, Target], alpha: float) -> dict
     return arrays
 
 
-def _pair(file: GGUFFile, target: Target, part: Part) -> tuple[np.ndarray, np.ndarray]:
+def _pair(file: GGUFFile, target: LoraTarget, part: MatrixPart) -> tuple[np.ndarray, np.ndarray]:
     found = []
     for suffix in _SUFFIXES.values():
         array = file.array(part.name + suffix)
@@ -185,7 +186,7 @@ def _pair(file: GGUFFile, target: Target, part: Part) -> tuple[np.ndarray, np.nd
 
 
 def joined_pairs(
-    target: Target, pairs: Mapping[Part, tuple[np.ndarray, np.ndarray]], *, alpha: float = 0.0
+    target: LoraTarget, pairs: Mapping[MatrixPart, tuple[np.ndarray, np.ndarray]], *, alpha: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """One adapter of a target from those of its parts: with their lora_a if it is the same, else with all ranks.
 
@@ -209,7 +210,7 @@ def joined_pairs(
 
 
 def _config_of(
-    file: GGUFFile, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray], model: ModelConfig
+    file: GGUFFile, targets: Mapping[str, LoraTarget], arrays: Mapping[str, np.ndarray], model: ModelConfig
 ) -> LoraConfig:
     """Rank by rank as the tensors have them; alpha as the file says, or each matrix's rank where it says none."""
     ranks = {

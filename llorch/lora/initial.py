@@ -24,7 +24,7 @@ from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 from llorch.lora.merge import output_lengths
-from llorch.lora.targets import Target
+from llorch.lora.targets import LoraTarget
 
 INITS = ("default", "gaussian", "pissa")
 
@@ -59,7 +59,7 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
     return checked(config, tensors, weights.config)
 
 
-def base_matrix(weights: Weights, target: Target) -> Float[np.ndarray, "rows columns"]:
+def base_matrix(weights: Weights, target: LoraTarget) -> Float[np.ndarray, "rows columns"]:
     """The matrix that an adapter stands beside, as transformers has it."""
     if all(part.rows is None for part in target.parts):
         return weights.read(target.weight)
@@ -104,7 +104,7 @@ def _of_twice_the_rank(config: LoraConfig) -> LoraConfig:
     )
 
 
-def _drawn(target: Target, rank: int, init: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _drawn(target: LoraTarget, rank: int, init: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     lora_A, lora_B = np.zeros(target.shape_A(rank), np.float32), np.zeros(target.shape_B(rank), np.float32)
     if target.is_embedding:
         lora_B = _generator(seed, f"{target.name}.{LORA_B}").standard_normal(lora_B.shape)

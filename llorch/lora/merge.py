@@ -15,7 +15,7 @@ from jaxtyping import Float
 from llorch.errors import FormatError
 from llorch.files import Slot, Weights
 from llorch.lora.adapter import Adapter, LoraTensors
-from llorch.lora.targets import Part, Target
+from llorch.lora.targets import LoraTarget, MatrixPart
 
 _AT_ONCE = 1 << 20  # elements in float64 at a time
 
@@ -54,7 +54,7 @@ class MergedWeights(Weights):
         return False  # what the file packs is not what is multiplied
 
 
-def parts_of(adapter: Adapter) -> Mapping[str, tuple[Target, Part]]:
+def parts_of(adapter: Adapter) -> Mapping[str, tuple[LoraTarget, MatrixPart]]:
     """What stands beside each weight; a tied `lm_head` has become a weight of its own."""
     targets = adapter.targets.values()
     return {"lm_head" if t.name == "lm_head" else part.name: (t, part) for t in targets for part in t.parts}

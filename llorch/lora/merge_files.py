@@ -15,16 +15,15 @@ from llorch.families import forward
 from llorch.files import Weights, open_weights
 from llorch.files.encode import encode
 from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
-from llorch.files.names import inventory
 from llorch.files.new_file import new_folder
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import GGMLType, decode
+from llorch.files.tensor_names import inventory
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.files import adapter_for
 from llorch.lora.merge import MergedWeights, parts_of
-from llorch.tokenizer.generation_ends import GENERATION, chat_ends, unnamed_ends, with_ends
-from llorch.write_checks import (
+from llorch.output_paths import (
     CONFIG,
     check_places,
     copied_beside,
@@ -34,6 +33,7 @@ from llorch.write_checks import (
     size_of,
     without_quantisation,
 )
+from llorch.tokenizer.generation_ends import GENERATION, chat_ends, unnamed_ends, with_ends
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
 N_IDS = 12  # that are compared

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from llorch.config import ModelConfig
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.strict_json import read_json
 from llorch.lora.config import ALL_LINEAR, LoraConfig, modules, pattern_of, patterns_of
-from llorch.lora.targets import AS_IN_VERSION_4, OF_EXPERTS, Target
+from llorch.lora.targets import AS_IN_VERSION_4, OF_EXPERTS, LoraTarget
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
     return config, fields.text("base_model_name_or_path") if fields.has("base_model_name_or_path") else None
 
 
-def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str) -> str:
+def config_json(config: LoraConfig, targets: Mapping[str, LoraTarget], *, base: str) -> str:
     """Express a configuration as PEFT does; equal text for equal arguments, whatever the order of modules in them."""
     values = {
         "alpha_pattern": {key: _short(alpha) for key, alpha in config.alpha_pattern.items()},
@@ -233,7 +233,7 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
     )
 
 
-def _listed(names: tuple[str, ...] | str, targets: Mapping[str, Target]) -> list[str] | str:
+def _listed(names: tuple[str, ...] | str, targets: Mapping[str, LoraTarget]) -> list[str] | str:
     """Module names, sorted: PEFT writes a set, whose order changes from run to run."""
     if names == ALL_LINEAR:
         return sorted({target.path.rpartition(".")[2] for target in modules(targets.values())})
@@ -244,7 +244,7 @@ def _short(alpha: float) -> float | int:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def _patterned_layers(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, object]:
+def _patterned_layers(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, object]:
     """PEFT takes no choice of layers beside a regular expression: name every module then."""
     if config.layers_to_transform is None or not isinstance(_listed(config.target_modules, targets), str):
         return {}
@@ -252,7 +252,7 @@ def _patterned_layers(config: LoraConfig, targets: Mapping[str, Target]) -> dict
     return {"target_modules": paths, "layers_to_transform": None}
 
 
-def _in_whole(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, object]:
+def _in_whole(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, object]:
     """In a model that sees, too, the end of a name may be that of a module which sees: each module is named whole."""
     if not any(target.whole_path for target in targets.values()):
         return {}

@@ -21,15 +21,15 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, file_inside
-from llorch.files.names import form_of, path_alone
 from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile, tensor_bytes
 from llorch.files.strict_json import read_json
+from llorch.files.tensor_names import form_of, path_alone
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some, targets_in
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, from_whole
 from llorch.lora.peft_config import CONFIG_FILE, REMEDY, config_json, in_version_5, read_config, with_tied
-from llorch.lora.targets import Target, alone
+from llorch.lora.targets import LoraTarget, alone
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, fold
         raise FormatError("Missing", str(error), path=folder) from None
 
 
-def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, str]:
+def _stored_names(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, str]:
     """Our names to those in the file."""
     names = {}
     for target in targets.values():
@@ -179,7 +179,7 @@ def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str
     return names
 
 
-def _module_of(target: Target, targets: Mapping[str, Target]) -> str:
+def _module_of(target: LoraTarget, targets: Mapping[str, LoraTarget]) -> str:
     """The module that PEFT puts an adapter on: of two parameters of one module, the first is inside of the second."""
     if not target.is_parameter:
         return target.stored_path
@@ -188,7 +188,7 @@ def _module_of(target: Target, targets: Mapping[str, Target]) -> str:
     return f"{owner}.base_layer" if inside else owner
 
 
-def _check_copies(file: SafetensorsFile, targets: Mapping[str, Target]) -> None:
+def _check_copies(file: SafetensorsFile, targets: Mapping[str, LoraTarget]) -> None:
     """PEFT stores the base's own matrix beside an adapter of embedding or output; it must be that."""
     for name, info in file.tensors.items():
         if not name.endswith(_COPY):

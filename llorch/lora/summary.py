@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from llorch.fields import Fields
+from llorch.config_reader import Fields
 from llorch.files import Weights
 from llorch.files.gguf import GGUFFile
-from llorch.files.names import path_alone
 from llorch.files.safetensors import SafetensorsFile
+from llorch.files.tensor_names import path_alone
 from llorch.lora.config import LoraConfig
 from llorch.lora.files import recorded_base
 from llorch.lora.gguf_format import ALPHA
 from llorch.lora.peft_config import read_config
 from llorch.lora.peft_format import tensor_file
-from llorch.lora.targets import Target, targets_of
+from llorch.lora.targets import LoraTarget, targets_of
 
 _PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.default)?(?:\.weight)?$")
 _GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")
@@ -111,7 +111,7 @@ def _summary(
     lora_A, lora_B = pair["A"], pair["B"]
     rank, whole = lora_B.shape[-1], _parameter(path, config)
     if config is not None:
-        target = Target(path, whole, lora_A.shape[-1], len(lora_B), (), ())
+        target = LoraTarget(path, whole, lora_A.shape[-1], len(lora_B), (), ())
         scaling = config.scaling_of(target)
         if ".experts" in path and rank % config.rank_of(target) == 0 and lora_A.ndim == lora_B.ndim == 2:
             target = replace(target, n_experts=rank // config.rank_of(target))

@@ -44,7 +44,7 @@ import numpy as np
 
 from llorch.config import FAMILIES, ModelConfig
 from llorch.files.export_huggingface import written_family
-from llorch.files.names import Weight, interleave, inventory, path_in_whole, prefixes_of
+from llorch.files.tensor_names import Weight, interleave, inventory, path_in_whole, prefixes_of
 
 AS_IN_VERSION_4 = ("qwen3_moe", "qwen3_next")  # families of which PEFT takes names of modules for those of experts
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names
@@ -52,7 +52,7 @@ ROUTERS = ("gate", "router")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatrixPart:
     """A matrix of ours, or of a GGUF file, that some rows of a target stand beside; None: all, as they are."""
 
     name: str
@@ -61,15 +61,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """One matrix, or one for each expert, that an adapter may stand beside."""
 
     name: str  # canonical: `layers.3.q_proj`, `embed_tokens` or `lm_head`
     path: str  # in transformers: of a module `model.layers.3.self_attn.q_proj`, or of a parameter `...mlp.gate.weight`
     n_in: int  # of an embedding the vocabulary
     n_out: int
-    parts: tuple[Part, ...]  # of the weights; a tied `lm_head` stands beside the embedding
-    gguf: tuple[Part, ...]  # of the tensors in GGUF files, without the suffix of their names: `blk.3.attn_q`
+    parts: tuple[MatrixPart, ...]  # of the weights; a tied `lm_head` stands beside the embedding
+    gguf: tuple[MatrixPart, ...]  # of the tensors in GGUF files, without the suffix of their names: `blk.3.attn_q`
     is_parameter: bool = False  # named in target_parameters, not target_modules
     n_experts: int = 0  # 0: one matrix
     turned: bool = False  # lora_A belongs to what comes out, lora_B to what goes in
@@ -107,14 +107,14 @@ class Target:
         second = lora_B.reshape(len(lora_B), -1, self.n_experts).swapaxes(0, 2).swapaxes(1, 2)
         return (second.swapaxes(1, 2), first.swapaxes(1, 2)) if self.turned else (first, second)
 
-    def pair_of(self, part: Part, lora_A: np.ndarray, lora_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def pair_of(self, part: MatrixPart, lora_A: np.ndarray, lora_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What of the adapter stands beside a part; with experts each has an axis more."""
         own_A, own_B = self.by_expert(lora_A, lora_B)
         own_A = own_A if part.columns is None else own_A[..., list(part.columns)]
         return own_A, own_B if part.rows is None else own_B[..., list(part.rows), :]
 
 
-def targets_of(config: ModelConfig) -> Mapping[str, Target]:
+def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
     """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
     weights = inventory(config)
     found = {"embed_tokens": _plain(weights["embed_tokens"], "model.embed_tokens")}
@@ -122,27 +122,27 @@ def targets_of(config: ModelConfig) -> Mapping[str, Target]:
         found |= {target.name: target for target in _of_layer(config, layer, weights)}
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     vocab, hidden = weights["embed_tokens"].shape
-    found |= {"lm_head": Target("lm_head", "lm_head", hidden, vocab, (Part(head),), (Part("output"),))}
+    found |= {"lm_head": LoraTarget("lm_head", "lm_head", hidden, vocab, (MatrixPart(head),), (MatrixPart("output"),))}
     text_has_no_class = written_family(config) != config.family
     return in_whole(found, FAMILIES[config.family].in_whole) if config.part_of_whole or text_has_no_class else found
 
 
-def in_whole(targets: Mapping[str, Target], form: tuple[str, str]) -> dict[str, Target]:
+def in_whole(targets: Mapping[str, LoraTarget], form: tuple[str, str]) -> dict[str, LoraTarget]:
     """The same beside a model that sees, too; `form` is what its family says."""
     return {name: replace(target, whole_path=path_in_whole(target.path, form)) for name, target in targets.items()}
 
 
-def alone(targets: Mapping[str, Target]) -> dict[str, Target]:
+def alone(targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
     """The same beside the text part alone."""
     return {name: replace(target, whole_path="") for name, target in targets.items()}
 
 
-def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[Target]:
+def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[LoraTarget]:
     traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
     mlp = FAMILIES[config.family].mlp
     as_parameter = ".weight" if config.family in AS_IN_VERSION_4 else ""
 
-    def plain(short: str, path: str) -> Target:
+    def plain(short: str, path: str) -> LoraTarget:
         return _plain(weights[ours + short], theirs + path)
 
     def named(*shorts: str) -> list[Weight]:
@@ -174,14 +174,14 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         yield plain("shared_gate", f"{mlp}.shared_expert_gate")
 
 
-def _plain(weight: Weight, path: str) -> Target:
+def _plain(weight: Weight, path: str) -> LoraTarget:
     """A matrix that is one everywhere."""
     short, (n_out, n_in) = weight.name.rpartition(".")[2], weight.shape
     if short == "embed_tokens":
         n_out, n_in = n_in, n_out
-    gguf = Part(_tensor(weight), *_order_in_gguf(weight))
+    gguf = MatrixPart(_tensor(weight), *_order_in_gguf(weight))
     is_parameter = path.endswith(".weight")
-    return Target(weight.name, path, n_in, n_out, (Part(weight.name),), (gguf,), is_parameter)
+    return LoraTarget(weight.name, path, n_in, n_out, (MatrixPart(weight.name),), (gguf,), is_parameter)
 
 
 def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -193,24 +193,26 @@ def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, .
     return rows, columns
 
 
-def _joined(path: str, short: str, of: list[Weight]) -> Target:
+def _joined(path: str, short: str, of: list[Weight]) -> LoraTarget:
     """One of the two matrices of Qwen3-Next; GGUF files have qkv and z apart, b and a joined as they are."""
     rows = [_numbers(weight.in_huggingface.rows.index()) for weight in of if weight.in_huggingface.rows is not None]
-    parts = tuple(Part(weight.name, own) for weight, own in zip(of, rows, strict=True))
+    parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))
     tensors = {_tensor(weight): own for weight, own in zip(of, rows, strict=True)}
-    gguf = tuple(Part(name, own if len(tensors) > 1 else None) for name, own in tensors.items())
+    gguf = tuple(MatrixPart(name, own if len(tensors) > 1 else None) for name, own in tensors.items())
     prefix = of[0].name.rpartition(".")[0]
-    return Target(f"{prefix}.{short}", path, of[0].shape[1], sum(map(len, rows)), parts, gguf)
+    return LoraTarget(f"{prefix}.{short}", path, of[0].shape[1], sum(map(len, rows)), parts, gguf)
 
 
-def _experts(path: str, short: str, of: list[Weight], *, turned: bool) -> Target:
+def _experts(path: str, short: str, of: list[Weight], *, turned: bool) -> LoraTarget:
     """A parameter that holds a matrix of every expert, gate and up joined."""
     n_experts, n_out, n_in = of[0].shape
     rows = [_numbers(np.arange(i * n_out, (i + 1) * n_out)) if len(of) > 1 else None for i in range(len(of))]
-    parts = tuple(Part(weight.name, own) for weight, own in zip(of, rows, strict=True))
-    gguf = tuple(Part(_tensor(weight), own) for weight, own in zip(of, rows, strict=True))
+    parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))
+    gguf = tuple(MatrixPart(_tensor(weight), own) for weight, own in zip(of, rows, strict=True))
     name = f"{of[0].name.rpartition('.')[0]}.experts_{short}"
-    return Target(name, path, n_in, n_out * len(of), parts, gguf, is_parameter=True, n_experts=n_experts, turned=turned)
+    return LoraTarget(
+        name, path, n_in, n_out * len(of), parts, gguf, is_parameter=True, n_experts=n_experts, turned=turned
+    )
 
 
 def _tensor(weight: Weight) -> str:

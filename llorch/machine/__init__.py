@@ -15,13 +15,13 @@ beside this one. In the order to read:
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from llorch.machine.finding import Finding
+from llorch.machine.finding import HealthCheck
 from llorch.machine.packages import imported, of_packages
 
 REPORT_VERSION = 1
 
 
-def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
+def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[HealthCheck]:
     """Look at everything; `report` is told what is being looked at."""
     report("packages")
     with ThreadPoolExecutor(2) as pool:
@@ -29,7 +29,7 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Findi
     found = list(of_packages(probed))
     yield from found
     if any(one.part == "packages" and one.state == "broken" for one in found):
-        yield Finding("machine", "all else", "note", "not checked, because the check needs these packages")
+        yield HealthCheck("machine", "all else", "note", "not checked, because the check needs these packages")
         return
     from llorch.machine.caches import of_caches
     from llorch.machine.engines import of_torch, of_witnesses

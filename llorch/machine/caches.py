@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from llorch.machine.finding import Finding
+from llorch.machine.finding import HealthCheck
 
 _LITTLE = 1e9  # bytes
 
 
-def of_caches() -> Iterator[Finding]:
+def of_caches() -> Iterator[HealthCheck]:
     """Each cache, be it there or not."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or root / "huggingface") / "hub")
@@ -18,14 +18,14 @@ def of_caches() -> Iterator[Finding]:
     yield _cache("compiled, measured", root / "llorch")
 
 
-def _cache(name: str, folder: Path) -> Finding:
+def _cache(name: str, folder: Path) -> HealthCheck:
     place = next(one for one in (folder, *folder.parents) if one.exists())
     free = shutil.disk_usage(place).free
     taken = f"{_size(folder) / 1e6:.1f} MB" if folder.exists() else "not created yet"
     text = f"{folder}: {taken}; {free / 1e9:.1f} GB free"
     if not os.access(place, os.W_OK):
-        return Finding("caches", name, "note", f"{text}; not writable")
-    return Finding("caches", name, "ok" if free >= _LITTLE else "note", text)
+        return HealthCheck("caches", name, "note", f"{text}; not writable")
+    return HealthCheck("caches", name, "ok" if free >= _LITTLE else "note", text)
 
 
 def _size(folder: Path) -> int:

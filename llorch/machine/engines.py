@@ -8,7 +8,7 @@ from typing import Any
 from llorch.builtin import goldens_folder
 from llorch.files.strict_json import read_json
 from llorch.machine.child import said_by
-from llorch.machine.finding import Finding
+from llorch.machine.finding import HealthCheck
 from llorch.machine.packages import installed_version
 
 _TORCH = """
@@ -19,7 +19,7 @@ try:
     say({"devices": [f"{one.name}, {one.total_memory / 1e9:.0f} GB, sm_{one.major}{one.minor}" for one in found]})
 except Exception as error:
     say({"devices": [], "why": str(error)})
-from llorch.pytorch.cpu.library import find_compiler, library
+from llorch.pytorch.kernels.cpu.library import find_compiler, library
 class Kept(logging.Handler):
     def emit(self, record):
         say({"why_not": record.getMessage()})
@@ -35,7 +35,7 @@ _OF_WITNESSES = {  # by engine: what goldens name a version by, and whose it is
 }
 
 
-def of_torch() -> Iterator[Finding]:
+def of_torch() -> Iterator[HealthCheck]:
     """Devices that torch sees, and the C leaves of the torch path, built where they are not yet."""
     if find_spec("torch") is None:
         return
@@ -45,32 +45,36 @@ def of_torch() -> Iterator[Finding]:
     yield _leaves(facts, why)
 
 
-def _devices(facts: Mapping[str, Any], why: str) -> Finding:
+def _devices(facts: Mapping[str, Any], why: str) -> HealthCheck:
     if "devices" not in facts:
-        return Finding("engines", "devices", "broken", f"torch {why}", "pip install --force-reinstall torch")
+        return HealthCheck("engines", "devices", "broken", f"torch {why}", "pip install --force-reinstall torch")
     if facts["devices"]:
-        return Finding("engines", "devices", "ok", f"cpu; {'; '.join(facts['devices'])}")
+        return HealthCheck("engines", "devices", "ok", f"cpu; {'; '.join(facts['devices'])}")
     if not _DRIVER.exists():
-        return Finding("engines", "devices", "ok", "cpu")
+        return HealthCheck("engines", "devices", "ok", "cpu")
     if not facts["built_for"]:
         text = "cpu; this machine has a GPU, but this torch is built without GPU support"
-        return Finding("engines", "devices", "note", text, "pip install --force-reinstall torch")
+        return HealthCheck("engines", "devices", "note", text, "pip install --force-reinstall torch")
     why = facts.get("why") or "torch gives no reason"
     text = f"cpu; this machine has a GPU, but torch for CUDA {facts['built_for']} does not find it: {why}"
-    return Finding("engines", "devices", "broken", text, "nvidia-smi  # the driver must support torch's CUDA version")
+    return HealthCheck(
+        "engines", "devices", "broken", text, "nvidia-smi  # the driver must support torch's CUDA version"
+    )
 
 
-def _leaves(facts: Mapping[str, Any], why: str) -> Finding:
+def _leaves(facts: Mapping[str, Any], why: str) -> HealthCheck:
     if facts.get("leaves"):
-        return Finding("engines", "C kernels", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
+        return HealthCheck("engines", "C kernels", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
     if "compiler" in facts and facts["compiler"] is None:
         text = "no C compiler, so a token takes at least twice as long on the torch path"
-        return Finding("engines", "C kernels", "absent", text, "apt-get install gcc  # or another C compiler")
+        return HealthCheck("engines", "C kernels", "absent", text, "apt-get install gcc  # or another C compiler")
     repair = "CC=gcc llorch doctor  # or another compiler"
-    return Finding("engines", "C kernels", "broken", str(facts.get("why_not") or f"cannot build them: {why}"), repair)
+    return HealthCheck(
+        "engines", "C kernels", "broken", str(facts.get("why_not") or f"cannot build them: {why}"), repair
+    )
 
 
-def of_witnesses(probed: Mapping[str, str]) -> Iterator[Finding]:
+def of_witnesses(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
     """The engines of others: whether they run, and whether they are those that made the goldens."""
     stored = read_json(goldens_folder() / "micro-llama" / "golden.json", limit=1 << 24)["provenance"]
     for engine, (name, packages) in _OF_WITNESSES.items():
@@ -79,19 +83,21 @@ def of_witnesses(probed: Mapping[str, str]) -> Iterator[Finding]:
 
 def _witness(
     engine: str, made_by: Mapping[str, str], packages: Mapping[str, str], probed: Mapping[str, str]
-) -> Finding:
+) -> HealthCheck:
     found = {package: installed_version(package) for package in packages.values()}
     text = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found.items())
     if None in found.values():
-        return Finding("reference engines", engine, "absent", text, "pip install 'llorch[golden]'")
+        return HealthCheck("reference engines", engine, "absent", text, "pip install 'llorch[golden]'")
     if any(probed.get(package) for package in found):
-        return Finding(
+        return HealthCheck(
             "reference engines", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'"
         )
     others = [f"{p} {made_by[key]}" for key, p in packages.items() if _plain(made_by[key]) != _plain(found[p])]
     if others:
-        return Finding("reference engines", engine, "note", f"{text}; the goldens were made with {', '.join(others)}")
-    return Finding("reference engines", engine, "ok", f"{text}, the versions that made the goldens")
+        return HealthCheck(
+            "reference engines", engine, "note", f"{text}; the goldens were made with {', '.join(others)}"
+        )
+    return HealthCheck("reference engines", engine, "ok", f"{text}, the versions that made the goldens")
 
 
 def _plain(version: str | None) -> str:

@@ -7,7 +7,7 @@ State = Literal["ok", "absent", "note", "broken"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthCheck:
     """One thing.
 
     Attributes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info
 
-from llorch.machine.finding import Finding
+from llorch.machine.finding import HealthCheck
 from llorch.memory import address_space_left, available_memory
 from llorch.threads import VARIABLES, n_cores
 
@@ -20,10 +20,10 @@ _FEATURES = (  # which decide how fast products of matrices are
 _LEAST = 1 << 30  # bytes; with less even small models may not load
 
 
-def of_hardware() -> Iterator[Finding]:
+def of_hardware() -> Iterator[HealthCheck]:
     """What computes, and where numbers lie."""
-    yield Finding("machine", "system", "ok", f"{platform.platform()}, Python {platform.python_version()}")
-    yield Finding("machine", "processor", "ok", processor())
+    yield HealthCheck("machine", "system", "ok", f"{platform.platform()}, Python {platform.python_version()}")
+    yield HealthCheck("machine", "processor", "ok", processor())
     yield _cores()
     yield _blas()
     yield memory()
@@ -41,30 +41,30 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"{fields.get('model name', platform.machine())}: {found}"
 
 
-def _cores() -> Finding:
+def _cores() -> HealthCheck:
     here, allowed = os.cpu_count() or 1, n_cores()
     said = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     text = f"{allowed} of {here} usable by llorch" + (f"; {', '.join(said)}" if said else "")
-    return Finding("machine", "cores", "ok", text)
+    return HealthCheck("machine", "cores", "ok", text)
 
 
-def _blas() -> Finding:
+def _blas() -> HealthCheck:
     import numpy as np  # whose BLAS it is
 
     found = [one for one in threadpool_info() if one["user_api"] == "blas"]
     if not found:
         text = f"NumPy {np.__version__} loads no known BLAS, so matrix products are slow"
-        return Finding("machine", "BLAS", "note", text, "pip install --force-reinstall numpy")
+        return HealthCheck("machine", "BLAS", "note", text, "pip install --force-reinstall numpy")
     one = found[0]
     built = f", for {one['architecture']}" if one.get("architecture") else ""
     text = f"{one['internal_api']} {one['version']}{built}, {one['num_threads']} threads (NumPy {np.__version__})"
-    return Finding("machine", "BLAS", "ok", text)
+    return HealthCheck("machine", "BLAS", "ok", text)
 
 
-def memory() -> Finding:
+def memory() -> HealthCheck:
     """What is left, and what a limit of the process leaves."""
     left, limit = available_memory(), address_space_left()
     text = f"{left / 1e9:.1f} GB left" if math.isfinite(left) else "unknown: this system does not report it"
     if math.isfinite(limit):
         text += f"; {limit / 1e9:.1f} GB of address space (ulimit -v)"
-    return Finding("machine", "memory", "ok" if left >= _LEAST else "note", text)
+    return HealthCheck("machine", "memory", "ok" if left >= _LEAST else "note", text)

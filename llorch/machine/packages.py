@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 from importlib.metadata import PackageNotFoundError, version
 
 from llorch.machine.child import imported_by
-from llorch.machine.finding import Finding
+from llorch.machine.finding import HealthCheck
 
 # As in pyproject.toml, by extra: a name in the package index and the least version.
 NEEDED = (
@@ -20,13 +20,20 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("llguidance>=1.7", "prometheus-client>=0.22", "pydantic>=2.11", "starlette>=1.0", "uvicorn>=0.40"),
     "hub": ("huggingface-hub>=1.0",),
     "golden": (
-        "accelerate>=1.10", "bitsandbytes>=0.49", "llama-cpp-python==0.3.36", "peft>=0.21", "tensorboard>=2.19",
-        "torch>=2.11", "transformers>=5.23",
+        "accelerate>=1.10", "bitsandbytes>=0.49", "compressed-tensors>=0.20", "llama-cpp-python==0.3.36", "peft>=0.21",
+        "tensorboard>=2.19", "torch>=2.11", "transformers>=5.23",
     ),
     "learn": ("watchfiles>=1.0",),
 }  # fmt: skip
 _MODULES = {"pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}  # where it is not the name with _ for -
-_WITH_TORCH = ("torch", "accelerate", "bitsandbytes", "peft", "transformers")  # one process loads torch for all
+_WITH_TORCH = (
+    "torch",
+    "accelerate",
+    "bitsandbytes",
+    "compressed-tensors",
+    "peft",
+    "transformers",
+)  # one process loads torch for all
 _TIMEOUT = 120.0  # seconds
 
 
@@ -62,34 +69,34 @@ def imported(pool: Executor) -> dict[str, str]:
     return {name: found[module] for name, module in modules.items()}
 
 
-def of_packages(probed: Mapping[str, str]) -> Iterator[Finding]:
+def of_packages(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
     """Llorch itself, each package that it needs, and each extra; `probed` is what `imported` gives."""
-    yield Finding("packages", "llorch", "ok", installed_version("llorch") or "run from its sources")
+    yield HealthCheck("packages", "llorch", "ok", installed_version("llorch") or "run from its sources")
     for one in NEEDED:
         yield _needed(one, probed)
     for extra, wanted in EXTRAS.items():
         yield _of_extra(extra, wanted, probed)
 
 
-def _needed(wanted: str, probed: Mapping[str, str]) -> Finding:
+def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
     name, found = name_of(wanted), installed_version(name_of(wanted))
     if found is None:
-        return Finding("packages", name, "broken", "is not installed", _install(wanted))
+        return HealthCheck("packages", name, "broken", "is not installed", _install(wanted))
     wrong = _fault(wanted, found, probed)
-    return Finding("packages", name, "broken" if wrong else "ok", found + wrong, _install(wanted) if wrong else "")
+    return HealthCheck("packages", name, "broken" if wrong else "ok", found + wrong, _install(wanted) if wrong else "")
 
 
-def _of_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> Finding:
+def _of_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> HealthCheck:
     found = {one: installed_version(name_of(one)) for one in wanted}
     faults = {one: _fault(one, there, probed) for one, there in found.items() if there}
     said = [f"{name_of(one)} {there}{faults[one]}" if there else f"no {name_of(one)}" for one, there in found.items()]
     text = ", ".join(said)
     broken = [one for one, fault in faults.items() if fault]
     if broken:
-        return Finding("extras", extra, "broken", text, _install(*broken))
+        return HealthCheck("extras", extra, "broken", text, _install(*broken))
     if None in found.values():
-        return Finding("extras", extra, "absent", text, f"pip install 'llorch[{extra}]'")
-    return Finding("extras", extra, "ok", text)
+        return HealthCheck("extras", extra, "absent", text, f"pip install 'llorch[{extra}]'")
+    return HealthCheck("extras", extra, "ok", text)
 
 
 def _fault(wanted: str, found: str, probed: Mapping[str, str]) -> str:

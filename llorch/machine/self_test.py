@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import compare
-from llorch.machine.finding import Finding
+from llorch.machine.finding import HealthCheck
 from llorch.model import load
 from llorch.verify.goldens import read
 
@@ -12,7 +12,7 @@ _MODEL = "micro-llama"
 _REPAIR = "llorch verify  # every model and stage, with the first wrong number"
 
 
-def self_test(goldens: Path | None = None) -> Finding:
+def self_test(goldens: Path | None = None) -> HealthCheck:
     """Run it; broken where a stage differs, or where it does not run at all."""
     try:
         golden = read((goldens or goldens_folder()) / _MODEL)
@@ -20,7 +20,7 @@ def self_test(goldens: Path | None = None) -> Finding:
         load(_MODEL).forward(golden.cases["near"].ids, trace=trace)
         reports = {engine: compare(trace, shown.traces["near"]) for engine, shown in golden.evidence.items()}
     except (OSError, ValueError, ImportError, ArithmeticError, MemoryError) as error:
-        return Finding("self-test", _MODEL, "broken", f"failed to run: {' '.join(str(error).split())}", _REPAIR)
+        return HealthCheck("self-test", _MODEL, "broken", f"failed to run: {' '.join(str(error).split())}", _REPAIR)
     wrong = {engine: report for engine, report in reports.items() if not report.agrees}
     text = "; ".join(f"{engine}: {report}" for engine, report in (wrong or reports).items())
-    return Finding("self-test", _MODEL, "broken" if wrong else "ok", text, _REPAIR if wrong else "")
+    return HealthCheck("self-test", _MODEL, "broken" if wrong else "ok", text, _REPAIR if wrong else "")

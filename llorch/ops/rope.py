@@ -6,8 +6,8 @@
     dL/dx = dL/dy turned by -angle, because a rotation turned over (transposed) is the rotation back
 
 Pairs are (j, j + half), the Hugging Face order; Llama GGUF files store them interleaved, which
-`files/names.py` undoes. Llama 4 alone has pairs (2j, 2j + 1) everywhere: `rope_adjacent`. Scaling for longer contexts
-changes inv_freq only (YaRN also scales cos and sin).
+`files/tensor_names.py` undoes. Llama 4 alone has pairs (2j, 2j + 1) everywhere: `rope_adjacent`. Scaling for longer
+contexts changes inv_freq only (YaRN also scales cos and sin).
 
 Source: arXiv:2104.09864; llama3, linear and yarn: transformers `modeling_rope_utils.py`; arXiv:2309.00071.
 """

@@ -32,7 +32,7 @@ _ELEMENTS_AT_ONCE = 1 << 16  # the temporaries then stay in the processor cache
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class GgmlBuild:
     """How one build of ggml computes the codes of Q8_0 and Q8_1."""
 
     from_maximum: bool  # x is multiplied by 127 / max|x|; otherwise by 1 / d, which is rounded twice
@@ -41,11 +41,11 @@ class Variant:
 
 
 # What overflow makes on NEON depends on the sign of x. It is multiplied by 0 all the same.
-VARIANTS: Mapping[VariantName, Variant] = MappingProxyType(
+VARIANTS: Mapping[VariantName, GgmlBuild] = MappingProxyType(
     {
-        "x86": Variant(from_maximum=True, half_away=False, overflow_code=-128),
-        "neon": Variant(from_maximum=False, half_away=False, overflow_code=0),
-        "generic": Variant(from_maximum=False, half_away=True, overflow_code=0),
+        "x86": GgmlBuild(from_maximum=True, half_away=False, overflow_code=-128),
+        "neon": GgmlBuild(from_maximum=False, half_away=False, overflow_code=0),
+        "generic": GgmlBuild(from_maximum=False, half_away=True, overflow_code=0),
     }
 )
 _MACHINES: dict[str, VariantName] = {"x86_64": "x86", "amd64": "x86", "arm64": "neon", "aarch64": "neon"}
@@ -140,7 +140,7 @@ def _fill_codes(source: np.ndarray, codes: np.ndarray, kind: BlockKind, variant:
     return _fill_codes_of_32(source, codes, VARIANTS[variant])
 
 
-def _fill_codes_of_32(source: np.ndarray, codes: np.ndarray, variant: Variant) -> np.ndarray:
+def _fill_codes_of_32(source: np.ndarray, codes: np.ndarray, variant: GgmlBuild) -> np.ndarray:
     # Transposed, the maximum runs along long rows, which NumPy does three times as fast.
     maximum = np.abs(source.T, order="C").max(axis=0)
     scale = maximum / np.float32(127)

@@ -21,7 +21,7 @@ def positions_of(attention_mask: Int[Tensor, "batch seq"] | Bool[Tensor, "batch 
 
 
 @dataclass(frozen=True)
-class Read:
+class HostCopy:
     """Tokens on their way to the host."""
 
     tokens: Tensor
@@ -29,7 +29,7 @@ class Read:
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, decoding: Decoding, start: int) -> "Read":
+    def of(cls, decoding: Decoding, start: int) -> "HostCopy":
         """Fetch the tokens from step `start` on; the host does not wait."""
         new = slice(start, decoding.n_done)
         if decoding.ids.device.type != "cuda":
@@ -51,7 +51,7 @@ def _on_its_way(tensor: Tensor) -> Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-class Running:
+class RunningBatch:
     """A batch on its way: launches steps, hands out tokens, drops sequences that ended."""
 
     def __init__(
@@ -64,11 +64,11 @@ class Running:
         self._total = max(job.max_tokens for job in jobs)
         on_cuda = decoding.ids.device.type == "cuda"
         self._group, self._ahead = (GROUP, 1) if on_cuda else (1, 0)
-        self._waiting: deque[tuple[list[int], Read]] = deque()
+        self._waiting: deque[tuple[list[int], HostCopy]] = deque()
 
     def __iter__(self) -> Iterator[tuple[int, Token]]:
         """Yield sequence and token, for each sequence in order."""
-        yield from self._hand_out(self._rows, Read.of(self.decoding, 0))  # before the next steps are launched
+        yield from self._hand_out(self._rows, HostCopy.of(self.decoding, 0))  # before the next steps are launched
         while self._some_are_open():
             self._go_on()
             if len(self._waiting) > self._ahead or self.decoding.n_done >= self._total:
@@ -88,9 +88,9 @@ class Running:
         for _ in range(start, stop):
             self.decoding.advance()
         if stop > start:
-            self._waiting.append((self._rows, Read.of(self.decoding, start)))
+            self._waiting.append((self._rows, HostCopy.of(self.decoding, start)))
 
-    def _hand_out(self, rows: list[int], read: Read) -> Iterator[tuple[int, Token]]:
+    def _hand_out(self, rows: list[int], read: HostCopy) -> Iterator[tuple[int, Token]]:
         for ids, logprobs in read.columns():
             for at, token_id, logprob in zip(rows, ids, logprobs, strict=True):
                 if self._answers[at].finish is None:

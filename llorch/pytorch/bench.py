@@ -20,25 +20,25 @@ from llorch.files.residency import Residency
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.cpu.block import cpu_leaves
 from llorch.pytorch.decoding import Decoding, compiled_forward
 from llorch.pytorch.device import Target, compute_as_named
-from llorch.pytorch.leaves import faster
+from llorch.pytorch.distributed.launch import summed
+from llorch.pytorch.distributed.parallel import named_on
+from llorch.pytorch.distributed.parallel_model import load_parallel, of_the_first
+from llorch.pytorch.distributed.sharding_plan import of_a_rank
+from llorch.pytorch.kernels.cpu.block import cpu_leaves
+from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
+from llorch.pytorch.kernels.quantised_linear import PackedMatrix
+from llorch.pytorch.kernels.table import faster
 from llorch.pytorch.memory import CHUNK, free_memory
 from llorch.pytorch.model import TorchModel, load_torch
-from llorch.pytorch.parallel import named_on
-from llorch.pytorch.parallel_model import load_parallel, of_the_first
-from llorch.pytorch.proof import own_leaves, speed_up
-from llorch.pytorch.quantised_linear import PackedMatrix
 from llorch.pytorch.random_weights import kind_named, random_bytes, random_model, weight_bytes
-from llorch.pytorch.ranks import summed
 from llorch.pytorch.sampling import Needs
-from llorch.pytorch.splitting import of_a_rank
 from llorch.sampling import SamplingSettings
 
 
 class TorchEngine:
-    """See `llorch.bench.Engine`."""
+    """See `llorch.bench.TimedEngine`."""
 
     def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
         """Reserve the cache for a module that has the leaves that are to be measured."""
@@ -130,7 +130,7 @@ class ParallelEngine(TorchEngine):
 
 
 @dataclass(frozen=True)
-class Made:
+class MeasuredModel:
     """A model to be measured, with its fast leaves in place."""
 
     module: CausalLM
@@ -139,7 +139,7 @@ class Made:
     weights: str  # how they are stored
 
 
-def opened(path: Path, at: Target, residency: Residency, load: Load, *, compiled: bool) -> Made:
+def opened(path: Path, at: Target, residency: Residency, load: Load, *, compiled: bool) -> MeasuredModel:
     """Load a file or folder; see `load_torch`."""
     load.require(open_weights(path).config)
     n_tokens = load.batch * (load.prompt + load.decode)
@@ -150,7 +150,7 @@ def opened(path: Path, at: Target, residency: Residency, load: Load, *, compiled
     return _described(model)
 
 
-def opened_on(mesh: DeviceMesh, path: Path, at: Target, residency: Residency, load: Load) -> Made:
+def opened_on(mesh: DeviceMesh, path: Path, at: Target, residency: Residency, load: Load) -> MeasuredModel:
     """Load this rank's part of a file or folder; see `load_parallel`."""
     load.require(open_weights(path).config)
     n_tokens = load.batch * (load.prompt + load.decode)
@@ -158,12 +158,12 @@ def opened_on(mesh: DeviceMesh, path: Path, at: Target, residency: Residency, lo
     return _described(load_parallel(path, mesh, n_tokens=n_tokens, **how))
 
 
-def _described(model: TorchModel) -> Made:
+def _described(model: TorchModel) -> MeasuredModel:
     packed = sorted({leaf.ggml_type.name for leaf in model.module.modules() if isinstance(leaf, PackedMatrix)})
-    return Made(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
+    return MeasuredModel(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
 
 
-def random(shape: str, at: Target, weights_type: str | None, load: Load, *, compiled: bool) -> Made:
+def random(shape: str, at: Target, weights_type: str | None, load: Load, *, compiled: bool) -> MeasuredModel:
     """Make random weights of a shape, a key of `SHAPES`, on a device; `weights_type` names that of blocks."""
     config = SHAPES[shape]
     load.require(config)
@@ -177,7 +177,7 @@ def random(shape: str, at: Target, weights_type: str | None, load: Load, *, comp
     compute_as_named(at)
     module = random_model(config, at, kind)
     speed_up(module, at, "sdpa", compiled=compiled)
-    return Made(module, at, f"{shape}, random", weights_type or at.dtype_name)
+    return MeasuredModel(module, at, f"{shape}, random", weights_type or at.dtype_name)
 
 
 def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> Subject:
@@ -196,7 +196,7 @@ def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> 
     )
 
 
-def parallel_subject(made: Made, mesh: DeviceMesh) -> Subject:
+def parallel_subject(made: MeasuredModel, mesh: DeviceMesh) -> Subject:
     """What is measured, of a model split over ranks: the bytes that all of them read."""
     alone = torch_subject(made.module, made.target, made.name, made.weights)
     n_bytes = int(summed(torch.tensor(alone.weight_bytes), mesh["tp"]))

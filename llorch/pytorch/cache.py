@@ -23,7 +23,7 @@ Visible = Bool[Tensor, "batch 1 seq ctx"] | None  # None: each token sees all be
 
 
 @dataclass(frozen=True)
-class Place:
+class PassPlacement:
     """Where the tokens of one pass stand."""
 
     slots: Int[Tensor, "batch seq"]  # the last slot of the cache for padding
@@ -130,7 +130,7 @@ class Cache:
             if tensor.device != here:
                 raise ValueError(f"forward: expected one device, got the cache on {here} and {name} on {tensor.device}")
 
-    def place(self, positions: Int[Tensor, "batch seq"], *, ctx: int, causal: bool = False) -> Place:
+    def place(self, positions: Int[Tensor, "batch seq"], *, ctx: int, causal: bool = False) -> PassPlacement:
         """Find the places of new tokens, padding at -1; nothing is read back from the device.
 
         `ctx` are the slots up to the last one in use. `causal` promises that there is no padding and that the tokens
@@ -143,7 +143,7 @@ class Cache:
         visible = None if causal else self._slot[:ctx] <= seen_up_to
         near = {bound: self._near(bound, positions, ctx, seen_up_to, visible) for bound in self._bounds}
         heat, real = None if self._heat is None else self._heat[slots], None if causal else positions >= 0
-        return Place(slots, self.cos[slots], self.sin[slots], visible, ctx, near, heat, real)
+        return PassPlacement(slots, self.cos[slots], self.sin[slots], visible, ctx, near, heat, real)
 
     def _near(
         self, bound: Bound, positions: Int[Tensor, "batch seq"], ctx: int, seen_up_to: Tensor, visible: Visible
@@ -162,7 +162,7 @@ class Cache:
         layer: int,
         k: Float[Tensor, "batch seq kv_heads head_dim"],
         v: Float[Tensor, "batch seq kv_heads head_dim"],
-        place: Place,
+        place: PassPlacement,
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
         """Write rotated keys and values of the new tokens; gives those of the context."""
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
@@ -170,7 +170,7 @@ class Cache:
         return self.context(layer, place)
 
     def context(
-        self, layer: int, place: Place
+        self, layer: int, place: PassPlacement
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
         """Keys and values that attention looks at, views of the cache."""
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
@@ -197,7 +197,7 @@ class NoCache(Cache):
         layer: int,
         k: Float[Tensor, "batch seq kv_heads head_dim"],
         v: Float[Tensor, "batch seq kv_heads head_dim"],
-        place: Place,
+        place: PassPlacement,
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
         """Give back keys and values as a context, heads first."""
         return k.transpose(1, 2), v.transpose(1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from llorch.config import ModelConfig
-from llorch.pytorch.cache import Cache, Place, Visible
+from llorch.pytorch.cache import Cache, PassPlacement, Visible
 
 Keep = Callable[[str, Tensor], Tensor]
 PartsOf = Callable[[ModelConfig, int], Mapping[str, nn.Module]]  # of a layer, what is not the dense page's, by name
@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
     """The whole model: embedding, layers, norm, logits."""
 
     def __init__(self, config: ModelConfig, parts_of: PartsOf = lambda config, layer: {}) -> None:
-        """Build the modules; weights are put in by `llorch.pytorch.load`, parts by `llorch.pytorch.families`."""
+        """Build the modules; weights are put in by `llorch.pytorch.load`, parts by `llorch.pytorch.models.families`."""
         super().__init__()
         self.config = config
         self.model = Decoder(config, parts_of)
@@ -45,7 +45,7 @@ class CausalLM(nn.Module):
     def forward(
         self,
         ids: Int[Tensor, "batch seq"],
-        place: Place,
+        place: PassPlacement,
         cache: Cache,
         *,
         keep: Keep = keep_nothing,
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([Block(config, i, parts_of(config, i)) for i in range(config.n_layers)])
         self.norm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids: Int[Tensor, "batch seq"], place: Place, cache: Cache, keep: Keep) -> Hidden:
+    def forward(self, ids: Int[Tensor, "batch seq"], place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
         """Hidden states after the last layer."""
         x = keep("embed", self.embed_tokens(ids))
         for i, layer in enumerate(self.layers):
@@ -98,7 +98,7 @@ class Block(nn.Module):
         self.post_attention_layernorm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: Any = parts.get("mlp") or MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
+    def forward(self, x: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
         """The residual stream after the layer."""
         h = keep("attn_norm", self.input_layernorm(x))
         x = keep("attn_residual", x + getattr(self, self.mixer)(h, place, cache, keep))
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         self.rotate: Any = rotate_and_cache
         self.attend: Any = attention
 
-    def forward(self, h: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
+    def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
         """What attention adds to the residual stream."""
         q = keep("q_proj", self.q_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads, head_dim)
         k = keep("k_proj", self.k_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)
@@ -193,7 +193,7 @@ def rope(x: Heads, cos: Float[Tensor, "batch seq half"], sin: Float[Tensor, "bat
 
 
 def rotate_and_cache(
-    q: Heads, k: Heads, v: Heads, layer: int, place: Place, cache: Cache, keep: Keep
+    q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
     """Rotate queries and keys, write keys and values into the cache, give back the whole context."""
     q, k = keep("q_rope", rope(q, place.cos, place.sin)), keep("k_rope", rope(k, place.cos, place.sin))

@@ -1,7 +1,7 @@
 """A batch that is being continued: read the prompts, then one token of every sequence per step.
 
 Whatever a step reads or writes lies in tensors that keep their place, and the token goes from a step to the next on the
-device. So a step can be recorded once and replayed, see `llorch.pytorch.cuda.graph`; the host only looks at the tokens
+device. So a step can be recorded once and replayed, see `kernels.triton.graph`; the host only looks at the tokens
 that were written.
 """
 
@@ -13,14 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from llorch.generate import Job
-from llorch.pytorch.cache import Cache, Place
+from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens, uniforms
 from llorch.sampling import SamplingSettings
 
 SMALLEST = 256  # slots of the smallest class; below, looking at all of them costs nothing beside the weights
 
-Forward = Callable[[Tensor, Place, Cache], Tensor]  # ids, where they stand, cache -> logits of each
+Forward = Callable[[Tensor, PassPlacement, Cache], Tensor]  # ids, where they stand, cache -> logits of each
 Replay = Callable[["Decoding", int], None]  # slots to look at
 Agree = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # tokens and log probabilities, as all ranks take them
 

@@ -10,17 +10,17 @@ from torch.overrides import TorchFunctionMode
 
 from llorch.config import ModelConfig
 from llorch.files import Weights
-from llorch.files.layout import rows_of
 from llorch.files.mapped import release_pages
-from llorch.files.names import Weight, inventory, undo_interleave
 from llorch.files.packed import Packed
 from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.files.tensor_names import Weight, inventory, undo_interleave
+from llorch.files.tensor_storage import rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.experts import QuantisedExperts
-from llorch.pytorch.families import build
-from llorch.pytorch.packing import Fields, Kind, Table, has_finite_numbers, pack
+from llorch.pytorch.kernels.packing import Fields, Kind, Table, has_finite_numbers, pack
+from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
+from llorch.pytorch.models.experts import QuantisedExperts
+from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_stored
 
 Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one

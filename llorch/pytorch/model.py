@@ -17,16 +17,16 @@ from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Token
 from llorch.hub import find
 from llorch.model import Prompt, given
-from llorch.pytorch.batch import Running, one_each
+from llorch.pytorch.batch import RunningBatch, one_each
+from llorch.pytorch.batch_invariant.reproducible import make_reproducible
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.decoding import Decoding, n_slots, recordable
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
+from llorch.pytorch.kernels.kernel_selection import Attention, own_leaves, speed_up
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
-from llorch.pytorch.proof import Attention, own_leaves, speed_up
-from llorch.pytorch.reproducible import make_reproducible
 from llorch.pytorch.sampling import Needs
 from llorch.sampling import SamplingSettings
 from llorch.tokenizer.chat import Message
@@ -183,7 +183,7 @@ class TorchModel(AdaptedModules):
         jobs = [job for _, job in numbered]
         decoding = self._decoding(jobs)
         decoding.begin(jobs, chunk=self._chunk(len(jobs)))
-        running = Running(decoding, jobs, answers, narrow=self._narrowed)
+        running = RunningBatch(decoding, jobs, answers, narrow=self._narrowed)
         made: list[list[int]] = [[] for _ in jobs]
         try:
             for row, token in running:

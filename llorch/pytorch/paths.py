@@ -1,6 +1,6 @@
 """Where a weight lies in the torch modules: as in transformers, but experts are one stack and decays are made."""
 
-from llorch.files.names import LAYER_WEIGHTS, MODEL_WEIGHTS, prefixes_of
+from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, prefixes_of
 
 _WORDS = {"mlp": "mlp", "router": "gate", "e": ""}
 PATHS = {row.name: row.huggingface.format(**_WORDS).replace("..", ".") for row in (*MODEL_WEIGHTS, *LAYER_WEIGHTS)}

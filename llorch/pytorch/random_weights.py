@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from llorch.config import ModelConfig
-from llorch.files.names import Weight, inventory
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.codes import E4M3, INT8, integers
+from llorch.files.tensor_names import Weight, inventory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
-from llorch.pytorch.experts import QuantisedExperts
-from llorch.pytorch.families import build
+from llorch.pytorch.kernels.packing import Fields, Kind, Table, pack, values_of, width
+from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.load import put
-from llorch.pytorch.packing import Fields, Kind, Table, pack, values_of, width
+from llorch.pytorch.models.experts import QuantisedExperts
+from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
 
 GROUP = 64  # columns that share a scale of a table, as MLX and bitsandbytes have them
 _NF4 = NormalDist()

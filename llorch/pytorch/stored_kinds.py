@@ -25,7 +25,7 @@ from llorch.files import Weights
 from llorch.files.packed import Packed, Rows
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader
-from llorch.pytorch.packing import PACKERS, RUN, TABLES, Kind, Table, join_four_bits
+from llorch.pytorch.kernels.packing import PACKERS, RUN, TABLES, Kind, Table, join_four_bits
 
 _HALF_RUN = 16  # columns of the smallest group that kernels know
 _SCALE_BYTES = 4

@@ -9,11 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llorch.generate import Job
-from llorch.serve.answering import Answering
-from llorch.serve.counts import finish_reason, timings, usage
 from llorch.serve.events import DONE, EventStream, event, tokens_as_events
 from llorch.serve.http import prepared, read, reply, service_of, unless_gone
-from llorch.serve.lacking import ignored_fields
 from llorch.serve.logprobs import for_chat
 from llorch.serve.replies import (
     ChatChoice,
@@ -25,9 +22,12 @@ from llorch.serve.replies import (
     Delta,
 )  # fmt: skip
 from llorch.serve.requests import ChatRequest, form_of
+from llorch.serve.response_stream import Answering
 from llorch.serve.service import Service, first_seed
 from llorch.serve.thinking import template_variables
-from llorch.serve.work import Made
+from llorch.serve.unsupported_fields import ignored_fields
+from llorch.serve.usage import finish_reason, timings, usage
+from llorch.serve.work import MadeToken
 
 
 async def answer(request: Request) -> Response:
@@ -87,7 +87,7 @@ class _Chat:
         }
         return reply(ChatCompletion(object="chat.completion", choices=choices, **counts, **self._common), ignored)
 
-    def _choice(self, index: int, tokens: Sequence[Made]) -> ChatChoice:
+    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> ChatChoice:
         text = "".join(one.token.text for one in tokens)
         entries = [entry for one in tokens for entry in self._logprobs(one).content] if self.body.logprobs else None
         finish = finish_reason(tokens[-1].token.finish)
@@ -99,7 +99,7 @@ class _Chat:
             finish_reason=finish,
         )
 
-    def _logprobs(self, one: Made) -> ChatLogprobs:
+    def _logprobs(self, one: MadeToken) -> ChatLogprobs:
         return for_chat(self.service.model.tokenizer, one)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -113,7 +113,7 @@ class _Chat:
             yield event(self._of([], usage=counts, timings=timings(self.answering.works)))
         yield DONE
 
-    def _token_events(self, index: int, one: Made) -> bytes:
+    def _token_events(self, index: int, one: MadeToken) -> bytes:
         token, found = one.token, b""
         if token.text or (self.body.logprobs and token.finish != "eos"):
             logprobs = self._logprobs(one) if self.body.logprobs else None

@@ -9,16 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llorch.generate import Job
-from llorch.serve.answering import Answering
-from llorch.serve.counts import finish_reason, timings, usage
 from llorch.serve.events import DONE, EventStream, event, tokens_as_events
 from llorch.serve.http import prepared, read, reply, service_of, unless_gone
-from llorch.serve.lacking import ignored_fields
 from llorch.serve.logprobs import for_completion
 from llorch.serve.replies import Completion, CompletionChoice, CompletionLogprobs
 from llorch.serve.requests import CompletionRequest
+from llorch.serve.response_stream import Answering
 from llorch.serve.service import Service, first_seed
-from llorch.serve.work import Made
+from llorch.serve.unsupported_fields import ignored_fields
+from llorch.serve.usage import finish_reason, timings, usage
+from llorch.serve.work import MadeToken
 
 MAX_TOKENS = 16  # where nobody says, as OpenAI has it
 
@@ -79,12 +79,12 @@ class _Completion:
             yield event(self._of([], **self._counts()))
         yield DONE
 
-    def _token_event(self, index: int, one: Made) -> bytes:
+    def _token_event(self, index: int, one: MadeToken) -> bytes:
         token = one.token
         shown = token.text or token.finish is not None or self.body.logprobs is not None
         return event(self._of([self._choice(index, [one])])) if shown else b""
 
-    def _choice(self, index: int, tokens: Sequence[Made]) -> CompletionChoice:
+    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> CompletionChoice:
         logprobs: CompletionLogprobs | None = None
         if self.body.logprobs is not None:
             logprobs = for_completion(self.service.model.tokenizer, tokens, start=self._lengths[index])

@@ -34,7 +34,7 @@ LOOKS_OF_A_PROBE = 20  # a client may leave later, too
 
 
 @dataclass(frozen=True)
-class Limits:
+class ClientLimits:
     """What a client may take, of time in seconds."""
 
     header_seconds: float = 10.0
@@ -73,7 +73,7 @@ class StrictParser(h11.Connection):
 class Connection(H11Protocol):
     """One client; see the module."""
 
-    def __init__(self, config: Config, state: ServerState, limits: Limits) -> None:
+    def __init__(self, config: Config, state: ServerState, limits: ClientLimits) -> None:
         """Of a server whose open connections are in `state`."""
         super().__init__(config, state, {})
         self.limits = limits

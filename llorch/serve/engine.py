@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from llorch.generate import Batch, Sampled
+from llorch.generate import GenerationBatch, Sampled
 from llorch.serve.metrics import Metrics
-from llorch.serve.work import Busy, Failed, Made, Unavailable, Work
+from llorch.serve.work import Busy, Failed, MadeToken, Unavailable, Work
 
 _LOG = logging.getLogger("llorch.serve")
 SLOW = 5.0  # seconds of one step after which /health says so
@@ -25,7 +25,7 @@ class Engine:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: GenerationBatch,
         *,
         n_jobs: int,
         n_waiting: int = 32,
@@ -220,7 +220,7 @@ class Engine:
             self._leave(ticket)
         work.deliver(event)
 
-    def _taken(self, ticket: int, sampled: Sampled) -> Made:
+    def _taken(self, ticket: int, sampled: Sampled) -> MadeToken:
         work = self._running[ticket]
         token = work.answer.take(sampled.id, sampled.logprob)
         before, work.last = work.last, time.monotonic()
@@ -229,7 +229,7 @@ class Engine:
             self.metrics.read(work)
         work.n_made += 1
         self.metrics.made(work, before)
-        return Made(token, sampled.top)
+        return MadeToken(token, sampled.top)
 
     def _leave(self, ticket: int) -> None:
         self._batch.leave(ticket)

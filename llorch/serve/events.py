@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from llorch.serve.answering import Answering, of_failure
 from llorch.serve.api_errors import ApiError
 from llorch.serve.http import naming
 from llorch.serve.replies import ErrorReply, Reply
-from llorch.serve.work import Made
+from llorch.serve.response_stream import Answering, of_failure
+from llorch.serve.work import MadeToken
 
 SILENCE = 10.0  # seconds after which a stream says that it is alive
 DONE = b"data: [DONE]\n\n"
@@ -54,7 +54,7 @@ async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield event(ErrorReply.model_validate(of_failure(error).body()))
 
 
-async def tokens_as_events(answering: Answering, encode: Callable[[int, Made], bytes]) -> AsyncIterator[bytes]:
+async def tokens_as_events(answering: Answering, encode: Callable[[int, MadeToken], bytes]) -> AsyncIterator[bytes]:
     """Events of tokens as they come, all that are there at once, and a sign of life while none does."""
     while answering.n_open:
         some = await answering.some(SILENCE)

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from llorch.errors import FormatError
 from llorch.files.strict_json import parse_json
-from llorch.serve.answering import of_failure
 from llorch.serve.api_errors import ApiError, of_validation
 from llorch.serve.replies import Reply
+from llorch.serve.response_stream import of_failure
 from llorch.serve.service import Service
 from llorch.serve.work import Busy, Unavailable
 

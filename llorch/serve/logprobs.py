@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llorch.serve.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
-from llorch.serve.work import Made
+from llorch.serve.work import MadeToken
 from llorch.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity
@@ -17,7 +17,7 @@ def piece(tokenizer: Tokenizer, token_id: int) -> bytes:
     return tokenizer.token_bytes(token_id)
 
 
-def for_chat(tokenizer: Tokenizer, made: Made) -> ChatLogprobs:
+def for_chat(tokenizer: Tokenizer, made: MadeToken) -> ChatLogprobs:
     """Of one token; nothing of an end token, which is not part of the answer."""
     token = made.token
     if token.finish == "eos":
@@ -32,7 +32,7 @@ def _said(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]
     return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(logprob, LEAST)}
 
 
-def for_completion(tokenizer: Tokenizer, tokens: Sequence[Made], *, start: int) -> CompletionLogprobs:
+def for_completion(tokenizer: Tokenizer, tokens: Sequence[MadeToken], *, start: int) -> CompletionLogprobs:
     """Of some tokens of an answer that has `start` characters already; in the older form, without end tokens."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for made in tokens:

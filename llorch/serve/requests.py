@@ -315,16 +315,16 @@ class TraceRequest(Body):
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerForm:
     """The form that an answer has to have, and the field that says so."""
 
     schema: Mapping[str, object] | None  # None: any JSON object
     param: str
 
 
-def form_of(wanted: ResponseFormat | None) -> Form | None:
+def form_of(wanted: ResponseFormat | None) -> AnswerForm | None:
     """Of a chat."""
     if wanted is None or wanted.type == "text":
         return None
     inner = None if wanted.json_schema is None else wanted.json_schema.schema_
-    return Form(inner if wanted.type == "json_schema" else None, "response_format")
+    return AnswerForm(inner if wanted.type == "json_schema" else None, "response_format")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from llorch.serve.api_errors import wrong
-from llorch.serve.requests import Count, Effort, Form, RefusalPart, Sampling, Strict, Templated, Text
+from llorch.serve.requests import AnswerForm, Count, Effort, RefusalPart, Sampling, Strict, Templated, Text
 
 _OF_ITEMS = ("id", "status")  # of an answer that comes back as input
 
@@ -103,9 +103,9 @@ class ResponsesRequest(Sampling, Templated):
         return [*first, *(message.plain() for message in self.input)]
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> AnswerForm | None:
         """The form that the answer has to have."""
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
             return None
-        return Form(wanted.schema_ if wanted.type == "json_schema" else None, "text.format")
+        return AnswerForm(wanted.schema_ if wanted.type == "json_schema" else None, "text.format")

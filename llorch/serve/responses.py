@@ -9,10 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from llorch.generate import Job
-from llorch.serve.answering import Answering
 from llorch.serve.events import EventStream, event, tokens_as_events
 from llorch.serve.http import prepared, read, reply, service_of, unless_gone
-from llorch.serve.lacking import ignored_fields
 from llorch.serve.logprobs import for_chat
 from llorch.serve.replies import TokenLogprob
 from llorch.serve.replies_of_responses import (
@@ -27,9 +25,11 @@ from llorch.serve.replies_of_responses import (
     Why,
 )
 from llorch.serve.requests_of_responses import ResponsesRequest
+from llorch.serve.response_stream import Answering
 from llorch.serve.service import Service, first_seed
 from llorch.serve.thinking import template_variables
-from llorch.serve.work import Made
+from llorch.serve.unsupported_fields import ignored_fields
+from llorch.serve.work import MadeToken
 
 
 async def answer(request: Request) -> HttpResponse:
@@ -90,7 +90,7 @@ class _Responding:
         yield self._event("response.output_item.done", output_index=0, item=self._output()[0])
         yield self._event(f"response.{self._status}", response=self._response())
 
-    def _take(self, one: Made) -> list[TokenLogprob]:
+    def _take(self, one: MadeToken) -> list[TokenLogprob]:
         """Add a token; its log probabilities, where they are wanted."""
         self._text += one.token.text
         self._finish = one.token.finish
@@ -98,7 +98,7 @@ class _Responding:
         self._logprobs += said
         return said
 
-    def _delta(self, index: int, one: Made) -> bytes:
+    def _delta(self, index: int, one: MadeToken) -> bytes:
         logprobs = self._take(one)
         if not one.token.text and not logprobs:
             return b""

@@ -17,7 +17,7 @@ from llorch.sampling import SamplingSettings
 from llorch.serve.api_errors import ApiError
 from llorch.serve.engine import Engine
 from llorch.serve.grammar import guide_for
-from llorch.serve.requests import Form
+from llorch.serve.requests import AnswerForm
 
 if TYPE_CHECKING:
     from llorch.pytorch.model import TorchModel
@@ -120,7 +120,7 @@ class Service:
         adapter: str | None,
         end_ids: frozenset[int] = frozenset(),
         n_top: int = 0,
-        form: Form | None = None,
+        form: AnswerForm | None = None,
     ) -> Job:
         """What the engine does; ApiError where a prompt, the field `param`, is empty, too long or has foreign ids."""
         room = self.context - len(ids) + 1
@@ -140,7 +140,7 @@ class Service:
         job = replace(job, end_ids=job.end_ids | end_ids, n_top=n_top)
         return job if form is None else replace(job, guide=self._guide(form, job.end_ids))
 
-    def _guide(self, form: Form, end_ids: frozenset[int]) -> Guide:
+    def _guide(self, form: AnswerForm, end_ids: frozenset[int]) -> Guide:
         vocab_size = self.model.config.vocab_size
         try:
             return guide_for(self.model.tokenizer, form.schema, vocab_size=vocab_size, end_ids=end_ids)

@@ -5,11 +5,11 @@ from starlette.responses import Response
 
 from llorch.serve.api_errors import ApiError
 from llorch.serve.http import prepared, read, reply, service_of
-from llorch.serve.lacking import ignored_fields
 from llorch.serve.logprobs import piece
 from llorch.serve.replies import Detokenized, Piece, Tokenized
 from llorch.serve.requests import DetokenizeRequest, TokenizeRequest
 from llorch.serve.service import Service, require_short
+from llorch.serve.unsupported_fields import ignored_fields
 
 
 async def tokenize(request: Request) -> Response:

@@ -12,13 +12,13 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llorch.serve.answering import between_steps
 from llorch.serve.api_errors import ApiError, wrong
 from llorch.serve.http import prepared, read, reply, service_of, unless_gone
-from llorch.serve.lacking import ignored_fields
 from llorch.serve.replies import Stage, Trace
 from llorch.serve.requests import TraceRequest
+from llorch.serve.response_stream import between_steps
 from llorch.serve.service import Service
+from llorch.serve.unsupported_fields import ignored_fields
 
 MAX_TOKENS = 512  # a stretch of a prompt: others wait no longer for it than for one
 MAX_BYTES = 16 << 20  # of arrays

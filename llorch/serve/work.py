@@ -10,7 +10,7 @@ from llorch.generate import Answer, Job, Token
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeToken:
     """A token of an answer, with the likeliest ones of its step; the last one says how the answer ended."""
 
     token: Token
@@ -24,7 +24,7 @@ class Failed:
     error: Exception
 
 
-Event = Made | Failed
+Event = MadeToken | Failed
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ Source: transformers tokenization_utils_base.py (chat_template.jinja before toke
 from collections.abc import Mapping
 from pathlib import Path
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.folder import require_inside
 from llorch.files.mapped import read_regular
 from llorch.files.strict_json import read_settings

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.tokenizer.chat import ChatTemplate, Message, TemplateSettings, compiled
 from llorch.tokenizer.messages import checked_messages, refuse_media
 from llorch.tokenizer.tokenizer import Tokenizer

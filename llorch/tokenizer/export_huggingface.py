@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.tokenizer.byte_level import PRE_TOKENIZERS
 from llorch.tokenizer.chat_templates import templates_of_metadata
 from llorch.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX

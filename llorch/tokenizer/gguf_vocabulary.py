@@ -7,8 +7,8 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.tokenizer.byte_level import (
     PRE_TOKENIZERS,
     TEXT_BYTES,

@@ -13,8 +13,8 @@ from threading import Lock
 from tokenizers import AddedToken, models
 from tokenizers.pre_tokenizers import Metaspace
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.strict_json import read_json, read_settings
 from llorch.tokenizer.byte_level import TEXT_BYTES, starts_in, text_bytes
 from llorch.tokenizer.merges import check_merges

@@ -6,7 +6,7 @@ Source: transformers apply_chat_template (role, content, tool_calls, reasoning_c
 import json
 from collections.abc import Mapping
 
-from llorch.fields import Fields
+from llorch.config_reader import Fields
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # keys of rows and messages that hold more than text
 ROLES = ("system", "developer", "user", "assistant", "tool")

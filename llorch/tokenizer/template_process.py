@@ -24,7 +24,7 @@ _OUT_OF_TIME = -signal.SIGPROF if hasattr(signal, "SIGPROF") else 1  # the same;
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     """What a template may take."""
 
     seconds: float = 1.0  # of processor time, to compile and render it once
@@ -35,7 +35,7 @@ class Limits:
 class TemplateProcess:
     """A process that renders templates, one after the other; may be asked from any thread."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
         """Start nothing yet."""
         self.limits = limits
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ def _read(pipe: int, size: int) -> bytes:
     return bytes(data)
 
 
-RESIDENT = TemplateProcess(Limits())
+RESIDENT = TemplateProcess(TemplateLimits())
 atexit.register(RESIDENT.stop)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=RESIDENT.forget)

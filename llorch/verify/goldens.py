@@ -19,8 +19,8 @@ from llorch.builtin import missing_golden
 from llorch.comparison import Difference
 from llorch.config import ModelConfig
 from llorch.engines import Call, Producer, Route, stored_route
-from llorch.files.names import inventory
 from llorch.files.new_file import new_file
+from llorch.files.tensor_names import inventory
 from llorch.places import Pass
 from llorch.sampling import SamplingSettings
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
@@ -45,7 +45,7 @@ Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # producer -> 
 
 
 @dataclass(frozen=True)
-class Evidence:
+class EngineOutput:
     """What one producer showed.
 
     Attributes:
@@ -69,7 +69,7 @@ class Evidence:
         return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
 
     @classmethod
-    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: Route) -> "Evidence":
+    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: Route) -> "EngineOutput":
         """The inverse of `arrays`."""
         traces: dict[str, dict[str, np.ndarray]] = {}
         for name, array in flat.items():
@@ -87,7 +87,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Truth:
-    """What an engine that someone else wrote shows in pure float64, see `llorch.verify.truth`.
+    """What an engine that someone else wrote shows in pure float64, see `llorch.verify.float64_reference`.
 
     Attributes:
         evidence: As a producer shows it, float64.
@@ -95,7 +95,7 @@ class Truth:
         isolated: How far each golden is from what float64 makes of its own inputs; with `l0.attention` of each layer.
     """
 
-    evidence: Evidence
+    evidence: EngineOutput
     step_logits: np.ndarray
     isolated: Distances
 
@@ -113,7 +113,7 @@ class Golden:
     """The stored goldens of one model; limits are made from them where they are judged, see `limits`."""
 
     cases: Mapping[str, Pass]
-    evidence: Mapping[str, Evidence]  # by producer
+    evidence: Mapping[str, EngineOutput]  # by producer
     truth: Truth
     tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
     tokens: Sequence[TokenCheck]
@@ -173,7 +173,7 @@ def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tup
     return logits, (*ids, *ids[:3], *likely, likely[1])
 
 
-def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> Evidence:
+def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:
     """Run a producer on every case.
 
     Args:
@@ -194,11 +194,11 @@ def calls_for(cases: Mapping[str, Pass], n_greedy: int) -> list[Call]:
     return [("greedy", (near, n_greedy), {}), ("selected_logits", (near,), {}), *traces]
 
 
-def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> Evidence:
+def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> EngineOutput:
     """What a producer's answers to `calls_for` show, and its sampling filters."""
     greedy, selected, *traces = answers
     logits, history = sampler_inputs(cases["near"].ids, selected.size)
-    return Evidence(
+    return EngineOutput(
         traces=dict(zip(cases, traces, strict=True)),
         selected_logits=selected,
         probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
@@ -281,7 +281,7 @@ def read(folder: Path) -> Golden:
         )
     shown = {name: read_arrays(folder / f"{name}{SUFFIX}") for name in (*producers, TRUTH)}
     steps = shown[TRUTH].pop(STEP_LOGITS)
-    made = {name: Evidence.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
+    made = {name: EngineOutput.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
     return Golden(
         truth=Truth(made.pop(TRUTH), steps, _distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},

@@ -13,14 +13,14 @@ import numpy as np
 
 from llorch.comparison import Difference, Tolerance, measure, measure_in
 from llorch.engines import Route
-from llorch.places import Place
-from llorch.verify.choices import Choice
+from llorch.places import StageRef
+from llorch.verify.expert_selection import ExpertSelection
 
 PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One comparison and its verdict."""
 
     model: str
@@ -45,7 +45,7 @@ class Row:
     common_factor: float = math.nan  # of ours on the golden; 1 is right, NaN where it is not judged
     tolerance_factor: float = math.nan  # how far from 1 it may be
     route: Route | None = None  # of the file into the producer; None where what is compared is the file, or its text
-    place: Place = field(default=Place("", ""), repr=False, compare=False)
+    place: StageRef = field(default=StageRef("", ""), repr=False, compare=False)
 
     def record(self) -> dict[str, object]:
         """As `--json` gives it; the place is in the other fields."""
@@ -55,12 +55,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Claim:
+class Expectation:
     """What an array of ours has to be.
 
     Attributes:
         place: Where it stands.
-        mode: How it is reached, as in `Row`.
+        mode: How it is reached, as in `Comparison`.
         witness: Who made `want`.
         want: The golden.
         limit: How far ours may be off.
@@ -72,7 +72,7 @@ class Claim:
         choice: What experts were chosen by, where the array is a choice.
     """
 
-    place: Place
+    place: StageRef
     mode: str
     witness: str
     want: np.ndarray
@@ -82,7 +82,7 @@ class Claim:
     masked: bool = False
     token_axis: int | None = None
     unit: float | None = None
-    choice: Choice | None = None
+    choice: ExpertSelection | None = None
 
     def difference(self, got: np.ndarray | None, want: np.ndarray | None = None) -> Difference:
         """How far an array is from the golden, or as a whole from another."""
@@ -106,7 +106,7 @@ class Claim:
         return self.from_truth(self.want) if self.witness_error is None else self.witness_error
 
 
-def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> Row:
+def judge(claim: Expectation, got: np.ndarray | None, *, model: str, backend: str) -> Comparison:
     """Compare an array of ours with what is claimed of it."""
     found = claim.difference(got)
     same = claim.want is claim.truth and found.fault is None
@@ -121,13 +121,13 @@ def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> 
 
 
 def row_of(
-    found: Difference, limit: Tolerance, place: Place, mode: str, witness: str, *, model: str, backend: str,
+    found: Difference, limit: Tolerance, place: StageRef, mode: str, witness: str, *, model: str, backend: str,
     truth_error: float = math.nan, producer_error: float = math.nan,
-) -> Row:  # fmt: skip
+) -> Comparison:  # fmt: skip
     """The row of a difference and its limit; errors against the truth are NaN where there is none."""
     token_error, token_limit = found.nearest_token(limit)
     judges_factor = limit.common_factor is not None and found.fault is None
-    return Row(
+    return Comparison(
         model=model,
         checkpoint=place.checkpoint,
         stage=place.name,
@@ -158,9 +158,11 @@ def _of_factor(found: Difference, limit: Tolerance) -> str:
     return f"common factor {found.common_factor:.4f}, expected 1 within {limit.common_factor:.4f}"
 
 
-def exact_row(place: Place, witness: str, wrong: float, note: str, *, model: str, backend: str = "numpy") -> Row:
+def exact_row(
+    place: StageRef, witness: str, wrong: float, note: str, *, model: str, backend: str = "numpy"
+) -> Comparison:
     """The row of things that are equal or not; `wrong` is the share that is not."""
-    return Row(
+    return Comparison(
         model=model,
         checkpoint=place.checkpoint,
         stage=place.name,
@@ -181,11 +183,11 @@ def exact_row(place: Place, witness: str, wrong: float, note: str, *, model: str
     )
 
 
-def routed(rows: Iterable[Row], routes: Mapping[str, Route]) -> Iterator[Row]:
+def routed(rows: Iterable[Comparison], routes: Mapping[str, Route]) -> Iterator[Comparison]:
     """The same rows, each with the route of its producer."""
     return (replace(row, route=routes[row.producer]) for row in rows)
 
 
-def tied(row: Row, note: str) -> Row:
+def tied(row: Comparison, note: str) -> Comparison:
     """The same row as a near-tie."""
     return replace(row, verdict=TIE, note=note)

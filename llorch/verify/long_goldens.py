@@ -22,7 +22,7 @@ from llorch.files.new_file import new_file
 from llorch.places import Pass, token_axis
 from llorch.stages import Stage, key, keys
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
-from llorch.verify.limits import SCORES
+from llorch.verify.tolerances.forward import SCORES
 
 N_LONG = 1200  # tokens: more than any window, chunk or first growth of a cache
 LAST = 16  # tokens that are stored and judged

@@ -16,17 +16,28 @@ from llorch.engines import ProducerName, Route, Say, open_producer
 from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import start
 from llorch.files import Weights, open_weights
-from llorch.files.lockstep import largest_part
+from llorch.files.layerwise import largest_part
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.residency import plan
 from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.places import Pass
 from llorch.stages import keys
+from llorch.verify.expectations.files import (
+    decode_rows,
+    foreign_tensors,
+    foundation_rows,
+    matrix_rows,
+    own_tensors,
+    token_rows,
+)
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.expectations.long_contexts import LongSuite
+from llorch.verify.float64_reference import WITNESS, require_numbers, take_truth
 from llorch.verify.goldens import (
     N_GREEDY,
     PRODUCERS,
-    Evidence,
+    EngineOutput,
     Golden,
     TokenCheck,
     Truth,
@@ -37,38 +48,27 @@ from llorch.verify.goldens import (
     sha256,
     take,
 )
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 from llorch.verify.long_goldens import long_cases, read_long
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
 from llorch.verify.runners.shared import SharedWeights
-from llorch.verify.suites.files import (
-    decode_rows,
-    foreign_tensors,
-    foundation_rows,
-    matrix_rows,
-    own_tensors,
-    token_rows,
-)
-from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.suites.long_contexts import LongSuite
-from llorch.verify.truth import WITNESS, require_numbers, take_truth
 
 Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
 
 
 @dataclass(frozen=True)
-class Shown:
+class LiveOutput:
     """What producers that ran now showed for a file."""
 
     weights: Weights
     cases: Mapping[str, Pass]
-    evidence: Mapping[str, Evidence]  # by producer; those that could not run the model are absent
+    evidence: Mapping[str, EngineOutput]  # by producer; those that could not run the model are absent
     truth: Truth | None  # None where transformers cannot run the model
     texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
 
 
-def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str = "numpy") -> Iterator[Row]:
+def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str = "numpy") -> Iterator[Comparison]:
     """Judge a built-in model against its stored goldens.
 
     Args:
@@ -139,7 +139,7 @@ def verify_live(
     text: str | None = None,
     say: Say = lambda line: None,
     failed: dict[str, str] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     """Judge any model against producers that run now.
 
     Args:
@@ -186,7 +186,7 @@ def ask(
     text: str | None,
     say: Say,
     failed: dict[str, str] | None,
-) -> Shown:
+) -> LiveOutput:
     """Run producers on a model; for the arguments and exceptions see `verify_live`."""
     weights = open_weights(path)
     n_greedy = n_greedy_for(weights.config, len(ids))
@@ -198,7 +198,7 @@ def ask(
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     require_engines(weights, producers, ours=ours.needed)
     start((*producers, "transformers"))  # which the truth takes
-    evidence: dict[str, Evidence] = {}
+    evidence: dict[str, EngineOutput] = {}
     tokens: dict[str, Sequence[int]] = {}
     for name in producers:
         say(f"running {name}")
@@ -216,14 +216,14 @@ def ask(
         with not_run(WITNESS, failed):
             require_truth(weights)
             truth = take_truth(path, cases, evidence, n_greedy=n_greedy, say=_from(say, WITNESS))
-    return Shown(weights, cases, _of_numbers(evidence, truth, weights.config.family, failed), truth, texts)
+    return LiveOutput(weights, cases, _of_numbers(evidence, truth, weights.config.family, failed), truth, texts)
 
 
 def _of_numbers(
-    evidence: Mapping[str, Evidence], truth: Truth | None, family: str, failed: dict[str, str] | None
-) -> dict[str, Evidence]:
+    evidence: Mapping[str, EngineOutput], truth: Truth | None, family: str, failed: dict[str, str] | None
+) -> dict[str, EngineOutput]:
     """Those that show no NaN of their own; the others are not heard."""
-    kept: dict[str, Evidence] = {}
+    kept: dict[str, EngineOutput] = {}
     for name, shown in evidence.items():
         with not_run(name, failed):
             require_numbers(name, family, shown, truth)
@@ -248,7 +248,7 @@ def verify_as_stored(
     text: str | None = None,
     say: Say = lambda line: None,
     failed: dict[str, str] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from refusals import refuses
 
-from llorch.atlas.catalogue import ENGINES, Engine
+from llorch.atlas.catalogue import ENGINES, AtlasEngine
 from llorch.atlas.environments import NotInstalled, download_bytes, is_to_install, python_of
 
 HASHES = {
@@ -18,13 +18,13 @@ installs = pytest.mark.slow
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    made = Engine("some", "some", folder=tmp_path)
+def engine(tmp_path: Path) -> AtlasEngine:
+    made = AtlasEngine("some", "some", folder=tmp_path)
     lock(made, "8.2.1")
     return made
 
 
-def lock(engine: Engine, version: str, *, digest: str = "") -> None:
+def lock(engine: AtlasEngine, version: str, *, digest: str = "") -> None:
     line = f"click=={version} --hash=sha256:{digest or HASHES[version]}\n"
     engine.lock.write_text(f"# 102215 bytes to download\n{line}")
 
@@ -35,7 +35,7 @@ def version(python: Path) -> str:
 
 
 @installs
-def test_it_is_made_once_for_its_requirements(engine: Engine, tmp_path: Path):
+def test_it_is_made_once_for_its_requirements(engine: AtlasEngine, tmp_path: Path):
     python = python_of(engine, tmp_path)
     assert version(python) == "8.2.1"
     assert not is_to_install(engine, tmp_path)
@@ -48,7 +48,7 @@ def test_it_is_made_once_for_its_requirements(engine: Engine, tmp_path: Path):
 
 
 @installs
-def test_what_cannot_be_installed_says_why_and_leaves_nothing(engine: Engine, tmp_path: Path):
+def test_what_cannot_be_installed_says_why_and_leaves_nothing(engine: AtlasEngine, tmp_path: Path):
     lock(engine, "0.0.0.1", digest=HASHES["8.2.1"])
     with refuses(NotInstalled, "ERROR", "click==0.0.0.1"):
         python_of(engine, tmp_path)
@@ -56,14 +56,14 @@ def test_what_cannot_be_installed_says_why_and_leaves_nothing(engine: Engine, tm
 
 
 @installs
-def test_package_with_another_hash_is_not_installed(engine: Engine, tmp_path: Path):
+def test_package_with_another_hash_is_not_installed(engine: AtlasEngine, tmp_path: Path):
     lock(engine, "8.2.1", digest=HASHES["8.2.0"])
     with refuses(NotInstalled, "HASHES"):
         python_of(engine, tmp_path)
 
 
 @pytest.mark.parametrize("engine", [each for each in ENGINES if not each.why_not], ids=lambda engine: engine.name)
-def test_lock_has_a_hash_for_each_package_and_every_pin(engine: Engine, tmp_path: Path):
+def test_lock_has_a_hash_for_each_package_and_every_pin(engine: AtlasEngine, tmp_path: Path):
     assert is_to_install(engine, tmp_path) is not engine.is_witness
     if engine.is_witness:
         return
@@ -80,5 +80,5 @@ def test_lock_has_a_hash_for_each_package_and_every_pin(engine: Engine, tmp_path
 
 def test_what_no_registry_has_is_not_tried(tmp_path: Path):
     with pytest.raises(NotInstalled, match="no wheel"):
-        python_of(Engine("other", "other", why_not="no wheel"), tmp_path)
+        python_of(AtlasEngine("other", "other", why_not="no wheel"), tmp_path)
     assert not (tmp_path / "environments").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llorch.atlas.inputs import FAMILIES, FEATURES, Input, every_input, json_config, write_input
+from llorch.atlas.inputs import FAMILIES, FEATURES, AtlasInput, every_input, json_config, write_input
 from llorch.files import open_weights
 
 
@@ -19,14 +19,14 @@ def test_names_are_unique_and_every_feature_is_used():
 
 
 def test_styles_say_the_same_at_two_places():
-    new, old = (json_config(Input("qwen3", "yarn", style)) for style in ("new", "old"))
+    new, old = (json_config(AtlasInput("qwen3", "yarn", style)) for style in ("new", "old"))
     assert new["rope_parameters"] == {"rope_theta": old["rope_theta"], **old["rope_scaling"]}
     assert "rope_parameters" not in old
     assert "rope_theta" not in new
 
 
 def test_styles_are_one_model_to_us(tmp_path: Path):
-    new, old = (open_weights(write_input(Input("llama", "llama3", style), tmp_path)) for style in ("new", "old"))
+    new, old = (open_weights(write_input(AtlasInput("llama", "llama3", style), tmp_path)) for style in ("new", "old"))
     assert new.config == old.config
     assert all(np.array_equal(new[name], old[name]) for name in ("embed_tokens", "lm_head", "final_norm"))
 
@@ -34,26 +34,26 @@ def test_styles_are_one_model_to_us(tmp_path: Path):
 @pytest.mark.plain_cases("llama3", "yarn")
 @pytest.mark.parametrize("feature", ["theta", "llama3", "linear", "yarn", "head_dim", "eps", "tied", "biases"])
 def test_a_feature_is_another_model(feature: str, tmp_path: Path):
-    plain, other = (open_weights(write_input(Input("llama", each), tmp_path)) for each in ("", feature))
+    plain, other = (open_weights(write_input(AtlasInput("llama", each), tmp_path)) for each in ("", feature))
     assert plain.config != other.config
 
 
 def test_sisters_differ_in_one_thing():
-    assert [each.name for each in Input("llama", "theta").sisters] == ["llama-theta-old", "llama"]
-    assert [each.name for each in Input("llama", "theta", "old").sisters] == ["llama-theta", "llama-old"]
-    assert [each.name for each in Input("qwen3", "eps", gguf=True).sisters] == ["qwen3.gguf"]
-    assert Input("qwen3_5").sisters == []
-    assert Input("story").sisters == []
+    assert [each.name for each in AtlasInput("llama", "theta").sisters] == ["llama-theta-old", "llama"]
+    assert [each.name for each in AtlasInput("llama", "theta", "old").sisters] == ["llama-theta", "llama-old"]
+    assert [each.name for each in AtlasInput("qwen3", "eps", gguf=True).sisters] == ["qwen3.gguf"]
+    assert AtlasInput("qwen3_5").sisters == []
+    assert AtlasInput("story").sisters == []
 
 
 def test_a_split_prompt_is_the_whole_one_in_parts():
-    assert [*chain.from_iterable(Input("llama", "split").parts)] == Input("llama").parts[0]
-    assert len(Input("llama", "long").parts[0]) > 500
+    assert [*chain.from_iterable(AtlasInput("llama", "split").parts)] == AtlasInput("llama").parts[0]
+    assert len(AtlasInput("llama", "long").parts[0]) > 500
 
 
 def test_what_is_there_is_not_written_again(tmp_path: Path):
-    config = write_input(Input("llama"), tmp_path) / "config.json"
+    config = write_input(AtlasInput("llama"), tmp_path) / "config.json"
     before = config.stat().st_mtime_ns
-    assert write_input(Input("llama", gguf=True), tmp_path) == tmp_path / "llama.gguf"
+    assert write_input(AtlasInput("llama", gguf=True), tmp_path) == tmp_path / "llama.gguf"
     assert config.stat().st_mtime_ns == before
     assert json.loads(config.read_text())["vocab_size"] == 401

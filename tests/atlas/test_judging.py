@@ -7,7 +7,7 @@ import pytest
 from refusals import assert_tells, refuses
 
 import llorch
-from llorch.atlas.judging import Judged, Trace, judge
+from llorch.atlas.judging import JudgedRun, Trace, judge
 from llorch.atlas.verdicts import word_of
 from llorch.builtin import builtin_path
 from llorch.dumps.writers.dump_writer import DumpWriter
@@ -32,7 +32,7 @@ def theirs() -> Trace:
     return trace
 
 
-def judged(folder: Path, trace: Trace, truth: Trace, dtype: str = "float32") -> Judged:
+def judged(folder: Path, trace: Trace, truth: Trace, dtype: str = "float32") -> JudgedRun:
     with DumpWriter(folder, dtype=dtype) as dump:
         dump.begin(IDS)
         for key, array in trace.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from refusals import assert_tells
 
-from llorch.atlas.runs import Ended, Request, run_all, run_program
+from llorch.atlas.runs import Request, RunEnd, run_all, run_program
 
 ADAPTER = """
 import os, sys, time
@@ -45,7 +45,7 @@ answer("numpy", load, compute)
 def asked(tmp_path: Path):
     (tmp_path / "adapter.py").write_text(ADAPTER)
 
-    def ask(*models: str, seconds: float = 60, start: float = 60) -> list[Ended]:
+    def ask(*models: str, seconds: float = 60, start: float = 60) -> list[RunEnd]:
         requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in models]
         command = [sys.executable, str(tmp_path / "adapter.py")]
         return run_all(command, requests, tmp_path, seconds=seconds, start=start, memory=100_000_000)
@@ -94,7 +94,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
 def test_every_end_is_told_once(tmp_path: Path):
     (tmp_path / "adapter.py").write_text(ADAPTER)
     requests = [Request(each, [[1]], str(tmp_path / each), str(tmp_path)) for each in ("a", "exits", "b")]
-    told: list[Ended] = []
+    told: list[RunEnd] = []
     ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path, say=told.append)
     assert told == ended
     assert len(ended) == 3

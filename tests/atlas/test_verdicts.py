@@ -7,36 +7,36 @@ from pathlib import Path
 import pytest
 from refusals import assert_tells
 
-from llorch.atlas.inputs import Input, Style
-from llorch.atlas.judging import Judged, StageRow
+from llorch.atlas.inputs import AtlasInput, Style
+from llorch.atlas.judging import JudgedRun, StageRow
 from llorch.atlas.page import bugs, readme
 from llorch.atlas.reports import report
-from llorch.atlas.verdicts import Verdict, confirmed, word_of
+from llorch.atlas.verdicts import AtlasVerdict, confirmed, word_of
 
-FINE, HALF = Judged([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
-OFF = Judged(
+FINE, HALF = JudgedRun([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
+OFF = JudgedRun(
     [StageRow("logits", 0.2, 1e-6, 2e5)], 2e5, "float32", wrong=True, findings=["why"], mistake="eps 1e-6", key="logits"
 )
 FACTS = {"date": "2026-01-01", "processor": "one"}
 
 
 def verdict(
-    name: str, word: str, judged: Judged | None = None, feature: str = "", style: Style = "new", said: str = ""
-) -> Verdict:
-    return Verdict("engine", "", Input(name, feature, style), word, said, "1.0", 0.1, judged)
+    name: str, word: str, judged: JudgedRun | None = None, feature: str = "", style: Style = "new", said: str = ""
+) -> AtlasVerdict:
+    return AtlasVerdict("engine", "", AtlasInput(name, feature, style), word, said, "1.0", 0.1, judged)
 
 
 @pytest.mark.parametrize(
     ("judged", "word"),
     [
         (FINE, "right"),
-        (Judged(FINE.stages, 0.3, HALF), "honest difference"),
-        (Judged(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
+        (JudgedRun(FINE.stages, 0.3, HALF), "honest difference"),
+        (JudgedRun(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
         (OFF, "wrong"),
-        (Judged([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
+        (JudgedRun([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
     ],
 )
-def test_words(judged: Judged, word: str):
+def test_words(judged: JudgedRun, word: str):
     assert word_of(judged)[0] == word
 
 
@@ -48,7 +48,7 @@ def test_only_what_a_correction_made_agree_is_a_bug():
         verdict("mistral", "wrong", OFF, "eps"),
     ]))  # fmt: skip
     assert [each.word for each in made] == ["bug", "right", "wrong", "wrong", "wrong", "refused", "wrong"]
-    assert made[0].confirmed_by == Input("llama")
+    assert made[0].confirmed_by == AtlasInput("llama")
     assert made[0].correction.endswith(" eps")
     assert made[0].agreed is FINE
 
@@ -58,7 +58,7 @@ def test_a_correction_of_the_same_meaning_comes_first():
         verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE),
         verdict("llama", "right", FINE, "theta", "old"),
     ])  # fmt: skip
-    assert bug.confirmed_by == Input("llama", "theta", "old")
+    assert bug.confirmed_by == AtlasInput("llama", "theta", "old")
     assert_tells(bug.correction, "rope", "config.json")
 
 
@@ -83,12 +83,12 @@ def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
 
 def test_report_tells_what_the_maintainers_know():
     bug = replace(verdict("llama", "wrong", OFF), engine="mlx-lm")
-    (found, *_) = confirmed([bug, replace(bug, input=Input("llama", "", "old"), word="right", judged=FINE)])
+    (found, *_) = confirmed([bug, replace(bug, input=AtlasInput("llama", "", "old"), word="right", judged=FINE)])
     assert_tells(report("title", [found], None), "rope_parameters", 953)
 
 
 def test_another_engine_confirms_nothing():
-    other = Verdict("other", "", Input("llama"), "right", judged=FINE)
+    other = AtlasVerdict("other", "", AtlasInput("llama"), "right", judged=FINE)
     assert next(confirmed([verdict("llama", "wrong", OFF, "eps"), other])).word == "wrong"
 
 
@@ -97,7 +97,7 @@ def test_the_page_has_every_verdict():
         verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE),
         verdict("qwen3", "wrong", OFF, said="why"),
         verdict("mistral", "refused", said="ValueError: no windows | here"), verdict("qwen2", "hung", said="no answer"),
-        Verdict("absent", "", Input(""), "not run", "no wheel for this processor"),
+        AtlasVerdict("absent", "", AtlasInput(""), "not run", "no wheel for this processor"),
     ]))  # fmt: skip
     ((title, own),) = bugs(verdicts)
     page = readme(verdicts, FACTS, {title: "reports/x.md"})

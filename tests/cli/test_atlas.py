@@ -8,7 +8,7 @@ from command_line import invoke
 from refusals import assert_cli_refuses
 
 from llorch.atlas import catalogue
-from llorch.atlas.catalogue import Engine
+from llorch.atlas.catalogue import AtlasEngine
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_names_are_listed_and_each_adapter_has_pinned_requirements():
 
 
 def test_script_without_yes_installs_nothing_and_is_told_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    engine = Engine("large", "large", folder=tmp_path)
+    engine = AtlasEngine("large", "large", folder=tmp_path)
     engine.lock.write_text("# 355000000 bytes to download\n")
     monkeypatch.setattr(catalogue, "BY_NAME", {"large": engine})
     monkeypatch.setattr("llorch.cli.atlas.find_spec", lambda name: object())
@@ -59,7 +59,7 @@ def test_missing_extra_is_said_before_anything_is_installed(package: str, monkey
 @pytest.mark.live
 def test_an_engine_that_cannot_be_had_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(catalogue, "BY_NAME", {"absent": Engine("absent", "absent", why_not="no wheel for it")})
+    monkeypatch.setattr(catalogue, "BY_NAME", {"absent": AtlasEngine("absent", "absent", why_not="no wheel for it")})
     result = invoke("atlas", "absent", "--input", "llama", "--home", "home")
     assert result.exit_code == 3
     assert "NOT RUN" in result.stdout

@@ -10,8 +10,8 @@ from llorch import bench
 from llorch.bench import SHAPES
 from llorch.cli import bench as verb
 from llorch.pytorch import memory
-from llorch.pytorch.packing import PACKERS
-from llorch.verify.suites.quantised_models import write_model
+from llorch.pytorch.kernels.packing import PACKERS
+from llorch.verify.expectations.quantised_models import write_model
 
 SHORT = ("--prompt", "5", "--decode", "2", "--rounds", "1")
 

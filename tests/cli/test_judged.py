@@ -7,25 +7,34 @@ from typing import Any
 import pytest
 
 from llorch.builtin import builtin_path
-from llorch.cli.judged import EXACT, NOT_RUN, Judged, checkpoints_of, closer_to_truth, first_failure, lines, summary
+from llorch.cli.judged import (
+    EXACT,
+    NOT_RUN,
+    JudgedModel,
+    checkpoints_of,
+    closer_to_truth,
+    first_failure,
+    lines,
+    summary,
+)
 from llorch.cli.judging import _exit_code
 from llorch.cli.report import closing_line, failure_report
 from llorch.files import open_weights
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 
 
-def row(**changes: Any) -> Row:
+def row(**changes: Any) -> Comparison:
     """A row that passes, layer 0, with some fields changed."""
     fields: dict[str, Any] = {
         "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "producer": "llamacpp",
         "backend": "numpy", "mode": "chained", "error": 1e-7, "worst": 1e-7, "truth_error": 1e-8,
         "producer_error": 2e-7, "tolerance": 1e-6, "tolerance_worst": 1e-6, "verdict": "PASS",
     }  # fmt: skip
-    return Row(**fields | changes)
+    return Comparison(**fields | changes)
 
 
-def judged(*rows: Row, **other: Any) -> Judged:
-    return Judged("m", list(rows), **other)
+def judged(*rows: Comparison, **other: Any) -> JudgedModel:
+    return JudgedModel("m", list(rows), **other)
 
 
 def test_a_line_shows_the_row_closest_to_its_tolerance_with_both_producers_at_its_place():

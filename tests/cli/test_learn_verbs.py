@@ -10,10 +10,10 @@ from command_line import invoke
 from one_model import lessons_on_one_model
 from refusals import assert_cli_refuses
 
-from llorch.learn.apart import Outcome, outcomes
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP
 from llorch.learn.materials import hints_of, stub_of
-from llorch.learn.progress import Progress
+from llorch.learn.progress import LearnerProgress
+from llorch.learn.sandbox import Outcome, outcomes
 
 NORM = BY_NUMBER["01"]
 STEPS = hints_of(NORM)["rms_norm"]
@@ -85,7 +85,7 @@ def test_without_a_part_hints_are_of_the_part_that_the_last_check_called_wrong(f
     assert learn("hint", "01b").startswith("frequencies, hint 1")
     for where, part in (("mine/l01b_rope.py:14 rope()", "rope"), ("", "frequencies"), ("rope() of cmd:a b", "rope")):
         record = {"where": where, "compared": 3}
-        Progress(folder, print).note(Outcome("01b", "FAIL" if where else "PASS", "", record))
+        LearnerProgress(folder, print).note(Outcome("01b", "FAIL" if where else "PASS", "", record))
         assert learn("hint", "01b").startswith(f"{part}, hint 1")
 
 

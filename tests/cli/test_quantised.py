@@ -17,7 +17,7 @@ from llorch.files.gguf import open_gguf
 from llorch.files.quant import GGMLType
 from llorch.model import load
 from llorch.numerics import SCHEME
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
 

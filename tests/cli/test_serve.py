@@ -37,7 +37,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
             with listening(app) as port:
                 answers.append(question(f"http://127.0.0.1:{port}"))
 
-        monkeypatch.setattr("llorch.serve.listening.serve", serve_here)
+        monkeypatch.setattr("llorch.serve.server.serve", serve_here)
         result = invoke("serve", *words, "--port", "0")
         assert (result.exit_code, len(answers)) == (0, 1), result.stderr
         return answers[0]
@@ -139,7 +139,7 @@ def test_with_a_key_nobody_is_answered_who_does_not_know_it(ask: Ask, monkeypatc
 
 
 def test_an_engine_that_dies_ends_the_process():
-    dying = "import llorch.serve.turns as t; t.Turns.leave = lambda *a: 1 / 0; from llorch.cli import main; main()"
+    dying = "import llorch.serve.scheduler as t; t.Turns.leave = lambda *a: 1 / 0; from llorch.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", dying, "serve", "story", "--port", "0"],
         stderr=subprocess.PIPE,

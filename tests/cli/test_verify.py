@@ -18,7 +18,7 @@ from refusals import assert_cli_refuses, assert_tells
 from tiny_models import random_tensors, write_folder
 
 if TYPE_CHECKING:
-    from llorch.verify.judge import Row
+    from llorch.verify.judge import Comparison
 
 CHANGED = "micro-qwen2"
 TOKENS = "3,1,4,15,9,2,6,5"
@@ -58,7 +58,7 @@ def changed_weight(changed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @cache
-def rows_of(model: str) -> Sequence["Row"]:
+def rows_of(model: str) -> Sequence["Comparison"]:
     """The rows of a model as it is at the first call: no model is judged both as it is and with a changed weight."""
     from llorch.verify.models import verify_stored
 
@@ -66,7 +66,7 @@ def rows_of(model: str) -> Sequence["Row"]:
 
 
 @cache
-def training_rows_of(model: str) -> Sequence["Row"]:
+def training_rows_of(model: str) -> Sequence["Comparison"]:
     from llorch.verify.training.claims import verify_training_stored
 
     return tuple(verify_training_stored(model))

@@ -20,8 +20,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints 14 to 20 judge all of them, and every type of packed matrices."""
+    from llorch.verify.expectations import packed
     from llorch.verify.runners import torch
-    from llorch.verify.suites import packed
     from llorch.verify.training import torch_runner
 
     monkeypatch.setattr(torch, "VARIANTS", {suffix: torch.VARIANTS[suffix] for suffix in ("", "-batch")})

@@ -13,7 +13,7 @@ from llorch.builtin import OTHERS
 from llorch.cache import KVCache
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.expected import HALF
-from llorch.diagnosis.judged import Judge
+from llorch.diagnosis.judged import DumpJudge
 from llorch.diagnosis.replay import Change, Plant, Replay
 from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import stage_of
@@ -48,7 +48,7 @@ def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case
     this, trace = golden_of(model).cases[case], golden_of(model).evidence[producer].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
         dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
-        results = list(Judge(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
+        results = list(DumpJudge(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
         assert {result.verdict for result in results} == {RIGHT}
         assert {result.key for result in results} == {*shown}
         assert max(result.over for result in results) < 1

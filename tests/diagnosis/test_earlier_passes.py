@@ -8,12 +8,12 @@ from fresh_engine import FreshEngine, raw_dump_of
 from planted_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
 
 from llorch.diagnosis.diagnose import diagnose
-from llorch.diagnosis.judged import Judge
+from llorch.diagnosis.judged import DumpJudge
 from llorch.diagnosis.replay import Change, Replay
 from llorch.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
-from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump, with_earlier
 from llorch.dumps.stage_dump import StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.places import Tokens
 from llorch.verify.models import stored
 
@@ -91,7 +91,7 @@ def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
 
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(run(name, spoilt), weights.config, weights=weights)
-    wrong = [result.key for result in Judge(Replay(wide(ENDS[name][0]), dump)).results() if result.verdict == WRONG]
+    wrong = [result.key for result in DumpJudge(Replay(wide(ENDS[name][0]), dump)).results() if result.verdict == WRONG]
     assert wrong[0] == f"l1.{stage}"
 
 

@@ -6,7 +6,7 @@ from planted import golden_of
 from planted_dumps import dumped, everywhere, mistake, passes, wide
 
 from llorch.diagnosis.diagnose import causes
-from llorch.diagnosis.judged import Judge
+from llorch.diagnosis.judged import DumpJudge
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.verdict import RIGHT, WRONG
 from llorch.dumps.stage_dump import StageDump
@@ -69,5 +69,5 @@ def test_either_of_two_experts_at_an_exact_tie_is_right(gap: float) -> None:
     other = next(i for i in np.flatnonzero(probs[2] == probs[2, chosen]) if i != chosen)
     probs[2, other] += np.float32(gap)
     dump = StageDump.of_arrays([golden_of(PLAIN).cases["near"]], shown)
-    results = {result.key: result for result in Judge(Replay(wide(PLAIN), dump)).results()}
+    results = {result.key: result for result in DumpJudge(Replay(wide(PLAIN), dump)).results()}
     assert results["l0.topk_ids"].verdict == (WRONG if gap else RIGHT)

@@ -11,11 +11,11 @@ from refusals import assert_tells, refuses
 
 from llorch.builtin import BUILTIN
 from llorch.diagnosis.guards import check
-from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump, digest
 from llorch.dumps.stage_dump import Features, Seen, StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.errors import GuardFailed
-from llorch.files.names import inventory
+from llorch.files.tensor_names import inventory
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rounding import round_activations
@@ -130,7 +130,8 @@ MISFITS: dict[str, tuple[str, np.ndarray, tuple[str, ...], tuple[str, ...]]] = {
     "axes turned": (
         "l0.q_rope", TRACE["l0.q_rope"].swapaxes(0, 1), ("pass 0", "seq=12, heads=6, head_dim=32"), ("(6, 12, 32)",)
     ),
-    "a batch": ("l0.q_rope", TRACE["l0.q_rope"][None], ("pass 0", "seq=12"), ("(1, 12, 6, 32)", "llorch.dumps.names")),
+    "a batch": ("l0.q_rope", TRACE["l0.q_rope"][None], ("pass 0", "seq=12"),
+                ("(1, 12, 6, 32)", "llorch.dumps.stage_mapping")),
     "tokens left out": ("l0.attn_probs", TRACE["l0.attn_probs"][:, :5], ("pass 0", "seq=12, ctx=12"), ("(6, 5, 12)",)),
     "a stage of another family": ("l0.q_norm", TRACE["l0.q_rope"], ("stage",), ("l0.q_norm",)),
     "a layer too far": ("l9.block_out", TRACE[LAST], ("stage",), ("l9.block_out",)),

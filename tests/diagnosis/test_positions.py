@@ -18,7 +18,7 @@ from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.positions import POSITIONS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.replay import UNCHANGED, Change, Plant
-from llorch.dumps.names import stage_dump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.stages import BY_NAME, key, keys
 
 PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*POSITIONS, *LAYERS)

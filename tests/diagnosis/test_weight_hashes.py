@@ -12,7 +12,7 @@ from llorch.diagnosis.weight_hashes import check_weights
 from llorch.dumps.raw import digest
 from llorch.errors import GuardFailed
 from llorch.files import open_weights
-from llorch.files.names import interleave, undo_interleave
+from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.rounding import round_activations
 
 NAME = "micro-llama"

@@ -76,7 +76,7 @@ def test_a_gguf_adapter_is_compared_too(tmp_path):
 @pytest.mark.live
 def test_an_engine_that_computes_something_else_is_wrong(tmp_path, monkeypatch):
     in_order = lambda target, part, lora_A, lora_B: (lora_A, lora_B)  # noqa: E731 - a converter that forgot the pairs
-    monkeypatch.setattr("llorch.lora.targets.Target.pair_of", in_order)
+    monkeypatch.setattr("llorch.lora.targets.LoraTarget.pair_of", in_order)
     adapter, base, _ = made(tmp_path, lora_alpha=5.0)
     verdict, text = verdicts(adapter, base, ("llamacpp",))["logits in llama.cpp"]
     assert verdict == "WRONG"

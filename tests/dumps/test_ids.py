@@ -7,9 +7,9 @@ from refusals import Refusal, assert_tells, row
 
 from llorch.dumps.ids import ids_from_embedding
 from llorch.dumps.mapping import NameMap, mapping_of
-from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump
 from llorch.dumps.stage_dump import StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.places import Tokens
 
 WEIGHTS = weights_of("micro-llama")

@@ -11,9 +11,9 @@ from refusals import Refusal, assert_tells, refuses, row
 from llorch.architecture import DeltaNet, Layer
 from llorch.dumps.layout import Form, far_nearest, fitting_forms, unlike
 from llorch.dumps.mapping import mapping_of
-from llorch.dumps.names import stage_dump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.errors import GuardFailed
-from llorch.files.names import interleave
+from llorch.files.tensor_names import interleave
 from llorch.stages import BY_NAME, axis_sizes
 
 MODEL = "micro-qwen3"  # all dimensions differ

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from refusals import refuses
 
-from llorch.dumps.layout import Layout
+from llorch.dumps.layout import DumpLayout
 from llorch.dumps.mapping import mapping_of, read_mapping
 from llorch.places import Tokens
 
@@ -46,10 +46,10 @@ def test_everything_that_a_file_says_is_read(tmp_path: Path):
     assert mapping.find("scratch", 3) == ("scratch", 3)
     assert mapping.find("blk.x.rot_q", None) is None
     assert mapping.names["scratch"] == ()
-    assert mapping.layout("q_rope", "blk.{i}.rot_q") == Layout(("batch", "heads", "seq", "head_dim"), True, 0.25)
-    assert mapping.layout("q_proj", "h{i+1}+qkv") == Layout(("width", "seq"), fused="groups")
-    assert mapping.layout("attn_scores", "") == Layout(masked=False)
-    assert mapping.layout("k_rope", "blk.{i}.rot_k") == Layout()
+    assert mapping.layout("q_rope", "blk.{i}.rot_q") == DumpLayout(("batch", "heads", "seq", "head_dim"), True, 0.25)
+    assert mapping.layout("q_proj", "h{i+1}+qkv") == DumpLayout(("width", "seq"), fused="groups")
+    assert mapping.layout("attn_scores", "") == DumpLayout(masked=False)
+    assert mapping.layout("k_rope", "blk.{i}.rot_k") == DumpLayout()
     assert mapping.passes == (Tokens((1, 2), 7), Tokens((3,), 9))
     assert mapping.features == {"dtype": "bfloat16", "flash_attention": True}
 
@@ -109,5 +109,5 @@ def test_what_is_wrong_is_said_with_file_and_key(
 
 def test_layouts_are_those_of_stages_or_of_names_in_the_file():
     assert mapping_of({"names": {"a": "kq"}, "layout": {"a": {}, "kq": {"transposed": True}}}).layouts == {
-        "a": Layout(), "kq": Layout(("ctx", "seq", "heads")),
+        "a": DumpLayout(), "kq": DumpLayout(("ctx", "seq", "heads")),
     }  # fmt: skip

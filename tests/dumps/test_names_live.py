@@ -7,8 +7,8 @@ import pytest
 from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 
 from llorch.builtin import BUILTIN, builtin_path
-from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.engines.process import GGML_VARIABLES
 
 pytestmark = pytest.mark.live
@@ -18,7 +18,7 @@ def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArr
     os.environ |= GGML_VARIABLES
     from llorch.engines import ggml_tensor
     from llorch.engines.llamacpp import LlamaCpp
-    from llorch.engines.llamacpp_graph import Watcher
+    from llorch.engines.llamacpp_graph import GraphWatcher
 
     nodes: list[RawArray] = []
 
@@ -31,7 +31,7 @@ def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArr
             nodes.append(raw_array(tensor.name.decode(), ggml_tensor.read(tensor), op=op))
 
     with LlamaCpp(builtin_path(model)) as engine:
-        engine._logits(ids, 0, Watcher(Everything()))  # type: ignore[arg-type] (what a capture is asked)
+        engine._logits(ids, 0, GraphWatcher(Everything()))  # type: ignore[arg-type] (what a capture is asked)
     return nodes
 
 

@@ -10,8 +10,8 @@ from refusals import Refusal, row
 import llorch
 from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import mapping_of
-from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.places import Tokens
 from llorch.stages import key
 

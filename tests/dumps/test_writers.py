@@ -13,8 +13,8 @@ import llorch.dumps.writers
 from llorch.cache import KVCache
 from llorch.comparison import compare
 from llorch.dumps.index import open_raw
-from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import Features
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.places import Tokens
 
 WRITERS = sorted(Path(llorch.dumps.writers.__file__).parent.glob("*[!_].*"))

@@ -17,7 +17,7 @@ from llorch.files import open_weights
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.numerics import GGML, DtypeName
 from llorch.ops.rounding import ActivationKind, round_activations
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 pytestmark = pytest.mark.live
 

@@ -13,7 +13,7 @@ from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file,
 from llorch.builtin import builtin_path
 from llorch.engines import OURS, Call, open_here
 from llorch.numerics import DtypeName
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 pytestmark = pytest.mark.live
 
@@ -131,7 +131,7 @@ def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
 
 @pytest.mark.parametrize("free", [0, 1e9])
 def test_what_does_not_fit_is_streamed(monkeypatch: pytest.MonkeyPatch, free: float):
-    monkeypatch.setattr("llorch.files.lockstep.available_memory", lambda: free)
+    monkeypatch.setattr("llorch.files.layerwise.available_memory", lambda: free)
     with open_here("transformers", builtin_path("micro-llama")) as engine:
         knobs = engine.provenance()["knobs"]
     assert ("layer" in str(knobs.get("weights"))) == (free == 0)  # type: ignore[attr-defined]

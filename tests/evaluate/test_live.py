@@ -11,7 +11,7 @@ from story_files import tale
 
 import llorch
 from llorch.builtin import builtin_path
-from llorch.evaluate.scores import Comparison, PairScores, compare_models, mean
+from llorch.evaluate.scores import ModelDifference, PairScores, compare_models, mean
 from llorch.evaluate.windows import cut_text, score_pair
 from llorch.numerics import EXACT, GGML, Numerics
 
@@ -120,7 +120,7 @@ def test_figures_are_those_that_llama_perplexity_prints(quantised: Path, text: s
     assert 100 * found.p_rms.value == pytest.approx(printed["rms"], abs=1e-3)
 
 
-def sixteen_bits(found: Comparison) -> float:
+def sixteen_bits(found: ModelDifference) -> float:
     """What the tool's file adds to a mean: log probabilities in 65535 steps of a range of 16; 4 standard errors."""
     return 4 * (16 / 65535 / np.sqrt(12)) / np.sqrt(found.n_scored)
 

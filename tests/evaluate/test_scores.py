@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llorch.evaluate.scores import (
-    Comparison,
+    ModelDifference,
     PairScores,
     compare_models,
     compare_rows,
@@ -107,7 +107,7 @@ def scores(rng: np.random.Generator) -> PairScores:
 
 
 @pytest.fixture
-def compared(scores: PairScores) -> Comparison:
+def compared(scores: PairScores) -> ModelDifference:
     return compare_models(scores)
 
 
@@ -133,14 +133,14 @@ def test_the_error_of_a_perplexity_is_relative_to_it():
     assert perplexity(np.array([800.0, 900.0])).perplexity.value == math.inf
 
 
-def test_each_perplexity_is_that_of_its_model(scores: PairScores, compared: Comparison):
+def test_each_perplexity_is_that_of_its_model(scores: PairScores, compared: ModelDifference):
     assert compared.n_scored == 400
     assert compared.kl == mean(scores.kl)
     assert compared.reference_perplexity == perplexity(scores.reference_loss).perplexity
     assert compared.perplexity == perplexity(scores.loss).perplexity
 
 
-def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: Comparison):
+def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: ModelDifference):
     reference, model = compared.reference_perplexity.value, compared.perplexity.value
     assert model > reference
     assert compared.perplexity_ratio.value == pytest.approx(model / reference, rel=1e-14)
@@ -148,7 +148,7 @@ def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: Compar
     assert compared.perplexity_difference.value == model - reference
 
 
-def test_errors_count_only_what_is_not_common_to_both_models(scores: PairScores, compared: Comparison):
+def test_errors_count_only_what_is_not_common_to_both_models(scores: PairScores, compared: ModelDifference):
     a, b = scores.reference_loss, scores.loss
     covariance = np.cov(a, b) / 400  # of the two means: the textbook form, which loses digits
     spread = math.sqrt(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
@@ -167,7 +167,7 @@ def test_quantiles_lie_between_their_neighbours(scores: PairScores):
     assert compare_models(few).kl_quantiles == pytest.approx(expected, rel=1e-14)
 
 
-def test_the_share_of_same_tokens_has_the_error_of_a_share(scores: PairScores, compared: Comparison):
+def test_the_share_of_same_tokens_has_the_error_of_a_share(scores: PairScores, compared: ModelDifference):
     share = np.count_nonzero(scores.same_top) / 400
     assert compared.same_top.value == pytest.approx(share, rel=1e-15)
     assert compared.same_top.error == pytest.approx(math.sqrt(share * (1 - share) / 399), rel=1e-12)

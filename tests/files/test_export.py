@@ -21,8 +21,8 @@ from tiny_models import (
 from llorch.config import FactorScaling, LinearScaling, YarnScaling
 from llorch.files import StringArray, Weights, open_gguf, open_weights
 from llorch.files.export import FILE_TYPES, gguf_size, gguf_types, write_gguf
-from llorch.files.names import inventory
 from llorch.files.quant import GGMLType
+from llorch.files.tensor_names import inventory
 
 LLAMA3 = {
     "rope_type": "llama3",

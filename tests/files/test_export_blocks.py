@@ -13,8 +13,8 @@ from llorch.convert import convert
 from llorch.files import open_weights
 from llorch.files.export import gguf_size
 from llorch.files.export_blocks import find_blocks
-from llorch.files.names import interleave, inventory
 from llorch.files.quant import GGMLType
+from llorch.files.tensor_names import interleave, inventory
 from llorch.forward import forward
 
 IDS = np.array([1, 5, 9, 2, 17, 11, 3])

@@ -35,7 +35,7 @@ from refusals import Refusal, refuses
 from refusals import row as refusal_row
 
 from llorch.files import open_gguf
-from llorch.files.gguf import Limits
+from llorch.files.gguf import MetadataLimits
 
 DATA = bytes(128)
 
@@ -150,7 +150,7 @@ def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str
     assert "\n" not in str(caught.value)
 
 
-def opened(path: Path, data: bytes, limits: Limits) -> None:
+def opened(path: Path, data: bytes, limits: MetadataLimits) -> None:
     path.write_bytes(data)
     open_gguf(path, limits=limits)
 
@@ -163,13 +163,14 @@ def taken(path: Path, data: bytes) -> None:
 
 STRINGS = long_array(STRING, 20, string(b"twelve bytes") * 20)
 TOLD = [  # what a code alone does not say
-    refusal_row("metadata beyond the limit", lambda path: opened(path, sound_file(), Limits(header_bytes=200)),
+    refusal_row("metadata beyond the limit", lambda path: opened(path, sound_file(), MetadataLimits(header_bytes=200)),
                 "TooLarge", "header limit 200"),
-    refusal_row("tensor table beyond the limit", lambda path: opened(path, sound_file(), Limits(header_bytes=400)),
-                "TooLarge", "header limit 400"),
-    refusal_row("string beyond the limit", lambda path: opened(path, STRINGS, Limits(header_bytes=400)), "TooLarge",
-                "string 17", "key 'k'", "limit 400"),
-    refusal_row("big-endian", lambda path: opened(path, EXPECTED["big-endian"][1], Limits()), "Unsupported",
+    refusal_row("tensor table beyond the limit",
+                lambda path: opened(path, sound_file(), MetadataLimits(header_bytes=400)), "TooLarge",
+                "header limit 400"),
+    refusal_row("string beyond the limit", lambda path: opened(path, STRINGS, MetadataLimits(header_bytes=400)),
+                "TooLarge", "string 17", "key 'k'", "limit 400"),
+    refusal_row("big-endian", lambda path: opened(path, EXPECTED["big-endian"][1], MetadataLimits()), "Unsupported",
                 "big-endian"),
     refusal_row("a tensor of integers", lambda path: taken(path, tensor(8, kind=TYPE_I32)), "DType", where="t",
                 got="I32"),
@@ -240,7 +241,7 @@ MEASURE = """
 import json, resource, sys, time
 from llorch.errors import FormatError
 from llorch.files import open_gguf
-from llorch.files.gguf import Limits
+from llorch.files.gguf import MetadataLimits
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 # ru_maxrss starts at that of the process that forked this one; VmHWM is this program's own.
 peak = lambda: int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])

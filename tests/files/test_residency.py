@@ -11,7 +11,7 @@ from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights, residency
 from llorch.files.residency import plan, remembered, working_bytes
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 
 @pytest.fixture(scope="module")

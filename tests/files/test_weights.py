@@ -20,9 +20,9 @@ from tiny_models import (
 
 from llorch.files import Weights, open_weights
 from llorch.files.matrix import Matrix
-from llorch.files.names import interleave, inventory, undo_interleave
+from llorch.files.tensor_names import interleave, inventory, undo_interleave
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,8 +13,8 @@ import pytest
 
 if TYPE_CHECKING:
     from llorch.files import Weights
+    from llorch.verify.expectations.forward import ForwardSuite
     from llorch.verify.goldens import Golden
-    from llorch.verify.suites.forward import ForwardSuite
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +50,7 @@ def stored_once(model: str) -> "tuple[Weights, Golden]":
 @cache
 def brief_suite(model: str) -> "ForwardSuite":
     from llorch.places import Pass
-    from llorch.verify.suites.forward import ForwardSuite
+    from llorch.verify.expectations.forward import ForwardSuite
 
     class CutOnce(Pass):
         @property

@@ -27,12 +27,12 @@ def of_manifest(said: Any, arrays: Any) -> Any:
     return arrays[said] if isinstance(said, str) else said
 
 
-RECORDED = cache(hand_in.Calls)  # of a lesson; a command for its inputs and one for its answers record the same
+RECORDED = cache(hand_in.RecordedCalls)  # of a lesson; a command for its inputs and one for its answers record the same
 
 
 @pytest.fixture(autouse=True)
 def calls_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_in, "Calls", RECORDED)
+    monkeypatch.setattr(hand_in, "RecordedCalls", RECORDED)
 
 
 @pytest.fixture

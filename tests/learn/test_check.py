@@ -4,9 +4,9 @@ from refusals import assert_tells
 
 from llorch.learn.check import check, check_functions
 from llorch.learn.checks import forward
+from llorch.learn.exercise import Call
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, LESSONS, PARTS, Lesson
-from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED
 from llorch.verify.judge import FAIL, PASS
 

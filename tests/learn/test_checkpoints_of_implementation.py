@@ -2,9 +2,9 @@
 
 import pytest
 
-from llorch.learn.apart import outcomes
 from llorch.learn.judging import Mode
 from llorch.learn.lessons import LESSONS
+from llorch.learn.sandbox import outcomes
 from llorch.verify.judge import FAIL, PASS
 
 EACH = [pytest.param(each.number, mode, id=f"checkpoint_{each.number}-{mode}")

@@ -112,7 +112,7 @@ def test_a_file_of_theirs_does_not_hide_one_of_python(folder: Path):
 BLOCK = """
 from l01b_rope import rope
 from l04_attention_scores import attention_scores
-from llorch.learn.parts import forward
+from llorch.learn.exercises import forward
 
 def block(x, w, cos, sin, past_k, past_v, head_dim, eps):
     y, k, v = forward.block(x, w, cos, sin, past_k, past_v, head_dim, eps)

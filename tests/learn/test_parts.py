@@ -12,12 +12,12 @@ from llorch.comparison import Tolerance
 from llorch.learn.check import check_functions
 from llorch.learn.checks import after_logits
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged
+from llorch.learn.judging import LessonComparison
 from llorch.learn.lessons import PARTS
 from llorch.model import Model, load
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.sampling import SamplingSettings
-from llorch.verify.judge import FAIL, PASS, Claim, judge
+from llorch.verify.judge import FAIL, PASS, Expectation, judge
 
 TEXT = " two  spaces, Grüße 世界 🦊 and 1234567\n\tlines"
 
@@ -154,8 +154,10 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
 
     suite = SimpleNamespace(sampler_inputs=lambda: (np.zeros(10, np.float32), [0]))
     monkeypatch.setattr(after_logits, "suite_of", lambda model: suite)
-    claim = Claim(Place("11", "probabilities", part="top_p"), "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6))
-    wrong = Judged(judge(claim, uniform(n_kept), model="m", backend="learner"), claim, uniform(n_kept))
+    claim = Expectation(
+        StageRef("11", "probabilities", part="top_p"), "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6)
+    )
+    wrong = LessonComparison(judge(claim, uniform(n_kept), model="m", backend="learner"), claim, uniform(n_kept))
     assert wrong.row.verdict == FAIL
     found = [*after_logits.FilterCheck().named([wrong])]
     assert [each.name for each in found if not each.stages] == names

@@ -3,29 +3,29 @@ from pathlib import Path
 
 import pytest
 
-from llorch.learn.apart import Outcome
 from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.progress import Progress, Standing
+from llorch.learn.progress import LearnerProgress, Standing
+from llorch.learn.sandbox import Outcome
 from llorch.learn.sources import fingerprint, sources
 
 NORM, ROPE = BY_NUMBER["01"], BY_NUMBER["01b"]
 
 
 @pytest.fixture
-def progress(tmp_path: Path) -> Progress:
-    return Progress(tmp_path, pytest.fail)
+def progress(tmp_path: Path) -> LearnerProgress:
+    return LearnerProgress(tmp_path, pytest.fail)
 
 
-def write(progress: Progress, text: str, module: str = "l01_rms_norm") -> None:
+def write(progress: LearnerProgress, text: str, module: str = "l01_rms_norm") -> None:
     (progress.folder / f"{module}.py").write_text(text)
 
 
-def note(progress: Progress, word: str, number: str = "01") -> Standing:
+def note(progress: LearnerProgress, word: str, number: str = "01") -> Standing:
     progress.note(Outcome(number, word, "", {}))
     return progress.read()[number]
 
 
-def test_versions_of_the_code_are_counted_and_the_one_that_passed_is_known(progress: Progress):
+def test_versions_of_the_code_are_counted_and_the_one_that_passed_is_known(progress: LearnerProgress):
     write(progress, "a")
     assert note(progress, "FAIL").attempts == 1
     assert note(progress, "FAIL").attempts == 1  # the same code
@@ -38,7 +38,7 @@ def test_versions_of_the_code_are_counted_and_the_one_that_passed_is_known(progr
     assert note(progress, "BORROWED").attempts == 2  # nothing was judged
 
 
-def test_code_of_a_lesson_is_its_file_and_what_that_imports(progress: Progress):
+def test_code_of_a_lesson_is_its_file_and_what_that_imports(progress: LearnerProgress):
     write(progress, "from helper import f\nimport numpy", "l01b_rope")
     write(progress, "def g():\n    import deeper, l01b_rope", "helper")
     write(progress, "not Python", "deeper")
@@ -50,9 +50,9 @@ def test_code_of_a_lesson_is_its_file_and_what_that_imports(progress: Progress):
     assert sources(progress.folder, NORM) == []
 
 
-def test_what_another_process_wrote_meanwhile_is_kept(progress: Progress):
+def test_what_another_process_wrote_meanwhile_is_kept(progress: LearnerProgress):
     note(progress, "FAIL", "01b")
-    with Progress(progress.folder, pytest.fail).changed(NORM) as standing:
+    with LearnerProgress(progress.folder, pytest.fail).changed(NORM) as standing:
         standing.hints["rms_norm"] = 2
     known = progress.read()
     assert (known["01"].hints, known["01b"].status) == ({"rms_norm": 2}, "FAIL")
@@ -70,7 +70,7 @@ def test_what_another_process_wrote_meanwhile_is_kept(progress: Progress):
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_said_and_kept(tmp_path: Path, text: str):
     said: list[str] = []
-    progress = Progress(tmp_path, said.append)
+    progress = LearnerProgress(tmp_path, said.append)
     for name in ("progress.json.bak", "progress.json.2.bak"):
         progress.path.parent.mkdir(exist_ok=True)
         progress.path.write_text(text)
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_used_is_said_and_kept(tmp_path: Path, text: str):
     assert note(progress, "PASS").status == "PASS"
 
 
-def test_a_failed_write_leaves_the_old_file(progress: Progress, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_leaves_the_old_file(progress: LearnerProgress, monkeypatch: pytest.MonkeyPatch):
     note(progress, "FAIL")
     before = progress.path.read_bytes()
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))

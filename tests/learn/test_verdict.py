@@ -8,10 +8,10 @@ from refusals import assert_tells
 
 from llorch.learn.check import check, check_functions
 from llorch.learn.checks import forward as checks
+from llorch.learn.exercises import forward
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.parts import forward
-from llorch.learn.verdict import BORROWED, WIDTH, Verdict
+from llorch.learn.verdict import BORROWED, WIDTH, LessonVerdict
 from llorch.verify.judge import FAIL, PASS
 
 Array = np.ndarray
@@ -148,4 +148,4 @@ def test_a_pass_is_one_line():
     assert str(found).count("\n") == 0
     assert len(found.judged) == 192
     assert_tells(str(found), PASS, 192, 4, "02 qkv")  # comparisons, models, the next lesson
-    assert_tells(str(Verdict("01", BORROWED, borrowed=["rms_norm"])), BORROWED, "rms_norm")
+    assert_tells(str(LessonVerdict("01", BORROWED, borrowed=["rms_norm"])), BORROWED, "rms_norm")

@@ -14,7 +14,7 @@ from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.numerics import GGML
 from llorch.ops.lora import LoraMatrix
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 IDS = np.array([5, 60, 17, 33, 2, 91, 44])
 ALL = (*EVERY, "embed_tokens", "lm_head")

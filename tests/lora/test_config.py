@@ -7,7 +7,7 @@ from refusals import Refusal, refuses, row
 
 from llorch.config import ModelConfig
 from llorch.lora.config import LAYER_TARGETS, LoraConfig
-from llorch.lora.targets import Part, targets_of
+from llorch.lora.targets import MatrixPart, targets_of
 
 
 def test_targets_are_every_matrix_in_the_order_of_the_forward_pass(config: ModelConfig):
@@ -19,7 +19,7 @@ def test_targets_are_every_matrix_in_the_order_of_the_forward_pass(config: Model
 
 def test_a_target_knows_its_names_and_widths(config: ModelConfig):
     target = targets_of(config)["layers.1.o_proj"]
-    assert (target.path, target.gguf) == ("model.layers.1.self_attn.o_proj", (Part("blk.1.attn_output"),))
+    assert (target.path, target.gguf) == ("model.layers.1.self_attn.o_proj", (MatrixPart("blk.1.attn_output"),))
     assert (target.n_in, target.n_out) == (config.q_width, config.hidden_size)
     embedding, head = targets_of(config)["embed_tokens"], targets_of(config)["lm_head"]
     assert (embedding.n_in, embedding.n_out, embedding.is_embedding) == (config.vocab_size, config.hidden_size, True)

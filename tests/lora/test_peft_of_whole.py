@@ -15,7 +15,7 @@ from refusals import refuses
 from llorch.builtin import builtin_path
 from llorch.config import FAMILIES, ModelConfig
 from llorch.files import open_weights
-from llorch.files.names import path_alone, path_in_whole
+from llorch.files.tensor_names import path_alone, path_in_whole
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
 from llorch.lora.peft_format import is_of_whole, read_peft, write_peft

@@ -14,8 +14,8 @@ import llorch
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.cuda.graph import GraphedSteps, try_out
 from llorch.pytorch.decoding import Decoding, size_class
+from llorch.pytorch.kernels.triton.graph import GraphedSteps, try_out
 from llorch.pytorch.sampling import Needs
 from llorch.sampling import SamplingSettings
 

@@ -14,10 +14,10 @@ from llorch.files.quant import GGMLType
 from llorch.pytorch import load
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.kernels.packing import PACKERS
+from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.load import load_dense, load_packed
-from llorch.pytorch.packing import PACKERS
-from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
-from llorch.verify.suites.quantised_models import MODELS, write_model
+from llorch.verify.expectations.quantised_models import MODELS, write_model
 
 CPU = torch.device("cpu")
 PACKED = [name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys()]

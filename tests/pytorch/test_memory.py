@@ -13,12 +13,12 @@ from refusals import assert_cli_refuses, assert_tells, refuses
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
 from llorch.pytorch import memory, model
-from llorch.pytorch.cpu.library import library
 from llorch.pytorch.device import target
+from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.memory import free_memory, predict, require_memory, room_of_pages
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.serving.paged_cache import PagedCache
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ MEASURE = """
 import os, sys, threading
 from pathlib import Path
 from llorch.builtin import builtin_path
-from llorch.pytorch.cpu.library import library
+from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.device import target
 from llorch.pytorch.memory import predict
 from llorch.pytorch.model import load_torch

@@ -9,22 +9,23 @@ import torch
 from planted_quantised import golden
 
 from llorch.files.quant import GGMLType
-from llorch.pytorch import load, packing
+from llorch.pytorch import load
 from llorch.pytorch.device import target
-from llorch.pytorch.packing import PACKERS, Fields
+from llorch.pytorch.kernels import packing
+from llorch.pytorch.kernels.packing import PACKERS, Fields
 from llorch.stages import STAGES
-from llorch.verify.judge import FAIL, PASS, Row
-from llorch.verify.suites import packed as verification
-from llorch.verify.suites import quantised
-from llorch.verify.suites.packed import PACKED_MODELS, product_rows, verify_quantised_torch
-from llorch.verify.suites.quantised_models import MODELS, write_model
+from llorch.verify.expectations import packed as verification
+from llorch.verify.expectations import quantised
+from llorch.verify.expectations.packed import PACKED_MODELS, product_rows, verify_quantised_torch
+from llorch.verify.expectations.quantised_models import MODELS, write_model
+from llorch.verify.judge import FAIL, PASS, Comparison
 
 Judged = tuple[str, str, str]  # stage, mode, backend
 TARGETS = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16", "float16")]
 
 
 @cache
-def rows(device: str, dtype: str) -> list[Row]:
+def rows(device: str, dtype: str) -> list[Comparison]:
     return list(verify_quantised_torch(target(device, dtype)))
 
 
@@ -115,7 +116,7 @@ MISTAKES: list[tuple[str, Callable[[Fields], None]]] = [
 ]
 
 
-def products(name: str, folder: Path) -> list[Row]:
+def products(name: str, folder: Path) -> list[Comparison]:
     return list(product_rows(name, write_model(name, folder), golden(), target("cpu", "float32")))
 
 

@@ -12,7 +12,7 @@ from llorch.comparison import measure
 from llorch.pytorch import sampling
 from llorch.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
-from llorch.verify.limits import limit_of_softmax
+from llorch.verify.tolerances.forward import limit_of_softmax
 
 INF = math.inf
 CPU = torch.device("cpu")

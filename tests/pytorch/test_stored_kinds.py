@@ -17,9 +17,9 @@ from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.kernels.packing import Table, decode
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.model import load_torch
-from llorch.pytorch.packing import Table, decode
 from llorch.pytorch.stored_kinds import block_size, group_order, in_group_order, kind_of, pack_stored, packed_bytes
 
 

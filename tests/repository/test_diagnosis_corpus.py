@@ -18,7 +18,7 @@ from benchmarks.diagnosis.styles import STYLES, shown, stage_keys
 from llorch.builtin import BUILTIN, builtin_path, goldens_folder
 from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import read_mapping
-from llorch.dumps.names import stage_dump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.files import open_weights
 from llorch.stages import forward_order
 from llorch.verify.golden_arrays import SUFFIX, read_arrays

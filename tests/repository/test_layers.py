@@ -13,14 +13,15 @@ import llorch
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
-    "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "hub", "ops",
-    "stages", "places", "comparison", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer",
-    "write_checks", "convert", "threads", "generate", "lora", "model", "evaluate", "train", "bench", "dumps", "pytorch",
-    "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas", "__init__", "cli", "__main__",
+    "errors", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture", "config", "builtin",
+    "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward", "families", "sampling",
+    "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate", "train", "bench",
+    "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas",
+    "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top
-    "llorch/pytorch/", "llorch/engines/", "llorch/verify/runners/torch", "llorch/verify/suites/packed",
+    "llorch/pytorch/", "llorch/engines/", "llorch/verify/runners/torch", "llorch/verify/expectations/packed",
     "llorch/verify/training/torch_", "llorch/verify/training/peft", "llorch/learn/on_torch/", "llorch/serve/",
     "llorch/atlas/engines/",
 )  # fmt: skip
@@ -29,7 +30,7 @@ OPTIONAL = (
     "prometheus_client", "llguidance", "peft", "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py", "llorch/atlas/engines/")
+PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/sandbox.py", "llorch/atlas/engines/")
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 

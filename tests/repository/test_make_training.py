@@ -14,7 +14,7 @@ from refusals import refuses
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FACTOR, Tolerance
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.verify.training import runner
 from llorch.verify.training.goldens import MODELS, Tolerances, TrainingGolden, name_of
 from llorch.verify.training.places import Arrays
@@ -38,7 +38,7 @@ def disturbed(script: ModuleType) -> ModuleType:
     return importlib.import_module("training_spread")
 
 
-def against(script: ModuleType, spread: Mapping[Place, Tolerance]) -> Differences:
+def against(script: ModuleType, spread: Mapping[StageRef, Tolerance]) -> Differences:
     config, truth = weights_of(MODEL).config, training_golden_of(MODEL).arrays
     return lambda new, stored: script.differences(new, stored, config, spread, truth)
 
@@ -117,7 +117,7 @@ def test_an_optimizer_with_another_setting_is_a_difference(
 ):
     monkeypatch.setattr(runner, "STEPS_SHOWN", (1, 2))
     monkeypatch.setattr(runner, "OPTIMIZER", replace(OPTIMIZER, **change))
-    run = dict(runner.NumpyRunner(weights_of(MODEL).astype(np.float64), golden)._steps())
+    run = dict(runner.NumpyTrainingRunner(weights_of(MODEL).astype(np.float64), golden)._steps())
     lines = lenient(with_run(golden, run), golden)
     assert any(line.startswith(f"training peft {where}") for line in lines)
 

@@ -61,7 +61,7 @@ def careless(*arguments: object) -> list:
 def test_four_ranks_keep_and_send_what_the_formulas_say_to_the_byte(job: Job):
     from mesh_ranks import measured  # type: ignore[import-not-found]
 
-    from llorch.pytorch.ranks import on_ranks
+    from llorch.pytorch.distributed.launch import on_ranks
 
     want = memory(job)
     with warm_ranks():
@@ -75,7 +75,7 @@ def test_four_ranks_keep_and_send_what_the_formulas_say_to_the_byte(job: Job):
 @pytest.mark.slow
 @pytest.mark.usefixtures("sibling")
 def test_a_message_too_many_is_seen():
-    from llorch.pytorch.ranks import on_ranks
+    from llorch.pytorch.distributed.launch import on_ranks
 
     job = replace(JOB, tp=1)
     with warm_ranks():

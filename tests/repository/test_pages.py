@@ -12,9 +12,9 @@ from training_rows import rows as training_rows
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same
 from checkpoints.generated.tables import Blocks, equal, table
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verify.judge import Row, exact_row
+from llorch.verify.judge import Comparison, exact_row
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")
@@ -25,7 +25,7 @@ LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |
 def blocks() -> Iterator[Mapping[Path, Blocks]]:
     """What every page has to say, computed once, of rows that other tests look at, too."""
 
-    def stored(model: str, runners: object = None, backend: str = "numpy") -> Sequence[Row]:
+    def stored(model: str, runners: object = None, backend: str = "numpy") -> Sequence[Comparison]:
         return [row for row in torch_rows(backend, model) if row.backend == backend] if runners else forward_rows(model)
 
     with kept(), pytest.MonkeyPatch.context() as patch:
@@ -133,6 +133,6 @@ def test_a_table_escapes_the_marks_between_its_cells():
 
 
 def test_the_table_of_equal_things_counts_those_that_are():
-    place = Place("12", "generation")
+    place = StageRef("12", "generation")
     rows = [exact_row(place, "llamacpp", wrong, "", model=model) for model, wrong in (("a", 0.0), ("b", 0.5))]
     assert equal(rows).endswith("| `generation` | llama.cpp | 1 of 2 |")

@@ -14,8 +14,8 @@ from llorch.comparison import compare
 from llorch.diagnosis.diagnose import diagnose
 from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import read_mapping
-from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.files import Weights, open_weights
 from llorch.model import load
 

@@ -24,9 +24,9 @@ from llorch.comparison import Difference
 from llorch.files import Weights
 from llorch.places import Pass
 from llorch.verify import golden_arrays
-from llorch.verify.goldens import PRODUCERS, Evidence, Golden, TokenCheck, Truth
-from llorch.verify.limits import Limits
+from llorch.verify.goldens import PRODUCERS, EngineOutput, Golden, TokenCheck, Truth
 from llorch.verify.long_goldens import read_long
+from llorch.verify.tolerances.forward import Limits
 from llorch.verify.training.goldens import FILES
 
 NAME = "micro-qwen3"
@@ -65,8 +65,8 @@ def changed(golden: Golden, name: str, change: Callable[[np.ndarray], np.ndarray
     return replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
 
 
-def of_arrays(golden: Golden, producer: str, arrays: dict[str, np.ndarray]) -> Evidence:
-    return Evidence.from_arrays(arrays, golden.evidence[producer].route)
+def of_arrays(golden: Golden, producer: str, arrays: dict[str, np.ndarray]) -> EngineOutput:
+    return EngineOutput.from_arrays(arrays, golden.evidence[producer].route)
 
 
 def one_number(array: np.ndarray) -> np.ndarray:

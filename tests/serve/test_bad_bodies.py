@@ -9,8 +9,8 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as CompletionCreateParams
 from served import Served, served
 
-from llorch.serve.lacking import ignored_fields
 from llorch.serve.requests import Body
+from llorch.serve.unsupported_fields import ignored_fields
 
 CHAT, COMPLETION, RESPONSE, TRACE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/trace"
 GOOD: dict[str, dict[str, Any]] = {

@@ -34,9 +34,9 @@ async def echo(scope, receive, send):
 
 
 def limits(**values):
-    from llorch.serve.connection import Limits
+    from llorch.serve.connection import ClientLimits
 
-    return Limits(**values)
+    return ClientLimits(**values)
 
 
 @pytest.fixture(scope="module")

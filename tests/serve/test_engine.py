@@ -14,7 +14,7 @@ from scripted_batch import ScriptedBatch
 from llorch.generate import Answer, IdsOnly, Job
 from llorch.sampling import SamplingSettings
 from llorch.serve.engine import Engine
-from llorch.serve.work import Busy, Event, Made, Unavailable, Work
+from llorch.serve.work import Busy, Event, MadeToken, Unavailable, Work
 
 FOR_EVER = 1 << 40
 
@@ -30,7 +30,7 @@ class Asked:
         return self.events.get(timeout=20)
 
     def failure(self) -> Exception:
-        while isinstance(event := self.next(), Made):
+        while isinstance(event := self.next(), MadeToken):
             pass
         return event.error
 
@@ -155,7 +155,7 @@ def test_what_one_job_raises_is_told_to_it_alone():
         submit(running, broken, other)
         assert str(broken.failure()) == "broken"
         events = [other.next() for _ in range(5)]
-        assert all(isinstance(event, Made) for event in events)
+        assert all(isinstance(event, MadeToken) for event in events)
         assert running.trouble is None
     assert sorted(batch.left) == [1, 2]
 
@@ -174,7 +174,7 @@ def test_what_a_step_raises_ends_those_that_ran_in_it_and_no_others():
         submit(running, one)
         submit(running, waiting)
         assert isinstance(one.failure(), MemoryError)
-        assert isinstance(waiting.next(), Made)
+        assert isinstance(waiting.next(), MadeToken)
         assert running.trouble is None
 
 
@@ -189,7 +189,7 @@ def test_a_job_that_never_fits_is_told_so():
     with engine(Never()) as running:
         submit(running, one, other)
         assert str(one.failure()) == "serve: too long"
-        assert isinstance(other.next(), Made)
+        assert isinstance(other.next(), MadeToken)
 
 
 def test_a_thread_that_dies_tells_all_and_takes_nothing_in():
@@ -231,7 +231,7 @@ def test_a_draining_engine_finishes_what_it_has():
         running.drain()
         with refuses(Unavailable, "server", "shutting"):
             submit(running, asked(3))
-        assert [type(waiting.next()) for _ in range(2)] == [Made, Made]
+        assert [type(waiting.next()) for _ in range(2)] == [MadeToken, MadeToken]
 
 
 def test_one_that_is_stopped_tells_those_that_run_and_wait():

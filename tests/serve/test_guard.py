@@ -345,7 +345,7 @@ def test_a_key_that_no_header_can_carry_is_refused_at_the_start(key: str):
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::"])
 def test_an_address_for_everybody_needs_a_key(host: str):
     from llorch.serve.guard import require_key
-    from llorch.serve.listening import bind
+    from llorch.serve.server import bind
 
     with bind(host, 0) as bound:
         with refuses(ValueError, "serve", bound.getsockname()[0], expected=("key", "--api-key"), got="none"):
@@ -356,7 +356,7 @@ def test_an_address_for_everybody_needs_a_key(host: str):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "localhost"])
 def test_loopback_needs_none(host: str):
     from llorch.serve.guard import require_key
-    from llorch.serve.listening import bind
+    from llorch.serve.server import bind
 
     with bind(host, 0) as bound:
         assert bound.getsockname()[0].startswith(("127.", "::1"))

@@ -18,10 +18,10 @@ async def fine(scope, receive, send):
 
 @pytest.fixture(scope="module")
 def port():
-    from llorch.serve.connection import Limits
+    from llorch.serve.connection import ClientLimits
     from llorch.serve.guard import Guard
 
-    limits = Limits(header_seconds=0.3, body_seconds=0.3, header_bytes=2000)
+    limits = ClientLimits(header_seconds=0.3, body_seconds=0.3, header_bytes=2000)
     with served(Guard(fine, key="k3y", max_body=10), limits=limits) as running:
         yield running.port
 

@@ -47,8 +47,8 @@ def app() -> Iterator[Any]:
     from llorch.model import load
     from llorch.serve.app import make_app
     from llorch.serve.engine import Engine
+    from llorch.serve.scheduler import Turns
     from llorch.serve.service import Service
-    from llorch.serve.turns import Turns
 
     model = load("story")
     engine = Engine(Turns(model, n_jobs=1), n_jobs=1)

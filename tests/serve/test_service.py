@@ -15,8 +15,8 @@ CONTEXT = 64  # below that of the model, so that the server alone cuts an answer
 def service() -> Any:
     from llorch.model import load
     from llorch.serve.engine import Engine
+    from llorch.serve.scheduler import Turns
     from llorch.serve.service import Service
-    from llorch.serve.turns import Turns
 
     model = load("story")
     assert model.config.max_position_embeddings > CONTEXT

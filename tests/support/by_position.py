@@ -9,7 +9,7 @@ from llorch.architecture import Layer, Temperature
 from llorch.config import ModelConfig, YarnScaling
 from llorch.engines.float64_everywhere import float64_everywhere
 from llorch.files import Weights
-from llorch.files.names import inventory
+from llorch.files.tensor_names import inventory
 
 COMMON = {"family": "llama", "hidden_size": 48, "intermediate_size": 80, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10,
           "vocab_size": 104, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": None, "qkv_bias": False,

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 with install_import_hook(["llorch"], "beartype.beartype"):
-    from llorch.pytorch.cuda import decode_attention, dense_matvec, fused
+    from llorch.pytorch.kernels.triton import decode_attention, dense_matvec, fused
 
 POINTERS = frozenset(
     "x y weight weight0 weight1 weight2 bias0 bias1 bias2 y0 y1 y2 "

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from llorch.cli import main
-from llorch.launched import n_restarts
 from llorch.pytorch.train import step, trainer
 from llorch.pytorch.train.trainer import Training
+from llorch.torchrun import n_restarts
 
 FROZEN, KILLED = 4, 6
 

@@ -18,13 +18,13 @@ from planted_quantised import golden as quantised_golden
 from llorch.builtin import goldens_folder
 from llorch.files import Weights
 from llorch.verify import models
+from llorch.verify.expectations import quantised
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.expectations.long_contexts import LongSuite
+from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden
 from llorch.verify.goldens import Golden
-from llorch.verify.judge import Row, routed
+from llorch.verify.judge import Comparison, routed
 from llorch.verify.runners import Runner
-from llorch.verify.suites import quantised
-from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.suites.long_contexts import LongSuite
-from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden
 from llorch.verify.training import limits
 
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")
@@ -65,7 +65,7 @@ def _suite(name: str, weights: Weights, *shown: object) -> ForwardSuite:
 
 
 @cache
-def forward_rows(model: str) -> Sequence[Row]:
+def forward_rows(model: str) -> Sequence[Comparison]:
     """Judge NumPy on a built-in model; rows stand in the order of `verify_stored`."""
     rows = [row for part in PARTS for row in forward_part(model, part)]
     backends = [*dict.fromkeys(row.backend for row in rows)]
@@ -73,7 +73,7 @@ def forward_rows(model: str) -> Sequence[Row]:
 
 
 @cache
-def forward_part(model: str, part: str) -> Sequence[Row]:
+def forward_part(model: str, part: str) -> Sequence[Comparison]:
     """Judge one of `PARTS`, so that tests of one checkpoint do not wait for the others; the first has the file's rows.
 
     Args:
@@ -81,7 +81,7 @@ def forward_part(model: str, part: str) -> Sequence[Row]:
         part: A method of the suite.
     """
 
-    def rows(suite: ForwardSuite, runner: Runner) -> list[Row]:
+    def rows(suite: ForwardSuite, runner: Runner) -> list[Comparison]:
         with runner.arithmetic():
             return [*routed(getattr(suite, part)(runner), suite.routes)]
 
@@ -92,14 +92,14 @@ def forward_part(model: str, part: str) -> Sequence[Row]:
 
 
 @cache
-def quantised_rows() -> Sequence[Row]:
+def quantised_rows() -> Sequence[Comparison]:
     """Judge all that checkpoint 13 compares."""
     with kept():
         return stored_rows.quantised_rows()
 
 
 @cache
-def torch_rows(target: str, model: str) -> Sequence[Row]:
+def torch_rows(target: str, model: str) -> Sequence[Comparison]:
     """Judge a target of the torch path on a built-in model."""
     with kept():
         return stored_rows.torch_rows(target, model)

@@ -16,8 +16,8 @@ from command_line import REPOSITORY, invoke
 from training_runs import small_data
 from warm_ranks import warm_ranks
 
-from llorch import launched
-from llorch.pytorch import ranks
+from llorch import torchrun
+from llorch.pytorch.distributed import launch
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.train.snapshots import SnapshotStore
 
@@ -70,7 +70,7 @@ def invoke_on_mesh(folder: Path, *args: str, stdin: str = "", fault: str = "") -
         stdin: What the ranks read, all of them from one file.
         fault: What goes wrong on which rank, `name:rank`; see `faulty_ranks`.
     """
-    files, on_ranks = [folder / f"{name}.txt" for name in ("stdin", "stdout", "stderr")], ranks.on_ranks
+    files, on_ranks = [folder / f"{name}.txt" for name in ("stdin", "stdout", "stderr")], launch.on_ranks
     for file, text in zip(files, (stdin, "", ""), strict=True):
         file.write_text(text)
 
@@ -78,7 +78,7 @@ def invoke_on_mesh(folder: Path, *args: str, stdin: str = "", fault: str = "") -
         return on_ranks(n_ranks, _as_rank, files, fault, work, *given, **how)
 
     with pytest.MonkeyPatch.context() as patch, warm_ranks():
-        patch.setattr(ranks, "on_ranks", captured)
+        patch.setattr(launch, "on_ranks", captured)
         patch.setattr(sys, "argv", ["llorch", *args])
         result = invoke(*args)
     _, out, err = (file.read_text() for file in files)
@@ -89,8 +89,8 @@ def _as_rank(files: list[Path], fault: str, work: Callable[..., Any], *given: An
     """Read and print files instead of the streams, plant the fault, and work."""
     stdin, stdout, stderr = (os.open(file, os.O_RDWR | os.O_APPEND) for file in files)
     os.dup2(stdin, 0)
-    if launched._stderr:  # of a rank that is not the first: it may speak when it ends
-        os.dup2(stderr, launched._stderr[0])
+    if torchrun._stderr:  # of a rank that is not the first: it may speak when it ends
+        os.dup2(stderr, torchrun._stderr[0])
     else:
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from llorch.pytorch import parallel
 from llorch.pytorch.device import target
-from llorch.pytorch.experts import Experts
-from llorch.pytorch.parallel import part_of
-from llorch.pytorch.parallel_experts import OwnExperts, split_experts
-from llorch.pytorch.ranks import start, summed
-from llorch.pytorch.splitting import COLUMNS
+from llorch.pytorch.distributed import parallel
+from llorch.pytorch.distributed.launch import start, summed
+from llorch.pytorch.distributed.parallel import part_of
+from llorch.pytorch.distributed.parallel_experts import OwnExperts, split_experts
+from llorch.pytorch.distributed.sharding_plan import COLUMNS
+from llorch.pytorch.models.experts import ExpertsModule
+from llorch.verify.expectations.long_contexts import LongSuite
 from llorch.verify.judge import PASS
 from llorch.verify.models import verify_live, verify_stored
 from llorch.verify.runners.torch import parallel_runners
-from llorch.verify.suites.long_contexts import LongSuite
 
 
 def averaged(part: Any, ranks: Any) -> Any:
@@ -32,7 +32,7 @@ def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
 
 def unmasked(self: Any, h: Any, ids: Any, keep: Any) -> Any:
     """Every rank computes all choices, with its own experts where it has not the chosen one."""
-    return Experts.forward(self, h, (ids - self.first).clamp(0, self.gate_proj.n_experts - 1), keep)
+    return ExpertsModule.forward(self, h, (ids - self.first).clamp(0, self.gate_proj.n_experts - 1), keep)
 
 
 def first_shifted(layer: Any, ranks: Any, *rest: Any) -> None:

@@ -11,10 +11,10 @@ from training_runs import Silent
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
-from llorch.pytorch import parallel
 from llorch.pytorch.device import target
-from llorch.pytorch.parts import whole
-from llorch.pytorch.ranks import leave, start
+from llorch.pytorch.distributed import parallel
+from llorch.pytorch.distributed.dtensor import whole
+from llorch.pytorch.distributed.launch import leave, start
 from llorch.pytorch.train import adamw, step, trainer, worker
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from llorch.learn import teeth
-from llorch.learn.apart import warm
+from llorch.learn import fault_injection
 from llorch.learn.checks import forward
 from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.sandbox import warm
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def lessons_on_one_model(warmed: str = "01") -> Iterator[None]:
     """
     models_of = forward.models_of
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, teeth):
+        for module in (forward, fault_injection):
             patch.setattr(module, "models_of", lambda lesson: models_of(lesson)[:1])
         warm(BY_NUMBER[warmed])
         yield

@@ -17,7 +17,7 @@ def resume_in_one_process() -> Iterator[list[Mapping[str, int]]]:
     """
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
-    from llorch.pytorch.splitting import cannot_split
+    from llorch.pytorch.distributed.sharding_plan import cannot_split
     from llorch.pytorch.train import verify_resume
 
     started: list[Mapping[str, int]] = []
@@ -29,5 +29,5 @@ def resume_in_one_process() -> Iterator[list[Mapping[str, int]]]:
         verify_resume._run_here(settings, folder, stop_at=stop_at, resume=(folder / verify_resume.RUN).exists())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llorch.pytorch.ranks.on_ranks", alone)
+        patch.setattr("llorch.pytorch.distributed.launch.on_ranks", alone)
         yield started

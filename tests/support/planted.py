@@ -18,9 +18,9 @@ from llorch.families import forward
 from llorch.files import Weights, open_weights
 from llorch.places import Pass, part_of
 from llorch.stages import BY_NAME, Stage, key, keys
+from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import PRODUCERS, Golden, read
 from llorch.verify.runners.numpy import run
-from llorch.verify.suites.forward import ForwardSuite
 
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
 BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each of which another model has alone

@@ -15,9 +15,9 @@ from llorch.diagnosis.mistakes.variants import Variants, quantised_variants
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.ops.rounding import VariantName
-from llorch.verify.limits import WORST
-from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden, read
+from llorch.verify.expectations.quantised_models import write_model
+from llorch.verify.tolerances.forward import WORST
 
 PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest that a product alone is granted
 N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide the others'

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llorch.ops.rope import rope_tables
-from llorch.pytorch.cache import Cache, Place
+from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import CausalLM
 
 Plant = Callable[[CausalLM, pytest.MonkeyPatch], None]
@@ -19,30 +19,30 @@ def method(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
     return lambda module, patch: patch.setattr(owner, name, make(getattr(owner, name)))
 
 
-def placed(change: Callable[[Cache, Place, Tensor], dict[str, Any]]) -> Plant:
+def placed(change: Callable[[Cache, PassPlacement, Tensor], dict[str, Any]]) -> Plant:
     """Change the places that the cache gives."""
 
     def make(place: Any) -> Any:
-        def wrong(self: Cache, positions: Tensor, **how: Any) -> Place:
+        def wrong(self: Cache, positions: Tensor, **how: Any) -> PassPlacement:
             right = place(self, positions, **how)
-            return Place(**vars(right) | change(self, right, positions))
+            return PassPlacement(**vars(right) | change(self, right, positions))
 
         return wrong
 
     return method(Cache, "place", make)
 
 
-def off_by_one_in_padded_rows(cache: Cache, place: Place, positions: Tensor) -> dict[str, Any]:
+def off_by_one_in_padded_rows(cache: Cache, place: PassPlacement, positions: Tensor) -> dict[str, Any]:
     slots = (place.slots + (positions < 0).any(-1, keepdim=True)).clamp(max=cache.n_slots)
     return {"cos": cache.cos[slots], "sin": cache.sin[slots]}
 
 
-def mask_by_columns(cache: Cache, place: Place, positions: Tensor) -> dict[str, Any]:
+def mask_by_columns(cache: Cache, place: PassPlacement, positions: Tensor) -> dict[str, Any]:
     columns = torch.arange(positions.shape[1])[None, None, :, None]
     return {"visible": (torch.arange(place.ctx) <= columns).expand(len(positions), 1, -1, -1)}
 
 
-def padding_in_slot_0(cache: Cache, place: Place, positions: Tensor) -> dict[str, Any]:
+def padding_in_slot_0(cache: Cache, place: PassPlacement, positions: Tensor) -> dict[str, Any]:
     return {"slots": torch.where(positions < 0, 0, place.slots)}
 
 
@@ -82,11 +82,11 @@ def appended(change: Callable[..., Any]) -> Plant:
     return method(Cache, "append", lambda append: lambda *given: change(append, *given))
 
 
-def not_the_last(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: Place) -> Any:
+def not_the_last(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
     return append(cache, layer, k * (torch.arange(k.shape[1]) < k.shape[1] - 1)[:, None, None], v, place)
 
 
-def never_again(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: Place) -> Any:
+def never_again(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
     """What an earlier answer wrote stays."""
     old = cache.keys[layer].clone()
     append(cache, layer, k, v, place)
@@ -94,13 +94,13 @@ def never_again(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, pla
     return cache.keys[layer][:, :, : place.ctx], cache.values[layer][:, :, : place.ctx]
 
 
-def of_the_first_row(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: Place) -> Any:
+def of_the_first_row(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
     return append(cache, layer, k[:1].expand_as(k), v, place)
 
 
-def keys_as_values(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: Place) -> Any:
+def keys_as_values(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
     return append(cache, layer, k, k, place)
 
 
-def of_one_layer(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: Place) -> Any:
+def of_one_layer(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
     return append(cache, 0, k, v, place)

@@ -11,14 +11,14 @@ from llorch.diagnosis.mistakes.planting import planted
 from llorch.diagnosis.mistakes.training import TrainingMistake
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
-from llorch.verify.judge import FAIL, Row
+from llorch.verify.judge import FAIL, Comparison
 from llorch.verify.training.claims import claims, limit, rows
 from llorch.verify.training.exports import exported, file_row
 from llorch.verify.training.goldens import MODELS, TrainingGolden, read
 from llorch.verify.training.limits import shows
 from llorch.verify.training.places import Arrays
-from llorch.verify.training.runner import NumpyRunner, Results
-from llorch.verify.training.torch_runner import TorchRunner
+from llorch.verify.training.runner import NumpyTrainingRunner, Results
+from llorch.verify.training.torch_runner import TorchTrainingRunner
 
 
 @cache
@@ -37,11 +37,11 @@ def models_of(mistake: TrainingMistake) -> list[str]:
 
 
 @cache
-def rows_with(mistake: TrainingMistake | None, model: str) -> list[Row]:
+def rows_with(mistake: TrainingMistake | None, model: str) -> list[Comparison]:
     """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
     weights, golden, last = weights_of(model), training_golden_of(model), mistake.checkpoints[-1] if mistake else "20"
     with planted(*([] if mistake is None else [mistake])):
-        runner = NumpyRunner(weights, golden)
+        runner = NumpyTrainingRunner(weights, golden)
         if last < "20":
             return judged(model, golden, runner, last)
         logits, files = exported(weights, golden)
@@ -54,12 +54,12 @@ def rows_with(mistake: TrainingMistake | None, model: str) -> list[Row]:
 def judged(
     model: str,
     golden: TrainingGolden,
-    runner: NumpyRunner | TorchRunner,
+    runner: NumpyTrainingRunner | TorchTrainingRunner,
     last: str,
     *,
     dtype: DtypeName = "float32",
     left_out: Sequence[str] = (),
-) -> list[Row]:
+) -> list[Comparison]:
     """Rows of a runner up to a checkpoint; ten steps in a row show nothing more than one from the golden's state."""
     before = {"isolated": last, "chained": "17" if last == "18" else last}
     ours: dict[str, Arrays] = {mode: {} for mode in before}
@@ -72,7 +72,7 @@ def judged(
     return in_order(rows(model, mine, ours, "planted", left_out=left_out))
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
+def in_order(rows: Iterable[Comparison]) -> list[Comparison]:
     return sorted(rows, key=lambda row: (row.checkpoint, row.mode != "isolated", row.mode == "exact"))
 
 
@@ -81,11 +81,11 @@ def up_to(last: str, arrays: Results) -> Results:
     return takewhile(lambda entry: entry[0].checkpoint <= last, arrays)
 
 
-def first_red(rows: list[Row]) -> Row | None:
+def first_red(rows: list[Comparison]) -> Comparison | None:
     return next((row for row in rows if row.verdict == FAIL), None)
 
 
-def over_in_half(row: Row) -> float:
+def over_in_half(row: Comparison) -> float:
     """By what factor a row is over the tolerance of bfloat16; 0 where that has none."""
     if row.mode == "exact" or not shows(row.place, row.mode, "bfloat16"):
         return 0.0
@@ -94,5 +94,5 @@ def over_in_half(row: Row) -> float:
     return Difference(row.error, row.worst).over(allowed)
 
 
-def over(row: Row) -> float:
+def over(row: Comparison) -> float:
     return Difference(row.error, row.worst).over(Tolerance(row.tolerance, row.tolerance_worst))

@@ -108,7 +108,7 @@ PLANTED: dict[str, Plant] = {
     "loss-labels-not-shifted": replaced(torch_loss, "_trained_rows", not_shifted),
     "loss-smoothing-missing": replaced(torch_loss, "_all_at_once", smoothing_missing),
     "gradient-keys-not-summed-over-group": replaced(torch_model, "attention", keys_of_one_head),
-    "gradient-lora-input-left-out": replaced(leaves.Delta, "backward", input_left_out),
+    "gradient-lora-input-left-out": replaced(leaves.DeltaFunction, "backward", input_left_out),
     "gradient-graph-cut-between-blocks": replaced(torch_forward, "checkpoint", graph_cut),
     "clip-ignored": replaced(torch_adamw.AdamW, "clip", lambda right: lambda own, max_norm: right(own, math.inf)),
     "clip-per-tensor": replaced(torch_adamw.AdamW, "clip", per_tensor),

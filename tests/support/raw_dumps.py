@@ -9,7 +9,7 @@ from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.files import Weights, open_weights
-from llorch.files.names import interleave
+from llorch.files.tensor_names import interleave
 from llorch.places import Tokens
 from llorch.stages import keys
 from llorch.verify.goldens import read

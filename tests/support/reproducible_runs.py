@@ -63,8 +63,8 @@ def runner(
 ) -> Runner:
     from llorch.builtin import builtin_path
     from llorch.files import open_weights
+    from llorch.pytorch.batch_invariant.reproducible import make_reproducible
     from llorch.pytorch.load import load_dense
-    from llorch.pytorch.reproducible import make_reproducible
 
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     if fixed:

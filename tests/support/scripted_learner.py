@@ -18,7 +18,7 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.judging import NearMiss
 from llorch.learn.lessons import LESSONS, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
-from llorch.learn.verdict import Verdict
+from llorch.learn.verdict import LessonVerdict
 from llorch.stages import BY_NAME
 
 TAUGHT = [
@@ -74,6 +74,6 @@ def possible(lesson: Lesson) -> list[str]:
     return [n for n in of_checkpoint(lesson.number) if any(strikes(MISTAKES[n], config) for config in configs)]
 
 
-def named(found: Verdict) -> set[str]:
+def named(found: LessonVerdict) -> set[str]:
     """What a verdict takes for the cause, with what it cannot tell from that."""
     return {each.name for each in found.suspects if not isinstance(each, NearMiss)}

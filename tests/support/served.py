@@ -11,12 +11,12 @@ import uvicorn
 from openai import OpenAI
 from starlette.types import ASGIApp
 
-from llorch.generate import Batch
+from llorch.generate import GenerationBatch
 from llorch.model import Model, load
 from llorch.serve.app import make_app
 from llorch.serve.engine import Engine
+from llorch.serve.scheduler import Turns
 from llorch.serve.service import Service
-from llorch.serve.turns import Turns
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Served:
 def served(
     model: Model | str = "story",
     *,
-    batch: Batch | None = None,
+    batch: GenerationBatch | None = None,
     n_jobs: int = 4,
     n_waiting: int = 32,
     context: int = 512,

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llorch.pytorch.parts import whole
-from llorch.pytorch.ranks import TIMEOUT, start
+from llorch.pytorch.distributed.dtensor import whole
+from llorch.pytorch.distributed.launch import TIMEOUT, start
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.trainer import Training
 from llorch.train import snapshots

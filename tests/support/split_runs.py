@@ -15,19 +15,19 @@ from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.export import add_hyperparameters
-from llorch.files.names import inventory
 from llorch.files.quant import GGMLType
+from llorch.files.tensor_names import inventory
 from llorch.lora.config import LoraConfig
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.cache import Cache, NoCache
+from llorch.pytorch.distributed.dtensor import whole
+from llorch.pytorch.distributed.launch import start
+from llorch.pytorch.distributed.parallel import cut_for, parallelize
+from llorch.pytorch.distributed.parallel_model import load_parallel
 from llorch.pytorch.load import all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
-from llorch.pytorch.parallel import cut_for, parallelize
-from llorch.pytorch.parallel_model import load_parallel
-from llorch.pytorch.parts import whole
-from llorch.pytorch.ranks import start
 from llorch.sampling import SamplingSettings
-from llorch.verify.suites.quantised_models import MODELS, matrix_bytes
+from llorch.verify.expectations.quantised_models import MODELS, matrix_bytes
 
 PROMPTS = [[1, 5, 9, 13, 17], [2, 4], [30, 20, 10, 40, 50, 60, 70, 80, 90]]
 SETTINGS = [

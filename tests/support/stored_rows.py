@@ -5,10 +5,10 @@ from functools import cache
 
 from torch_targets import CPU, CUDA, on
 
-from llorch.verify.judge import Row
+from llorch.verify.expectations.quantised import verify_quantised_stored
+from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.runners.torch import VARIANTS, torch_runners
-from llorch.verify.suites.quantised import verify_quantised_stored
 
 # What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
 # stage, is judged in all variants; of all models `llorch verify --backend torch` does that, a step of `.ci/run`.
@@ -23,12 +23,12 @@ WHOLE_IN = ("torch-cpu-float32", "torch-cpu-bfloat16")
 
 
 @cache
-def quantised_rows() -> Sequence[Row]:
+def quantised_rows() -> Sequence[Comparison]:
     return tuple(verify_quantised_stored())
 
 
 @cache
-def torch_rows(target: str, model: str) -> Sequence[Row]:
+def torch_rows(target: str, model: str) -> Sequence[Comparison]:
     return tuple(verify_stored(model, torch_runners(on(target), only=suffixes(target, model)), backend=target))
 
 

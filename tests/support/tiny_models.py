@@ -1,6 +1,6 @@
 """Tiny random models of every family as Hugging Face folders and GGUF files, each written with its own names.
 
-The names here are typed out once more on purpose: they are what the table in llorch/files/names.py is tested by.
+The names here are typed out once more on purpose: they are what the table in llorch/files/tensor_names.py is tested by.
 """
 
 import json

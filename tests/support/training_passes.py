@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.adapter import Adapter
-from llorch.lora.targets import Target
+from llorch.lora.targets import LoraTarget
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.train.forward import hidden_states
@@ -77,7 +77,7 @@ def watched(leaves: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         seen[name] = seen[name] - seen.pop(f"{name}.base")
 
 
-def peft_name(flat: str, targets: Mapping[str, Target]) -> str:
+def peft_name(flat: str, targets: Mapping[str, LoraTarget]) -> str:
     """PEFT's name of a tensor of an adapter, in its model."""
     name, _, kind = flat.rpartition(".")
     target = targets[name]

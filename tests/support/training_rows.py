@@ -6,7 +6,7 @@ from functools import cache
 from planted_training import training_golden_of, weights_of
 from torch_targets import on
 
-from llorch.verify.judge import PASS, Row
+from llorch.verify.judge import PASS, Comparison
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.claims import numpy_rows
 from llorch.verify.training.goldens import ADAPTER_FILES
@@ -21,7 +21,7 @@ AFTER_STEPS = ("grad_norm", "first_moment", "second_moment", "parameters")  # gr
 
 
 @cache
-def rows(model: str, target: str) -> list[Row]:
+def rows(model: str, target: str) -> list[Comparison]:
     weights, golden = weights_of(model), training_golden_of(model)
     if target != "numpy":
         return list(torch_rows(model, weights, golden, on(target)))
@@ -59,7 +59,7 @@ def not_shown_in_half(stage: str, text: str) -> bool:
     return later or stage in ("parameters", "norm_curve")
 
 
-def require_all(number: str, backend: str, model: str) -> list[Row]:
+def require_all(number: str, backend: str, model: str) -> list[Comparison]:
     """Every comparison of a checkpoint was made on a backend, and passes."""
     target = "numpy" if backend in ON_NUMPY else backend.removesuffix("-trainer")
     every = [row for row in rows(model, target) if row.backend == backend]

@@ -59,7 +59,7 @@ def trained(settings: Any, *, steps: int) -> Any:
 
 def losses_on_mesh(settings: Any, axes: Mapping[str, int], steps: int) -> list[float]:
     """What every rank of a mesh finds in some steps."""
-    from llorch.pytorch.ranks import leave, start
+    from llorch.pytorch.distributed.launch import leave, start
     from llorch.pytorch.train.trainer import Training
 
     training = Training(settings, start(axes))

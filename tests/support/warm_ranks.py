@@ -1,6 +1,6 @@
 """Ranks of a mesh that start in a tenth of a second: copies of a process that has imported torch and llorch already.
 
-`llorch.pytorch.ranks.on_ranks` starts every rank as a new Python process, which imports torch for some seconds.
+`distributed.launch.on_ranks` starts every rank as a new Python process, which imports torch for some seconds.
 Inside `warm_ranks` the same launcher, unchanged, lets Python's fork server start them. The fork server lives as long
 as the test process. Every case still has ranks of its own, so a mistake that is planted in them ends with them.
 """
@@ -31,9 +31,9 @@ def start_server() -> None:
 @contextmanager
 def warm_ranks() -> Iterator[None]:
     """Start ranks by the fork server until the end of the block."""
-    from llorch.pytorch import ranks
+    from llorch.pytorch.distributed import launch
 
     start_server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "LaunchConfig", partial(ranks.LaunchConfig, start_method="forkserver"))
+        patch.setattr(launch, "LaunchConfig", partial(launch.LaunchConfig, start_method="forkserver"))
         yield

@@ -13,7 +13,7 @@ from vocabularies import real_vocabulary
 
 from llorch.errors import FormatError
 from llorch.tokenizer.chat import ChatTemplate, TemplateSettings
-from llorch.tokenizer.template_process import RESIDENT, Limits, TemplateProcess
+from llorch.tokenizer.template_process import RESIDENT, TemplateLimits, TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 TOOLS: list[Any] = [
@@ -185,7 +185,7 @@ NAMED = (
 @pytest.fixture(scope="module")
 def patient() -> Iterator[TemplateProcess]:
     """A process whose time suits a busy machine, for what is not about time."""
-    process = TemplateProcess(Limits(seconds=30.0))
+    process = TemplateProcess(TemplateLimits(seconds=30.0))
     yield process
     process.stop()
 
@@ -193,7 +193,7 @@ def patient() -> Iterator[TemplateProcess]:
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[TemplateProcess]:
     """A process with little time, so that these tests do not take a second each."""
-    process = TemplateProcess(Limits(seconds=0.05))
+    process = TemplateProcess(TemplateLimits(seconds=0.05))
     yield process
     process.stop()
 

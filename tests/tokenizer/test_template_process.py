@@ -15,7 +15,7 @@ from command_line import REPOSITORY
 from refusals import assert_tells, refuses
 
 from llorch.tokenizer import template_process
-from llorch.tokenizer.template_process import Limits, TemplateProcess
+from llorch.tokenizer.template_process import TemplateLimits, TemplateProcess
 
 HELLO = {"source": "hello", "variables": {}}
 ENDLESS = {"source": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "variables": {}}
@@ -25,7 +25,7 @@ HUNGRY = {"source": "{{ 'a' * 2000000000 }}", "variables": {}}
 @pytest.fixture
 def process(request: pytest.FixtureRequest) -> Iterator[TemplateProcess]:
     """With time that suits a busy machine; a test whose template takes too much of it asks for less."""
-    process = TemplateProcess(Limits(seconds=getattr(request, "param", 30.0)))
+    process = TemplateProcess(TemplateLimits(seconds=getattr(request, "param", 30.0)))
     yield process
     process.stop()
 

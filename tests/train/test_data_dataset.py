@@ -9,7 +9,7 @@ import pytest
 from refusals import assert_tells, refuses
 
 from llorch.model import Model, load
-from llorch.train.data import DataSettings, Plan, TrainingData, read_data
+from llorch.train.data import DataSettings, TrainingData, TrainingOrder, read_data
 from llorch.train.settings import TrainOn
 
 ROWS = [{"text": "The fox ran home."}, {"text": "It rained."}, {"text": "A stone lay there."}]
@@ -92,7 +92,7 @@ def test_rows_are_packed_when_asked_for(file: Path, model: Model):
     assert list(plain.train) == list(packed.train)
     assert [len(row) for row in plain.rows(plain.train)] == [1, 1, 1]
     assert [len(row) for row in packed.rows(packed.train)] == [3]
-    plan = Plan(packed.rows(packed.train), batch_size=1, accumulation=1, seed=0)
+    plan = TrainingOrder(packed.rows(packed.train), batch_size=1, accumulation=1, seed=0)
     assert plan.step(0)[0].n_trained == plain.train.n_trained == packed.train.n_trained
 
 

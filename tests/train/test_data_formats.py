@@ -8,7 +8,17 @@ from refusals import Refusal, assert_tells, refuses, row
 
 from llorch.errors import FormatError
 from llorch.train.batch import IGNORED
-from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens, format_of, parse, unused_keys
+from llorch.train.data.formats import (
+    Chat,
+    Instruction,
+    LearnedTokens,
+    Parsed,
+    PromptCompletion,
+    Text,
+    format_of,
+    parse,
+    unused_keys,
+)
 from llorch.train.data.read import Record
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -30,17 +40,17 @@ def chat(**values: object) -> Chat:
 
 def test_plain_rows():
     assert parsed(text="t") == Text("t")
-    assert parsed(prompt="p", completion="c") == Completion("p", "c")
-    assert parsed(input_ids=[1, 2]) == Tokens([1, 2], None)
-    assert parsed(input_ids=[1, 2], labels=[IGNORED, 2], attention_mask=[1, 1]) == Tokens([1, 2], [IGNORED, 2])
+    assert parsed(prompt="p", completion="c") == PromptCompletion("p", "c")
+    assert parsed(input_ids=[1, 2]) == LearnedTokens([1, 2], None)
+    assert parsed(input_ids=[1, 2], labels=[IGNORED, 2], attention_mask=[1, 1]) == LearnedTokens([1, 2], [IGNORED, 2])
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
 def test_padding_of_token_ids_is_left_out_on_either_side(mask: list[int]):
     ids = [one * (place + 5) for place, one in enumerate(mask)]
     tokens = [one for one in ids if one]
-    assert parsed(input_ids=ids, attention_mask=mask) == Tokens(tokens, None)
-    assert parsed(input_ids=ids, labels=ids, attention_mask=mask) == Tokens(tokens, tokens)
+    assert parsed(input_ids=ids, attention_mask=mask) == LearnedTokens(tokens, None)
+    assert parsed(input_ids=ids, labels=ids, attention_mask=mask) == LearnedTokens(tokens, tokens)
 
 
 def test_messages_learn_every_turn_of_the_assistant_unless_its_weight_is_0():
@@ -261,7 +271,7 @@ def is_sound(found: Parsed) -> bool:
     if isinstance(found, Chat):
         texts = [turn[key] for turn in found.messages for key in ("role", "content")]
         return all(isinstance(text, str) for text in texts) and all(0 <= at < len(texts) // 2 for at in found.learned)
-    if isinstance(found, Tokens):
+    if isinstance(found, LearnedTokens):
         return all(type(one) is int for one in (*found.ids, *(found.labels or ())))
     return all(isinstance(text, str) for text in vars(found).values())
 
@@ -283,5 +293,5 @@ def test_a_value_of_any_json_type_is_read_as_what_it_is_or_refused_with_file_and
                     n_refused += 1
                     assert_tells(str(error), where="d/train.jsonl:7")
     assert all(map(is_sound, found))
-    assert {type(each) for each in found} == {Text, Chat, Instruction, Tokens}  # a completion takes two keys
+    assert {type(each) for each in found} == {Text, Chat, Instruction, LearnedTokens}  # a completion takes two keys
     assert n_refused > len(keys) * len(wrong)

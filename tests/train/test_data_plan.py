@@ -5,18 +5,18 @@ import pytest
 from refusals import Refusal, row
 
 from llorch.train.batch import IGNORED, PADDING, Example, Examples
-from llorch.train.data.plan import Plan, Rows, batches, best_fit, make_batch, shuffled
+from llorch.train.data.plan import PackedRows, TrainingOrder, batches, best_fit, make_batch, shuffled
 
 
-def rows(count: int) -> Rows:
-    return Rows([Example((index, index), (index, index), f"d.jsonl:{index}") for index in range(count)])
+def rows(count: int) -> PackedRows:
+    return PackedRows([Example((index, index), (index, index), f"d.jsonl:{index}") for index in range(count)])
 
 
-def plan(count: int = 10, *, batch_size: int = 2, accumulation: int = 2, seed: int = 3) -> Plan:
-    return Plan(rows(count), batch_size=batch_size, accumulation=accumulation, seed=seed)
+def plan(count: int = 10, *, batch_size: int = 2, accumulation: int = 2, seed: int = 3) -> TrainingOrder:
+    return TrainingOrder(rows(count), batch_size=batch_size, accumulation=accumulation, seed=seed)
 
 
-def seen(found: Plan, number: int) -> list[list[int]]:
+def seen(found: TrainingOrder, number: int) -> list[list[int]]:
     return [batch.ids[:, 0].tolist() for batch in found.step(number)]
 
 
@@ -29,7 +29,7 @@ def test_an_epoch_takes_every_row_once_and_its_last_step_may_be_shorter():
 
 
 def test_every_epoch_and_every_seed_has_an_order_of_its_own():
-    def epoch(found: Plan, number: int) -> list[list[list[int]]]:
+    def epoch(found: TrainingOrder, number: int) -> list[list[list[int]]]:
         return [seen(found, 3 * number + step) for step in range(3)]
 
     orders = [epoch(plan(seed=seed), number) for seed in (0, 1) for number in (0, 1)]
@@ -126,8 +126,8 @@ def test_many_examples_are_packed_in_little_time_and_with_little_waste():
 
 def test_rows_are_made_of_their_examples():
     examples = [example(2, 1), example(3, 5), example(4, 9)]
-    assert [Rows(examples)[index] for index in range(3)] == [(one,) for one in examples]
-    packed = Rows(examples, [[2, 0], [1]])
+    assert [PackedRows(examples)[index] for index in range(3)] == [(one,) for one in examples]
+    packed = PackedRows(examples, [[2, 0], [1]])
     assert len(packed) == 2
     assert list(packed) == [(examples[2], examples[0]), (examples[1],)]
 
@@ -157,11 +157,11 @@ def test_packing_changes_where_documents_lie_and_not_what_they_are():
     members = best_fit([len(one.ids) for one in examples], room=16)
     assert len(members) < 40
 
-    def documents(rows: Rows) -> list[tuple[list[int], list[int]]]:
+    def documents(rows: PackedRows) -> list[tuple[list[int], list[int]]]:
         found = make_batch(list(rows), np.arange(len(rows))).each_document()
         return sorted((ids.tolist(), labels.tolist()) for ids, labels in found)
 
-    assert documents(Rows(examples, members)) == documents(Rows(examples))
+    assert documents(PackedRows(examples, members)) == documents(PackedRows(examples))
 
 
 def test_stored_examples_come_back_as_they_were():

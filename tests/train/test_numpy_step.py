@@ -13,7 +13,7 @@ from llorch.lora.adapter import Adapter
 from llorch.ops.precision import own_dtype_only
 from llorch.train.batch import IGNORED, Batch
 from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 ALL = (*EVERY, "embed_tokens", "lm_head")
 

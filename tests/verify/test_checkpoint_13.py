@@ -13,11 +13,11 @@ from refusals import refuses
 from llorch.builtin import goldens_folder
 from llorch.comparison import FLOOR
 from llorch.stages import BY_NAME, STAGES
-from llorch.verify.judge import FAIL, PASS, Row
-from llorch.verify.suites import quantised as verify_quantised
-from llorch.verify.suites.quantised import BACKENDS, verify_quantised_stored
-from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, types
-from llorch.verify.suites.quantised_models import MODELS, write_model
+from llorch.verify.expectations import quantised as verify_quantised
+from llorch.verify.expectations.quantised import BACKENDS, verify_quantised_stored
+from llorch.verify.expectations.quantised_goldens import FOLDER, ROUNDED_TO, types
+from llorch.verify.expectations.quantised_models import MODELS, write_model
+from llorch.verify.judge import FAIL, PASS, Comparison
 
 Place = tuple[str, int | None, str, str]  # mode, layer, case, backend
 Places = dict[str, set[Place]]  # by stage
@@ -26,9 +26,9 @@ ALONE: set[Place] = {("exact", None, "near", "numpy-ggml")}
 
 
 @cache
-def rows() -> dict[str, list[Row]]:
+def rows() -> dict[str, list[Comparison]]:
     """By model or type."""
-    grouped: dict[str, list[Row]] = {}
+    grouped: dict[str, list[Comparison]] = {}
     for row in quantised_rows():
         grouped.setdefault(row.model, []).append(row)
     return grouped

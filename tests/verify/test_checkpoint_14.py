@@ -16,13 +16,13 @@ from torch_targets import CPU, CUDA
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
-from llorch.pytorch.cpu.library import library
+from llorch.pytorch.kernels.cpu.library import library
 from llorch.stages import STAGES
+from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
-from llorch.verify.judge import PASS, TIE, Row
-from llorch.verify.limits import MATHEMATICS, SCORES
+from llorch.verify.judge import PASS, TIE, Comparison
 from llorch.verify.runners.torch import VARIANTS
-from llorch.verify.truth import WITNESS
+from llorch.verify.tolerances.forward import MATHEMATICS, SCORES
 
 SMALLEST = pytest.mark.plain_cases("*micro-llama")
 # In float32 and bfloat16 `llorch verify --backend torch`, a step of `.ci/run`, judges every model in every variant.
@@ -89,7 +89,7 @@ def require_all(target: str, suffix: str, model: str) -> None:
     assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
 
 
-def belongs(row: Row, target: str, suffix: str, model: str) -> bool:
+def belongs(row: Comparison, target: str, suffix: str, model: str) -> bool:
     """Rows of a variant; those of the file itself are the first one's."""
     of_the_file = row.stage in ("tensors", "token_ids")
     return suffix == suffixes(target, model)[0] if of_the_file else row.backend == f"{target}{suffix}"

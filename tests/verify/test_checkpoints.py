@@ -16,13 +16,13 @@ from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES
+from llorch.verify.expectations.long_contexts import LONG_MODES
+from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
-from llorch.verify.judge import PASS, Row
+from llorch.verify.judge import PASS, Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
-from llorch.verify.suites.long_contexts import LONG_MODES
 from llorch.verify.training.stages import TRAINING_STAGES
-from llorch.verify.truth import WITNESS
 
 Key = tuple[str, str, str]  # checkpoint, model, stage
 Judged = set[tuple[str, str, str]]  # mode, producer, backend
@@ -33,8 +33,8 @@ SHOWN_BY = {"03": (STAGE, DECODE), **dict.fromkeys(("09", "10", "11", "12"), (SA
 
 
 @cache
-def rows(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Row]]:
-    grouped: dict[Key, list[Row]] = {}
+def rows(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Comparison]]:
+    grouped: dict[Key, list[Comparison]] = {}
     for row in (row for part in parts for row in forward_part(model, part)):
         grouped.setdefault((row.checkpoint, row.model, row.stage), []).append(row)
     return grouped

@@ -14,11 +14,13 @@ from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.engines import Producer, Route, one_by_one
 from llorch.files import open_weights
 from llorch.places import Pass
+from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.float64_reference import require_numbers
 from llorch.verify.goldens import (
     FAR_POSITION,
     PRODUCERS,
     SAMPLINGS,
-    Evidence,
+    EngineOutput,
     Golden,
     cases_for,
     n_greedy_for,
@@ -29,16 +31,14 @@ from llorch.verify.goldens import (
     take,
 )
 from llorch.verify.models import stored, unable_for
-from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.truth import require_numbers
 
 
 def thin(model: str = "micro-llama") -> Golden:
     """Goldens with one number of each array, which are written and read quickly."""
     golden = golden_of(model)
 
-    def cut(shown: Evidence) -> Evidence:
-        return Evidence.from_arrays({name: a.reshape(-1)[:1] for name, a in shown.arrays().items()}, shown.route)
+    def cut(shown: EngineOutput) -> EngineOutput:
+        return EngineOutput.from_arrays({name: a.reshape(-1)[:1] for name, a in shown.arrays().items()}, shown.route)
 
     truth = replace(golden.truth, evidence=cut(golden.truth.evidence), step_logits=golden.truth.step_logits[:1, :1])
     return replace(golden, evidence={name: cut(shown) for name, shown in golden.evidence.items()}, truth=truth)

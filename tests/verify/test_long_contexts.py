@@ -16,12 +16,12 @@ from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
 from llorch.places import Pass
 from llorch.verify import long_goldens
-from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.expectations.long_contexts import IN_PARTS, WHOLE, bounds_of
+from llorch.verify.judge import FAIL, PASS, Comparison
 from llorch.verify.long_goldens import LAST, N_LONG, read_long, save_long
 from llorch.verify.models import stored, stored_long
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
-from llorch.verify.suites.long_contexts import IN_PARTS, WHOLE, bounds_of
 
 MODEL = "micro-qwen2"  # has all cases
 OF_ALL = {"long", "position 16390", "position 131080"}
@@ -46,7 +46,7 @@ def on_torch(weights: Weights) -> Runner:
 BACKENDS = {"numpy": on_numpy, "float64": in_float64, "torch": on_torch}
 
 
-def long_rows(model: str, backend: str) -> list[Row]:
+def long_rows(model: str, backend: str) -> list[Comparison]:
     if backend == "torch":
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     weights, _ = stored(model)

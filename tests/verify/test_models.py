@@ -14,8 +14,8 @@ from llorch.builtin import builtin_path
 from llorch.model import load
 from llorch.numerics import GGML
 from llorch.verify import models
-from llorch.verify.goldens import Evidence, Truth
-from llorch.verify.models import Shown, ask, verify_as_stored
+from llorch.verify.goldens import EngineOutput, Truth
+from llorch.verify.models import LiveOutput, ask, verify_as_stored
 
 MODEL = "micro-llama"
 GOLDEN = golden_of(MODEL)
@@ -34,14 +34,14 @@ class Engine:
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Evidence], Truth], None]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, EngineOutput], Truth], None]:
     """Have the engines show what a test hands over."""
 
     @contextmanager
     def opened(name: str, *given: object, **named: object) -> Iterator[Engine]:
         yield Engine(name)
 
-    def show(evidence: Mapping[str, Evidence], truth: Truth = GOLDEN.truth) -> None:
+    def show(evidence: Mapping[str, EngineOutput], truth: Truth = GOLDEN.truth) -> None:
         monkeypatch.setattr(models, "start", lambda names: None)
         monkeypatch.setattr(models, "open_producer", opened)
         monkeypatch.setattr(models, "take", lambda engine, cases, *, n_greedy: evidence[engine.name])
@@ -50,14 +50,14 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Evidence]
     return show
 
 
-def with_value(shown: Evidence, value: float, name: str = AT) -> Evidence:
+def with_value(shown: EngineOutput, value: float, name: str = AT) -> EngineOutput:
     """The same, but for one number."""
     arrays = {key: array.copy() for key, array in shown.arrays().items()}
     arrays[name].flat[3] = value
-    return Evidence.from_arrays(arrays, shown.route)
+    return EngineOutput.from_arrays(arrays, shown.route)
 
 
-def asked(failed: dict[str, str] | None) -> Shown:
+def asked(failed: dict[str, str] | None) -> LiveOutput:
     return ask(builtin_path(MODEL), IDS, ["llamacpp", "transformers"], text=None, say=lambda line: None, failed=failed)
 
 

@@ -18,15 +18,15 @@ from llorch.files import Weights, matrix, open_weights
 from llorch.model import Model
 from llorch.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
-from llorch.places import Pass, Place
+from llorch.places import Pass, StageRef
 from llorch.stages import CHECKPOINTS
-from llorch.verify.goldens import Evidence
-from llorch.verify.judge import FAIL, PASS, TIE, Row, exact_row
+from llorch.verify.expectations import files
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.expectations.quantised_models import write_model
+from llorch.verify.goldens import EngineOutput
+from llorch.verify.judge import FAIL, PASS, TIE, Comparison, exact_row
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
-from llorch.verify.suites import files
-from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.suites.quantised_models import write_model
 
 IDS = [5, 17, 33, 60, 2, 42, 8, 90, 71, 29]
 F16_CACHE = Numerics("ggml", "f16")
@@ -43,7 +43,7 @@ def model(folder: Path, name: str, numerics: Numerics = GGML, residency: str = "
     return llorch.load(path if path.exists() else write_model(name, folder), numerics=numerics, residency=residency)  # type: ignore[arg-type]
 
 
-def judged(folder: Path, name: str, numerics: Numerics = GGML, residency: str = "decoded") -> list[Row]:
+def judged(folder: Path, name: str, numerics: Numerics = GGML, residency: str = "decoded") -> list[Comparison]:
     return list(verify_as_stored(model(folder, name, numerics, residency), IDS))
 
 
@@ -138,7 +138,7 @@ def suite(
     trace = run(weights, case)
     trace["logits"] = change(trace["logits"].copy())
     greedy = trace["logits"][-n_greedy:].argmax(axis=-1)
-    shown = Evidence({"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, route=Route("us", "us"))
+    shown = EngineOutput({"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, route=Route("us", "us"))
     n_prompt = len(ids) + 1 - n_greedy
     made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
     return made, GgmlRunner(weights, {"near": trace}, {"near": made.limits("near")})
@@ -152,7 +152,7 @@ def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path,
     row = runner.last_row(made.cases["near"])
     shown = replace(made.evidence["llamacpp"], selected_logits=row * np.float32(selected))
     for checkpoint in ("09", "10"):
-        failed = exact_row(Place(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
+        failed = exact_row(StageRef(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
         judged = made._beside_one_pass(runner, failed, row, shown)
         assert judged.verdict == (TIE if ties else FAIL)
         assert judged.note.startswith("said before")
@@ -167,7 +167,7 @@ def test_two_runs_of_llama_cpp_may_be_apart_as_far_as_flips_move_them_and_no_far
     row, most = runner.last_row(made.cases["near"]), made.limits("near").free_last_row()
     selected = row * (1 + share * min(most.error, most.worst))  # as far off in every number
     shown = replace(made.evidence["llamacpp"], selected_logits=selected.astype(row.dtype))
-    failed = exact_row(Place("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
+    failed = exact_row(StageRef("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
     assert made._beside_one_pass(runner, failed, row, shown).verdict == verdict
 
 

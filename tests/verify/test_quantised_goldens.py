@@ -17,9 +17,9 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.places import Pass
 from llorch.stages import input_keys, keys
+from llorch.verify.expectations.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
+from llorch.verify.expectations.quantised_models import MODELS
 from llorch.verify.golden_arrays import SUFFIX
-from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
-from llorch.verify.suites.quantised_models import MODELS
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 from planted_quantised import golden
 
 from llorch.files import GGUFFile, open_weights
-from llorch.files.names import inventory
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
-from llorch.verify.suites.files import fingerprint
-from llorch.verify.suites.quantised_goldens import types
-from llorch.verify.suites.quantised_models import MODELS, matrix_bytes, random_blocks, write_model
+from llorch.files.tensor_names import inventory
+from llorch.verify.expectations.files import fingerprint
+from llorch.verify.expectations.quantised_goldens import types
+from llorch.verify.expectations.quantised_models import MODELS, matrix_bytes, random_blocks, write_model
 
 PURE = [name for name in MODELS if name != "Q4_K_M"]
 

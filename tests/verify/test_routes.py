@@ -15,14 +15,14 @@ from llorch.config import LinearScaling, ModelConfig
 from llorch.engines import OURS, Producer, ProducerName, Route, open_here
 from llorch.files import Weights, export
 from llorch.numerics import GGML
-from llorch.verify import models, truth
+from llorch.verify import float64_reference, models
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.expectations.quantised_models import write_model
+from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, stored_route
 from llorch.verify.judge import FAIL
 from llorch.verify.models import ask
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
-from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.truth import WITNESS
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
 LLAMACPP, TRANSFORMERS = (Route(name, name) for name in PRODUCERS)
@@ -142,7 +142,7 @@ def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not
     plant: Callable, what: str, red: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = make(what, tmp_path)
-    for module in (models, truth):
+    for module in (models, float64_reference):
         monkeypatch.setattr(module, "open_producer", here)
     monkeypatch.setattr(models, "start", lambda engines: None)
     plant(monkeypatch)

@@ -10,15 +10,15 @@ from planted import golden_of, weights_of
 from llorch import forward, generate
 from llorch.cache import KVCache
 from llorch.sampling import SamplingSettings, softmax
+from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.judge import FAIL, PASS, Comparison
 from llorch.verify.runners import numpy as runners
-from llorch.verify.suites.forward import ForwardSuite
 
 MODEL = "micro-qwen2"
 
 
-def judge(rows: str) -> list[Row]:
+def judge(rows: str) -> list[Comparison]:
     """Rows of one kind, on the near case and one producer."""
     golden = golden_of(MODEL)
     near = {"near": golden.cases["near"]}
@@ -27,7 +27,7 @@ def judge(rows: str) -> list[Row]:
     return list(getattr(suite, rows)(runners.NumpyRunner(weights_of(MODEL))))
 
 
-def first_fail(rows: list[Row]) -> tuple[str, str, int | None]:
+def first_fail(rows: list[Comparison]) -> tuple[str, str, int | None]:
     return next((row.checkpoint, row.stage, row.layer) for row in rows if row.verdict == FAIL)
 
 

@@ -19,8 +19,8 @@ from llorch.dumps.stage_dump import StageDump
 from llorch.engines import ProducerName
 from llorch.places import Tokens
 from llorch.stages import BY_NAME, key
+from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.models import ask
-from llorch.verify.suites.forward import ForwardSuite
 
 pytestmark = pytest.mark.live
 ENGINE: ProducerName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone

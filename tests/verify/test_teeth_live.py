@@ -16,13 +16,13 @@ from llorch.cache import KVCache
 from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
+from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import PRODUCERS
-from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.judge import FAIL, PASS, Comparison
 from llorch.verify.models import ask
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import NumpyRunner
-from llorch.verify.runners.torch import TorchRunner, Variant, plain
-from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.runners.torch import TorchRunner, TorchVariant, plain
 
 VOCAB = 32_000
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 31_999, 7_777)
@@ -50,11 +50,11 @@ def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ForwardSuite("m", shown.weights, shown.cases, shown.evidence, shown.truth)
 
 
-def judged(suite: ForwardSuite, runner: Runner) -> list[Row]:
+def judged(suite: ForwardSuite, runner: Runner) -> list[Comparison]:
     return [*suite.decode_rows(runner), *suite.sampler_rows(runner)]
 
 
-def first_red(rows: list[Row]) -> tuple[str, str]:
+def first_red(rows: list[Comparison]) -> tuple[str, str]:
     return next((row.checkpoint, row.stage) for row in rows if row.verdict == FAIL)
 
 
@@ -125,7 +125,7 @@ def test_a_mistake_in_torch_is_red_where_it_is(judge: ForwardSuite, name: str | 
             PLANTED[name].plant(model.module, monkeypatch)
         return model
 
-    rows = judged(judge, TorchRunner(judge.weights, on(TARGET), Variant(make, hidden=frozenset()), TARGET))
+    rows = judged(judge, TorchRunner(judge.weights, on(TARGET), TorchVariant(make, hidden=frozenset()), TARGET))
     assert {row.verdict for row in rows} == ({PASS} if name is None else {PASS, FAIL})
     if name is not None:
         assert first_red(rows) == TORCH[name]

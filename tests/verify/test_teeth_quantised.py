@@ -23,12 +23,12 @@ from llorch.files.quant import GGMLType
 from llorch.model import Model
 from llorch.numerics import GGML
 from llorch.ops.rounding import VariantName
-from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.expectations import quantised as verify_quantised
+from llorch.verify.expectations.quantised import decode_rows, rounding_rows, stage_rows
+from llorch.verify.expectations.quantised_models import MODELS, write_model
+from llorch.verify.judge import FAIL, PASS, Comparison
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners import numpy as numpy_runner
-from llorch.verify.suites import quantised as verify_quantised
-from llorch.verify.suites.quantised import decode_rows, rounding_rows, stage_rows
-from llorch.verify.suites.quantised_models import MODELS, write_model
 
 PURE = [name for name in MODELS if name != "Q4_K_M"]
 
@@ -76,11 +76,11 @@ def test_an_unknown_mistake_gets_no_name(rng: np.random.Generator):
     assert named_by(right * noise, where.made(), where.tolerance) == []
 
 
-def judged(name: str, folder: Path) -> list[Row]:
+def judged(name: str, folder: Path) -> list[Comparison]:
     return list(stage_rows(name, write_model(name, folder), golden()))
 
 
-def red(rows: list[Row], mode: str) -> set[str]:
+def red(rows: list[Comparison], mode: str) -> set[str]:
     """Stages of the first layer that fail by far."""
     bad = [row for row in rows if row.verdict == FAIL and row.mode == mode and row.layer == 0]
     return {row.stage for row in bad if row.error >= VISIBLE * row.tolerance}
@@ -163,7 +163,7 @@ PLANTED: dict[str, tuple[str, str, Any, str, Callable]] = {
 FTYPES = {"Q8_0": 7, "Q4_K_M": 15}  # LLAMA_FTYPE_MOSTLY_*
 
 
-def require_red(rows: list[Row], mode: str, stage: str) -> None:
+def require_red(rows: list[Comparison], mode: str, stage: str) -> None:
     bad = {(row.mode, row.stage) for row in rows if row.verdict == FAIL}
     assert (mode, stage) in bad
     assert mode == "isolated" or {m for m, _ in bad} <= {"decode", "exact"}  # one pass over all tokens is right
@@ -183,7 +183,7 @@ def test_a_bug_in_the_product_is_red(name: str, bug: str, tmp_path: Path, monkey
     require_red(judged(name, tmp_path), mode, stage)
 
 
-def live(name: str, folder: Path) -> list[Row]:
+def live(name: str, folder: Path) -> list[Comparison]:
     """The story model, quantised by llama.cpp itself."""
     from llorch.engines.f32_copy import write_by_llamacpp
 

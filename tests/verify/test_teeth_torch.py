@@ -13,9 +13,9 @@ from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
-from llorch.verify.judge import FAIL, Row
-from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant
-from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.judge import FAIL, Comparison
+from llorch.verify.runners.torch import VARIANTS, TorchRunner, TorchVariant
 
 
 @cache
@@ -24,7 +24,7 @@ def suite(model: str, case: str) -> ForwardSuite:
     return ForwardSuite(model, weights_of(model), {case: golden.cases[case]}, golden.evidence, golden.truth)
 
 
-def broken(planted: Planted, target: str, patch: pytest.MonkeyPatch) -> list[Row]:
+def broken(planted: Planted, target: str, patch: pytest.MonkeyPatch) -> list[Comparison]:
     """The rows of a model with a mistake in it, in the order of the forward pass."""
     base = VARIANTS[planted.base]
 
@@ -33,21 +33,21 @@ def broken(planted: Planted, target: str, patch: pytest.MonkeyPatch) -> list[Row
         planted.plant(model.module, patch)
         return model
 
-    variant = Variant(make, hidden=base.hidden, in_batch=base.in_batch)
+    variant = TorchVariant(make, hidden=base.hidden, in_batch=base.in_batch)
     runner = TorchRunner(weights_of(planted.model), on(target), variant, f"{target}-broken")
     rows = getattr(suite(planted.model, planted.case), planted.rows)(runner)
     return [row for row in rows if row.mode != "isolated" or row.checkpoint == "11"]
 
 
-def first_red(rows: list[Row]) -> Row:
+def first_red(rows: list[Comparison]) -> Comparison:
     return next(row for row in rows if row.verdict == FAIL)
 
 
-def place(row: Row) -> tuple[str, str, int | None]:
+def place(row: Comparison) -> tuple[str, str, int | None]:
     return row.checkpoint, row.stage, row.layer
 
 
-def over(row: Row) -> float:
+def over(row: Comparison) -> float:
     tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
     return Difference(row.error, row.worst, row.note or None, tokens=np.array([row.token_error])).over(tolerance)
 

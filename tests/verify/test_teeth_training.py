@@ -29,9 +29,9 @@ from llorch.verify.judge import FAIL
 from llorch.verify.training.claims import claims, rows
 from llorch.verify.training.goldens import MODELS
 from llorch.verify.training.limits import NUMPY_ALONE
-from llorch.verify.training.runner import NumpyRunner
+from llorch.verify.training.runner import NumpyTrainingRunner
 from llorch.verify.training.stages import BY_GROUP
-from llorch.verify.training.torch_runner import TorchRunner
+from llorch.verify.training.torch_runner import TorchTrainingRunner
 
 LESS_IN_HALF = frozenset({  # red in bfloat16, by less than 10 times
     "merge-without-scale", "loss-smoothing-added", "accumulation-mean-of-means", "gradient-norm-second-term-missing",
@@ -105,7 +105,7 @@ def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
     mistake, model, last = MISTAKES[name], MODELS[-1], MISTAKES[name].checkpoints[0]
     PLANTED[name](monkeypatch)
     golden, target = training_golden_of(model), on(f"torch-cpu-{dtype}")
-    runner = TorchRunner(weights_of(model), golden, target, as_trainer=name in AS_TRAINER)
+    runner = TorchTrainingRunner(weights_of(model), golden, target, as_trainer=name in AS_TRAINER)
     rows = judged(model, golden, runner, last, dtype=dtype, left_out=NUMPY_ALONE)
     red = first_red(rows)
     assert red is not None, "nothing fails"
@@ -131,7 +131,7 @@ SHARED = {  # code that both precisions share -> the group of stages that shows 
 }
 SHARED_TORCH = {
     "llorch.pytorch.lora.leaves.delta": "lora_delta",
-    "llorch.pytorch.lora.leaves.Delta.backward": "gradient",
+    "llorch.pytorch.lora.leaves.DeltaFunction.backward": "gradient",
     "llorch.pytorch.train.step.loss_sum": "gradient",
     "llorch.pytorch.train.step.trained_tokens": "gradient",
     "llorch.pytorch.train.adamw.AdamW.clip": "first_moment",
@@ -157,7 +157,7 @@ def wrong(name: str, right: Any) -> Any:
     return staticmethod(made) if name == "backward" else made
 
 
-def worst_in_float64(runner: NumpyRunner | TorchRunner, group: str) -> float:
+def worst_in_float64(runner: NumpyTrainingRunner | TorchTrainingRunner, group: str) -> float:
     """By what factor a group of stages is over the limits of float64 at most, alone or in a chain up to gradients."""
     model, last = MODELS[-1], BY_GROUP[group].checkpoint
     ours = {"isolated": dict(up_to(last, runner.isolated())), "chained": {}}
@@ -180,7 +180,7 @@ def worst_in_float64(runner: NumpyRunner | TorchRunner, group: str) -> float:
 def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_the_limit(part: str, group: str):
     weights = weights_of(MODELS[-1]).astype(np.float64)
     with replaced(part, lambda right: wrong(part.rpartition(".")[2], right)):
-        assert worst_in_float64(NumpyRunner(weights, training_golden_of(MODELS[-1])), group) > LEAST
+        assert worst_in_float64(NumpyTrainingRunner(weights, training_golden_of(MODELS[-1])), group) > LEAST
 
 
 @pytest.mark.plain_cases(
@@ -194,5 +194,5 @@ def test_one_part_in_a_million_in_what_the_trainer_runs_is_far_over_the_limit(
     owner, name = owner_of(part)
     monkeypatch.setattr(owner, name, wrong(name, getattr(owner, name)))
     model, target = MODELS[-1], on("torch-cpu-float64")
-    runner = TorchRunner(weights_of(model), training_golden_of(model), target, as_trainer=as_trainer)
+    runner = TorchTrainingRunner(weights_of(model), training_golden_of(model), target, as_trainer=as_trainer)
     assert worst_in_float64(runner, group) > LEAST

@@ -10,11 +10,11 @@ from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, writ
 
 from llorch import forward as page
 from llorch.cache import KVCache
-from llorch.verify.judge import FAIL, Row
-from llorch.verify.limits import MATHEMATICS
+from llorch.verify.float64_reference import WITNESS
+from llorch.verify.judge import FAIL, Comparison
 from llorch.verify.models import verify_live
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
-from llorch.verify.truth import WITNESS
+from llorch.verify.tolerances.forward import MATHEMATICS
 
 MODEL = "micro-qwen3"
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
@@ -67,11 +67,11 @@ PLANTED: dict[str, tuple[Plant, Sequence[str]]] = {  # and the stages that fail 
 planted = pytest.mark.parametrize("name", PLANTED)
 
 
-def alone(rows: Sequence[Row]) -> set[str]:
+def alone(rows: Sequence[Comparison]) -> set[str]:
     return {row.stage for row in rows if (row.producer, row.mode, row.verdict) == (WITNESS, "isolated", FAIL)}
 
 
-def rows_in_float64() -> list[Row]:
+def rows_in_float64() -> list[Comparison]:
     return suite_of(MODEL).rows(NumpyRunner(weights_of(MODEL), FLOAT64))
 
 

@@ -22,7 +22,7 @@ from llorch.verify.training.goldens import FILES, HALF_DTYPES, MODELS, name_of
 from llorch.verify.training.limits import FROM_FLOAT32, NUMPY_ALONE, ceiling, shows
 from llorch.verify.training.places import at
 from llorch.verify.training.stages import BY_GROUP
-from llorch.verify.training.torch_runner import TorchRunner, torch_rows, verify_training_torch
+from llorch.verify.training.torch_runner import TorchTrainingRunner, torch_rows, verify_training_torch
 
 MODEL = "micro-qwen3"
 DTYPE = "bfloat16"
@@ -88,14 +88,14 @@ def test_peft_too_far_from_the_truth_is_refused():
 
 
 def test_a_run_whose_adapter_is_in_half_precision_is_refused(monkeypatch: pytest.MonkeyPatch):
-    worker = TorchRunner._worker
+    worker = TorchTrainingRunner._worker
 
-    def rounded(runner: TorchRunner, adapter: Any) -> Any:
+    def rounded(runner: TorchTrainingRunner, adapter: Any) -> Any:
         made = worker(runner, adapter)
         made.module.to(runner.target.dtype)
         return made
 
-    monkeypatch.setattr(TorchRunner, "_worker", rounded)
+    monkeypatch.setattr(TorchTrainingRunner, "_worker", rounded)
     with refuses(TypeError, "BFloat16"):
         list(torch_rows(MODEL, weights_of(MODEL), training_golden_of(MODEL), on("torch-cpu-bfloat16")))
 

@@ -15,10 +15,10 @@ from llorch.files.mapped import MappedFile
 from llorch.model import Model
 from llorch.tokenizer import Tokenizer
 from llorch.verify import models as verify
+from llorch.verify.expectations.files import differing, foreign_tensors, own_tensors
 from llorch.verify.goldens import TokenCheck
 from llorch.verify.judge import FAIL, PASS
 from llorch.verify.models import foundation_rows, token_rows, verify_live, verify_stored
-from llorch.verify.suites.files import differing, foreign_tensors, own_tensors
 
 PATH = builtin_path("micro-qwen2")
 

@@ -24,10 +24,10 @@ from llorch.cache import KVCache
 from llorch.families import forward
 from llorch.files import open_weights
 from llorch.places import Pass
+from llorch.verify.float64_reference import WITNESS
 from llorch.verify.judge import FAIL, PASS
 from llorch.verify.models import verify_live
 from llorch.verify.runners.numpy import run
-from llorch.verify.truth import WITNESS
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
 WIDTHS = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": HIDDEN}

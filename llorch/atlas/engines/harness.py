@@ -26,7 +26,7 @@ from dump_writer import DumpWriter  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True)
-class Run:
+class HarnessRun:
     """A model, and what it is fed."""
 
     model: str  # a Hugging Face folder, or a GGUF file
@@ -43,7 +43,11 @@ class Run:
 
 
 def answer(
-    package: str, load: Callable[[Run], Any], compute: Callable[[Any, Run, DumpWriter], None], *, dtype: str = "float32"
+    package: str,
+    load: Callable[[HarnessRun], Any],
+    compute: Callable[[Any, HarnessRun, DumpWriter], None],
+    *,
+    dtype: str = "float32",
 ) -> None:
     """Do the runs of the file that is named by the first argument, each a JSON object on a line, in their order.
 
@@ -52,7 +56,7 @@ def answer(
     again, so that a run that ends the process costs no other.
     """
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
-        run = Run(**json.loads(line))
+        run = HarnessRun(**json.loads(line))
         said = Path(run.out, "said.json")
         if said.exists():
             continue
@@ -67,7 +71,7 @@ def answer(
     os._exit(0)  # some engines crash, or wait for a thread, while the interpreter ends
 
 
-def _outcome(run: Run, load: Callable, compute: Callable, engine: str, dtype: str) -> dict[str, str]:
+def _outcome(run: HarnessRun, load: Callable, compute: Callable, engine: str, dtype: str) -> dict[str, str]:
     phase = "load"
     try:
         loaded, phase = load(run), "compute"

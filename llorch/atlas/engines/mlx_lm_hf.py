@@ -30,7 +30,7 @@ STAGES = {  # module, in a layer after its number: the stages that go in and com
 }  # fmt: skip
 
 
-class Engine:
+class MlxModel:
     """A model of mlx-lm, its cache, and what was seen since the last pass began."""
 
     def __init__(self, run: Run) -> None:
@@ -79,7 +79,7 @@ def _stage(name: str, array: mx.array) -> np.ndarray:
     return got.swapaxes(0, 1) if name in ("q_rope", "k_rope") else got
 
 
-def compute(engine: Engine, run: Run, dump: Any) -> None:
+def compute(engine: MlxModel, run: Run, dump: Any) -> None:
     """All passes, on one cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)
@@ -91,4 +91,4 @@ def compute(engine: Engine, run: Run, dump: Any) -> None:
 
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)
-    answer("mlx-lm", Engine, compute)
+    answer("mlx-lm", MlxModel, compute)

@@ -25,7 +25,7 @@ STAGES = {  # member of a block: the stages that go in and come out
 }  # fmt: skip
 
 
-class Engine:
+class TinygradModel:
     """A model of tinygrad, and what was seen since the last pass began."""
 
     def __init__(self, run: Run) -> None:
@@ -83,7 +83,7 @@ def _gated(before: str, after: str, config: Any) -> tuple[str, str]:
     return gated if config.attn_output_gate else (before, after)
 
 
-def compute(engine: Engine, run: Run, dump: Any) -> None:
+def compute(engine: TinygradModel, run: Run, dump: Any) -> None:
     """All passes, on one cache; where a block is recurrent, as tinygrad generates: token by token."""
     size = 1 if engine.model.has_recurrent_block else max(map(len, run.parts))
     pieces = [(ids[at : at + size], first + at) for ids, first in run.passes for at in range(0, len(ids), size)]
@@ -96,4 +96,4 @@ def compute(engine: Engine, run: Run, dump: Any) -> None:
 
 if __name__ == "__main__":
     llm.function = lambda **_: lambda block: block  # no compiling of a block: its tensors are not seen otherwise
-    answer("tinygrad", Engine, compute)
+    answer("tinygrad", TinygradModel, compute)

@@ -28,7 +28,7 @@ STAGES = {  # hook, in a block after its number: its stage, and the axes where t
 ROWS = ("q_proj", "q_gate_proj", "k_proj", "v_proj", "attn_context", "attn_gated", "router_logits")  # heads, joined
 
 
-class Engine:
+class BridgedModel:
     """A bridge, and the cache of transformers that it continues."""
 
     def __init__(self, run: Run) -> None:
@@ -68,7 +68,7 @@ def _special(prefix: str, hooks: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def compute(engine: Engine, run: Run, dump: Any) -> None:
+def compute(engine: BridgedModel, run: Run, dump: Any) -> None:
     """All passes, on one cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)
@@ -83,4 +83,4 @@ def compute(engine: Engine, run: Run, dump: Any) -> None:
 
 
 if __name__ == "__main__":
-    answer("transformer-lens", Engine, compute)
+    answer("transformer-lens", BridgedModel, compute)

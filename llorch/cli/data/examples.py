@@ -15,7 +15,7 @@ from llorch.train.data.plan import best_fit
 _MARKS = "[[", "]]"  # around what is learned, where there is no colour
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighbouring tokens that are alike."""
 
     text: str  # a character whose tokens lie in two pieces shows as U+FFFD in both
@@ -23,13 +23,13 @@ class Piece(NamedTuple):
     control: bool  # control tokens; their text may also be written by a user, and is none then
 
 
-def pieces_of(example: Example, tokenizer: Tokenizer | None) -> list[Piece]:
+def pieces_of(example: Example, tokenizer: Tokenizer | None) -> list[TokenSpan]:
     """Cut an example where learned tokens begin and end; without a tokenizer, tokens show as ids."""
     control = tokenizer.control_ids if tokenizer is not None else frozenset[int]()
     labels = (IGNORED, *example.labels[1:])
     kinds = [(label != IGNORED, one in control) for one, label in zip(example.ids, labels, strict=True)]
     runs = groupby(zip(example.ids, kinds, strict=True), key=lambda pair: pair[1])
-    return [Piece(_text([one for one, _ in pairs], tokenizer), *kind) for kind, pairs in runs]
+    return [TokenSpan(_text([one for one, _ in pairs], tokenizer), *kind) for kind, pairs in runs]
 
 
 def _text(ids: list[int], tokenizer: Tokenizer | None) -> str:
@@ -39,7 +39,7 @@ def _text(ids: list[int], tokenizer: Tokenizer | None) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def as_object(example: Example, pieces: Sequence[Piece]) -> dict[str, object]:
+def as_object(example: Example, pieces: Sequence[TokenSpan]) -> dict[str, object]:
     """An example for programs: ids and labels as they are trained on, and the pieces."""
     return {
         "source": example.source,
@@ -75,7 +75,7 @@ def summary(split: str, facts: dict[str, Any]) -> Iterator[str]:
     yield f"packed into rows of {packed['room']}: {packed['rows']} rows, {packed['fill']:.1%} full"
 
 
-def print_examples(shown: Sequence[tuple[Example, Sequence[Piece]]]) -> None:
+def print_examples(shown: Sequence[tuple[Example, Sequence[TokenSpan]]]) -> None:
     """Print examples on stdout; what is learned is green, or in brackets where there is no colour."""
     from rich.text import Text
 
@@ -92,12 +92,12 @@ def print_examples(shown: Sequence[tuple[Example, Sequence[Piece]]]) -> None:
             click.echo(f"{head}\n{_bracketed(pieces)}\n")
 
 
-def _style(piece: Piece) -> str:
+def _style(piece: TokenSpan) -> str:
     colour = "bold green" if piece.learned else "dim"
     return f"{colour} underline" if piece.control else colour
 
 
-def _bracketed(pieces: Sequence[Piece]) -> str:
+def _bracketed(pieces: Sequence[TokenSpan]) -> str:
     runs = groupby(pieces, key=lambda piece: piece.learned)
     texts = [(learned, "".join(_printable(piece.text) for piece in run)) for learned, run in runs]
     return "".join(text.join(_MARKS) if learned else text for learned, text in texts)

@@ -42,9 +42,9 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
     from llorch.cli.learn.shown import counted
     from llorch.files.new_file import new_file
     from llorch.files.strict_json import read_json
-    from llorch.learn.apart import outcomes
     from llorch.learn.certificate import certificate, differences, with_untouched
     from llorch.learn.lessons import BY_NUMBER
+    from llorch.learn.sandbox import outcomes
 
     folder = learners_folder(impl)
     said = read_json(given, limit=1 << 20) if given else None

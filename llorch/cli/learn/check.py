@@ -44,13 +44,13 @@ def command(
     Your code runs in its own process. The text that it prints goes to stderr.
     """
     from llorch.cli.learn.shown import counted, exit_code, print_outcome
-    from llorch.learn.apart import outcomes
-    from llorch.learn.progress import Progress
+    from llorch.learn.progress import LearnerProgress
+    from llorch.learn.sandbox import outcomes
 
     if answers is not None:
         _judge_answers(lessons, answers, full=full, strict=strict, as_json=as_json, alone=not (chain or impl))
     source, numbers = learners_source(impl), [lesson.number for lesson in chosen_lessons(lessons)]
-    mode, found, progress = "chained" if chain else "isolated", [], Progress(Path(source), say)
+    mode, found, progress = "chained" if chain else "isolated", [], LearnerProgress(Path(source), say)
     for outcome in outcomes(source, numbers, mode, say=say, **how):
         found.append(outcome)
         if mode == "isolated" and progress.folder.is_dir():
@@ -70,8 +70,8 @@ def _judge_answers(
 ) -> NoReturn:
     from llorch.cli.learn.shown import exit_code, print_outcome
     from llorch.learn.answers import answered
-    from llorch.learn.apart import outcome_of
     from llorch.learn.check import check
+    from llorch.learn.sandbox import outcome_of
 
     if len(lessons) != 1 or not alone:
         raise click.UsageError("--answers goes with one lesson, without --chain and --impl")

@@ -36,12 +36,12 @@ def command(*, lesson: str, part: str | None, impl: str | None) -> None:
 def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
     """Take one step more and print all so far."""
     from llorch.learn.materials import hints_of
-    from llorch.learn.progress import Progress
+    from llorch.learn.progress import LearnerProgress
 
     hints = hints_of(lesson)
     if part is not None and part not in hints:
         raise click.UsageError(f"lesson {lesson.number} has no part {part!r}{suggestion(part, hints)}")
-    with Progress(folder, say).changed(lesson) as standing:
+    with LearnerProgress(folder, say).changed(lesson) as standing:
         part = part or _in_work(folder, lesson, standing.hints, wrong=standing.wrong)
         n = standing.hints[part] = min(standing.hints.get(part, 0) + 1, len(hints[part]))
     for step, text in enumerate(hints[part][:n], start=1):

@@ -27,9 +27,9 @@ def show_list(folder: Path) -> None:
     from llorch.cli.learn.shown import coloured
     from llorch.cli.tables import console, print_table, table
     from llorch.learn.lessons import LESSONS
-    from llorch.learn.progress import Progress
+    from llorch.learn.progress import LearnerProgress
 
-    progress = Progress(folder, say)
+    progress = LearnerProgress(folder, say)
     standing = progress.read()
     rows = table("no", "lesson", ">minutes", "verdict", ">attempts", ">hints", "")
     for lesson in LESSONS:

@@ -6,13 +6,13 @@ import click
 
 from llorch.cli.options import WholeNumber
 from llorch.cli.outcome import DIFFERS
-from llorch.cli.verbs import Group, Verb
+from llorch.cli.verbs import Verb, VerbGroup
 
 number_argument = click.argument("number", type=WholeNumber())
 
 
 @click.group(
-    cls=Group,
+    cls=VerbGroup,
     invoke_without_command=True,
     short_help="Find the cause of real bugs in other engines.",
     examples=(

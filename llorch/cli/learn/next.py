@@ -31,9 +31,9 @@ def command(*, impl: str | None) -> None:
 def next_lesson(folder: Path, after: "Lesson | None" = None) -> "Lesson | None":
     """The first lesson that has not passed, behind the one that is given if there is one behind it."""
     from llorch.learn.lessons import LESSONS
-    from llorch.learn.progress import Progress
+    from llorch.learn.progress import LearnerProgress
 
-    progress = Progress(folder, say)
+    progress = LearnerProgress(folder, say)
     standing = progress.read()
     to_do = [lesson for lesson in LESSONS if not progress.is_passed(lesson, standing[lesson.number])]
     behind = to_do if after is None else [each for each in to_do if LESSONS.index(each) > LESSONS.index(after)]

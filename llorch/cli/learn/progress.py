@@ -44,9 +44,9 @@ def summed_up(folder: Path) -> str:
 def _read(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
     """How every lesson stands, those that pass, and the minutes of the others."""
     from llorch.learn.lessons import LESSONS
-    from llorch.learn.progress import Progress
+    from llorch.learn.progress import LearnerProgress
 
-    progress = Progress(folder, say)
+    progress = LearnerProgress(folder, say)
     standing = progress.read()
     passed = [lesson for lesson in LESSONS if progress.is_passed(lesson, standing[lesson.number])]
     return standing, passed, sum(lesson.minutes for lesson in LESSONS if lesson not in passed)

@@ -29,11 +29,11 @@ def command(*, lesson: str, impl: str | None) -> None:
 def reset(folder: Path, lesson: "Lesson") -> None:
     """Set the file aside, write the stub, forget the verdict."""
     from llorch.learn.materials import stub_of
-    from llorch.learn.progress import Progress, set_aside
+    from llorch.learn.progress import LearnerProgress, set_aside
 
     stub, file = stub_of(lesson), folder / f"{lesson.module}.py"
     kept = f"; your old file is now {set_aside(file).name}" if file.exists() else ""
     file.write_text(stub, encoding="utf-8")
-    with Progress(folder, say).changed(lesson) as standing:
+    with LearnerProgress(folder, say).changed(lesson) as standing:
         standing.status = standing.tried = standing.passed = ""
     click.echo(f"{near(file)} is the stub again{kept}")

@@ -10,7 +10,7 @@ from rich.text import Text
 from llorch.cli.tables import console
 
 if TYPE_CHECKING:
-    from llorch.learn.apart import Outcome
+    from llorch.learn.sandbox import Outcome
 
 STYLES = {"PASS": "bold green", "FAIL": "bold red", "BORROWED": "yellow", "NOT RUN": "magenta", "CHANGED": "yellow"}
 

@@ -32,8 +32,8 @@ def command(*, lesson: str, impl: str | None) -> None:
 def show_solution(folder: Path, lesson: "Lesson") -> None:
     """Print the last hint of every part."""
     from llorch.learn.materials import hints_of
-    from llorch.learn.progress import Progress
+    from llorch.learn.progress import LearnerProgress
 
-    with Progress(folder, say).changed(lesson) as standing:
+    with LearnerProgress(folder, say).changed(lesson) as standing:
         standing.solution = True
     click.echo("\n\n\n".join(steps[-1].strip() for steps in hints_of(lesson).values()))

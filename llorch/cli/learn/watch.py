@@ -20,8 +20,8 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.learn.apart import Outcome
     from llorch.learn.lessons import Lesson
+    from llorch.learn.sandbox import Outcome
 
 KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
 
@@ -101,7 +101,7 @@ class _Loop:
         self._warm()
 
     def _warm(self) -> None:
-        from llorch.learn.apart import warm
+        from llorch.learn.sandbox import warm
 
         if self.lesson not in self.warm:
             self.warm.append(self.lesson)
@@ -109,10 +109,10 @@ class _Loop:
 
     def _check(self, lessons: "list[Lesson]", *, begun_only: bool = False) -> None:
         from llorch.cli.learn.shown import counted, print_outcome
-        from llorch.learn.apart import outcomes
-        from llorch.learn.progress import Progress
+        from llorch.learn.progress import LearnerProgress
+        from llorch.learn.sandbox import outcomes
 
-        progress, found = Progress(self.folder, say), []
+        progress, found = LearnerProgress(self.folder, say), []
         numbers = [lesson.number for lesson in lessons]
         for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, say=say):
             progress.note(outcome)

@@ -10,7 +10,7 @@ from llorch.cli.lora.settings_options import chosen_settings, config_option, set
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.output import say, to_json
-from llorch.launched import n_restarts
+from llorch.torchrun import n_restarts
 from llorch.train.settings_file import FOREIGN
 
 
@@ -52,7 +52,7 @@ def command(
     Try the adapter with: llorch run MODEL --adapter FOLDER
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
-    from llorch.cli.lora.training_progress import Progress, try_it
+    from llorch.cli.lora.training_progress import TrainingProgress, try_it
     from llorch.train.stopping import Stopped
 
     require_torch()
@@ -62,7 +62,7 @@ def command(
     before = [(RUN, saved_settings(output))] if resume else []
     settings = chosen_settings(given, config, *before)
     try:
-        with on_mesh(axes, rank_timeout=rank_timeout, device=settings.device) as mesh, Progress() as progress:
+        with on_mesh(axes, rank_timeout=rank_timeout, device=settings.device) as mesh, TrainingProgress() as progress:
             threads_for_training(settings, recorded=saved_threads(output) if resume else None)
             result = Run(settings, output, progress, resume=resume, allow_change=allow_change, mesh=mesh).run()
     except Stopped as stopped:

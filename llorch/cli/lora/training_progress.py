@@ -13,7 +13,7 @@ from llorch.cli.output import say
 from llorch.files import open_weights
 from llorch.hub import find
 from llorch.model import Opened
-from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens, format_of, parse
+from llorch.train.data.formats import Chat, Instruction, LearnedTokens, Parsed, PromptCompletion, Text, format_of, parse
 from llorch.train.data.read import find_splits, read_records
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LINES = 20  # of steps, about, where there is no terminal
 
 
-class Progress:
+class TrainingProgress:
     """Tells a person about a run."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Progress:
         self._task: Any = None
         self._total = 0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "TrainingProgress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -68,7 +68,7 @@ class Progress:
     def _start_bar(self, step: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import TrainingProgress as Bar
 
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
         self._bar = Bar(*columns, console=Console(stderr=True, soft_wrap=True))
@@ -135,11 +135,11 @@ def _asked(row: Parsed, model: Opened) -> list[str]:
             options = {"--chat": user, "--system": system} if user.get("role") == "user" else {}
             said = {option: str(message["content"]) for option, message in options.items() if message}
             return [f"{option}={text}" for option, text in said.items()] if all(map(_short, said.values())) else []
-        case Completion():
+        case PromptCompletion():
             text = row.prompt or _beginning(row.completion)
         case Text():
             text = _beginning(row.text)
-        case Tokens():
+        case LearnedTokens():
             text = model.tokenizer.decode(row.ids[:_BEGINNING])
     return [text] if _short(text) and not text.startswith("-") else []
 

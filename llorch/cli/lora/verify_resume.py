@@ -13,10 +13,10 @@ from llorch.cli.mesh import mesh_option
 from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
-from llorch.launched import is_rank
+from llorch.torchrun import is_rank
 
 if TYPE_CHECKING:
-    from llorch.pytorch.train.verify_resume import Comparison, Proof
+    from llorch.pytorch.train.verify_resume import Proof, RunComparison
 
 STEPS = 10
 KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensors": "adapter file"}
@@ -57,7 +57,7 @@ def command(
     from llorch.train.stopping import Stopped
 
     require_torch()
-    from llorch.pytorch.ranks import Ended
+    from llorch.pytorch.distributed.launch import RanksEnded
 
     if is_rank():
         raise click.UsageError("verify-resume starts the processes of --mesh itself; call it without a launcher")
@@ -67,7 +67,7 @@ def command(
     try:
         with tempfile.TemporaryDirectory(prefix="llorch-") as folder, progress("verify-resume") as tell:
             proof = verify_resume(settings, Path(folder), control=control, axes=axes, tell=tell)
-    except (Stopped, Ended) as stopped:
+    except (Stopped, RanksEnded) as stopped:
         say("llorch: interrupted")
         raise click.exceptions.Exit(stopped.exit_code) from None
     click.echo(to_json(_as_json(proof)) if as_json else "\n".join(_lines(proof, verbose=verbose)))
@@ -85,7 +85,7 @@ def _lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
         yield f"control, {what} lost: {seen}"
 
 
-def _table(comparison: "Comparison", *, verbose: bool) -> Iterator[str]:
+def _table(comparison: "RunComparison", *, verbose: bool) -> Iterator[str]:
     """A line per kind of tensor, and one for each tensor that differs; with `verbose` for each."""
     kinds = defaultdict(list)
     for tensor in comparison.tensors:
@@ -109,7 +109,7 @@ def _as_json(proof: "Proof") -> dict[str, Any]:
     }
 
 
-def _comparison_as_json(comparison: "Comparison") -> dict[str, Any]:
+def _comparison_as_json(comparison: "RunComparison") -> dict[str, Any]:
     return {
         "equal": comparison.equal,
         "tensors": {

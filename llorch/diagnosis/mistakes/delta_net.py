@@ -21,7 +21,7 @@ LENGTHS = ("q_l2", "k_l2")
 CHUNK = 64
 
 
-class Token(NamedTuple):
+class TokenState(NamedTuple):
     """What all value heads have at a token, (v_heads, 1, width) each; queries are scaled."""
 
     q: np.ndarray
@@ -39,7 +39,7 @@ class Token(NamedTuple):
         return state + self.k.swapaxes(1, 2) * delta
 
 
-Step = Callable[[np.ndarray, Token], tuple[np.ndarray, np.ndarray]]  # a state: the next one, and which is read
+Step = Callable[[np.ndarray, TokenState], tuple[np.ndarray, np.ndarray]]  # a state: the next one, and which is read
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def _stepped(step: Step) -> Wrong:
         read = []
         for t in range(v.shape[1]):
             rates = beta[:, t, None, None], np.exp(g[:, t])[:, None, None]
-            token = Token(q[:, t, None], k[:, t, None], v[:, t, None], *rates)
+            token = TokenState(q[:, t, None], k[:, t, None], v[:, t, None], *rates)
             state, looked_at = step(state, token)
             read.append((token.q @ looked_at)[:, 0])
         return state if stage == "delta_state" else np.stack(read)
@@ -118,10 +118,10 @@ def _stepped(step: Step) -> Wrong:
     return wrong
 
 
-def _both(update: Callable[[np.ndarray, Token], np.ndarray]) -> Wrong:
+def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Wrong:
     """Likewise, where the state is read when it is updated."""
 
-    def step(state: np.ndarray, token: Token) -> tuple[np.ndarray, np.ndarray]:
+    def step(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
         new = update(state, token)
         return new, new
 
@@ -139,7 +139,7 @@ def _given(change: Callable[[StageInputs], dict[str, np.ndarray]]) -> Wrong:
     return wrong
 
 
-def read_before_write(state: np.ndarray, token: Token) -> tuple[np.ndarray, np.ndarray]:
+def read_before_write(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
     """A query sees the state without the token's own value."""
     decayed = token.decay * state
     return token.written(decayed, token.corrected(decayed)), decayed
@@ -151,7 +151,7 @@ def _tiled(s: StageInputs) -> dict[str, np.ndarray]:
     return {name: np.tile(s[f"{name}_l2"], (1, times, 1)) for name in "qk"}
 
 
-def state_in_bfloat16(state: np.ndarray, token: Token) -> np.ndarray:
+def state_in_bfloat16(state: np.ndarray, token: TokenState) -> np.ndarray:
     """Rounded after each token."""
     new = token.written(token.decay * state, token.corrected(token.decay * state))
     return round_activations(new.astype(np.float32), "BF16").astype(state.dtype)

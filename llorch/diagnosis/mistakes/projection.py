@@ -8,7 +8,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.files.names import interleave, undo_interleave
+from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.linear import linear
 from llorch.stages import output_matrix
 

@@ -12,11 +12,11 @@ from llorch.diagnosis.mistakes.norm import NORMS
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
 from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS
-from llorch.diagnosis.replay import Change, Places, Setting
+from llorch.diagnosis.replay import Change, LayerSetting, Places
 from llorch.diagnosis.search.hypotheses import WEIGHTED, Hypothesis
 from llorch.files import Weights
-from llorch.files.names import undo_interleave
 from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.files.tensor_names import undo_interleave
 
 Wrong = Callable[[str], np.ndarray | None]  # a matrix by its name; None: it is read rightly
 MULTIPLIED = tuple(stage for stage in WEIGHTED if stage not in NORMS)
@@ -43,7 +43,7 @@ def _decoded_by(decoded: Wrong, weights: Weights, stages: Sequence[str]) -> Any:
     right = () if "embed" in stages else ("embed_tokens",)
     wrong = lru_cache(maxsize=16)(lambda name: None if name in right else decoded(name))
 
-    def change(setting: Setting) -> Setting:
+    def change(setting: LayerSetting) -> LayerSetting:
         return replace(
             setting, layer_weights=lambda layer: _Decoded(setting.layer_weights(layer), wrong, weights, layer)
         )

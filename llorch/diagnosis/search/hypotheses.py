@@ -20,7 +20,7 @@ from llorch.diagnosis.mistakes.attention import hidden_in, with_mask
 from llorch.diagnosis.mistakes.norm import NORM, NORMS
 from llorch.diagnosis.mistakes.rope import ROTATED
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.diagnosis.replay import Change, Places, Plant, Setting
+from llorch.diagnosis.replay import Change, LayerSetting, Places, Plant
 from llorch.numerics import QuantMethod
 from llorch.ops.rope import frequencies, llama3_factors, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
@@ -75,7 +75,7 @@ class Hypothesis:
 
 
 @dataclass(frozen=True)
-class Family:
+class SettingFamily:
     """A setting with any value.
 
     Attributes:
@@ -122,7 +122,7 @@ def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Ch
     return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
 
 
-def _set(change: Callable[[Setting], Setting]) -> Callable[[Places], Change]:
+def _set(change: Callable[[LayerSetting], LayerSetting]) -> Callable[[Places], Change]:
     """Other settings; only what the dump hides is run with them."""
     return lambda places: Change(setting=change)
 
@@ -196,7 +196,7 @@ def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
 def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = False) -> Hypothesis:
     n = int(value)
 
-    def change(setting: Setting) -> Setting:
+    def change(setting: LayerSetting) -> LayerSetting:
         skipped = later_passes_only and not setting.n_cached
         return setting if skipped else replace(setting, positions=setting.positions + n)
 
@@ -269,7 +269,7 @@ def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
     def change(places: Places) -> Change:
         names = {name for stage in {place.rpartition(".")[2] for place in places} for name in _weights_of(stage)}
 
-        def exchanged(setting: Setting) -> Setting:
+        def exchanged(setting: LayerSetting) -> LayerSetting:
             def weights(i: int | None) -> Mapping[str, Any]:
                 return setting.layer_weights(i) if i is None else _mixed(setting, i, layer, names)
 
@@ -288,7 +288,7 @@ def _weights_of(stage: str) -> tuple[str, ...]:
     return (matrix, matrix.replace("_proj", "_bias")) if matrix else (stage,)
 
 
-def _mixed(setting: Setting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
+def _mixed(setting: LayerSetting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
     """Weights of a layer, some of them those of another."""
     own, theirs = setting.layer_weights(layer), setting.layer_weights(other)
     return {name: theirs[name] if name in names else own[name] for name in own}
@@ -301,26 +301,28 @@ def _steps(first: int, last: int) -> list[float]:
 
 _SHARES = tuple(2.0**n for n in range(-6, 7))
 
-FAMILIES: tuple[Family, ...] = (
-    Family("norm-eps", tuple(NORMS), lambda config: (0.0, *_steps(-12, -3)), _eps, refined=True),
-    Family("rope-theta", ROTATED, lambda config: _steps(2, 8), _theta, refined=True),
-    Family("rope-scaling-missing", ROTATED, lambda config: (1.0,) if config.rope_scaling else (), _unscaled),
-    Family("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
-    Family("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
-    Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset, later=True),
-    Family(
+FAMILIES: tuple[SettingFamily, ...] = (
+    SettingFamily("norm-eps", tuple(NORMS), lambda config: (0.0, *_steps(-12, -3)), _eps, refined=True),
+    SettingFamily("rope-theta", ROTATED, lambda config: _steps(2, 8), _theta, refined=True),
+    SettingFamily("rope-scaling-missing", ROTATED, lambda config: (1.0,) if config.rope_scaling else (), _unscaled),
+    SettingFamily("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
+    SettingFamily("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
+    SettingFamily(
+        "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset, later=True,
+    ),
+    SettingFamily(
         "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 17) if n],
         partial(_offset, later_passes_only=True), later=True,
     ),
-    Family("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
-    Family(
+    SettingFamily("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
+    SettingFamily(
         "scores-scale", ("attn_scores",), lambda config: [share * config.head_dim**-0.5 for share in _SHARES],
         _scores_scale, refined=True,
     ),
-    Family("mask-window", ("attn_scores",), lambda config: range(1, 65), _window, later=True),
-    Family("soft-cap", CAPPED, lambda config: (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, refined=True),
-    Family("scaled", SCALED, lambda config: (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, refined=True),
-    Family("weights-of-other-layer", WEIGHTED, lambda config: range(config.n_layers), _other_layer),
+    SettingFamily("mask-window", ("attn_scores",), lambda config: range(1, 65), _window, later=True),
+    SettingFamily("soft-cap", CAPPED, lambda config: (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, refined=True),
+    SettingFamily("scaled", SCALED, lambda config: (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, refined=True),
+    SettingFamily("weights-of-other-layer", WEIGHTED, lambda config: range(config.n_layers), _other_layer),
 )  # fmt: skip
 
 
@@ -401,7 +403,7 @@ def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> np.ndarray:
     return rounding(x) if x.ndim == 2 else x
 
 
-def _with_weights(setting: Setting, rounding: Callable[..., np.ndarray]) -> Setting:
+def _with_weights(setting: LayerSetting, rounding: Callable[..., np.ndarray]) -> LayerSetting:
     def weights(layer: int | None) -> Mapping[str, Any]:
         return _RoundedWeights(setting.layer_weights(layer), rounding)
 

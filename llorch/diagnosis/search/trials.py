@@ -15,7 +15,7 @@ from llorch.comparison import Difference, Tolerance, times_over
 from llorch.diagnosis.judged import Beside, beside
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
-from llorch.diagnosis.search.hypotheses import FAMILIES, Family, Hypothesis, honest, known_mistakes
+from llorch.diagnosis.search.hypotheses import FAMILIES, Hypothesis, SettingFamily, honest, known_mistakes
 from llorch.diagnosis.verdict import StageResult
 
 NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
@@ -96,7 +96,7 @@ class Trials:
                     break
         yield from (self._valued(family, result) for family in self._families(result) if family.later or not was_right)
 
-    def _families(self, result: StageResult) -> Iterator[Family]:
+    def _families(self, result: StageResult) -> Iterator[SettingFamily]:
         """Settings that are read since the dump showed the last stages."""
         for family in FAMILIES:
             if family.values(self.replay.config) and {*map(stage_of, result.since)} & {*family.stages}:
@@ -120,7 +120,7 @@ class Trials:
                         places = tuple(dict.fromkeys((*mistake.places, *setting.at(result.since))))
                         yield self.tried((*mistake.hypotheses, setting), places, result)
 
-    def _valued(self, family: Family, result: StageResult) -> Trial:
+    def _valued(self, family: SettingFamily, result: StageResult) -> Trial:
         """A setting with the best value of its list, or the best one between them."""
         config = self.replay.config
 

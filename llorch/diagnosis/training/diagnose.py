@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from llorch.diagnosis.training.gaps import could_not_show
-from llorch.diagnosis.training.hypotheses import Hypothesis, families, known, where_of
-from llorch.diagnosis.training.judge import Judge, Judged, first_wrong
-from llorch.diagnosis.training.replay import FLOW, Key, Replay
+from llorch.diagnosis.training.hypotheses import TrainingHypothesis, families, known, where_of
+from llorch.diagnosis.training.judge import JudgedArray, TrainingJudge, first_wrong
+from llorch.diagnosis.training.replay import FLOW, Key, TrainingReplay
 from llorch.diagnosis.training.score import AFTER_CLIPPING, NEAR, Cure, Scored, Scorer
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
 from llorch.dumps.raw import RawDump
@@ -78,8 +78,8 @@ class _Search:
         self._run()
 
     def _take(self, dump: TrainingDump) -> None:
-        self.dump, self.replay = dump, Replay(self.weights, self.adapter, dump)
-        self.judge = Judge(dump, self.weights.config, self.adapter.flat(), self.dtype)
+        self.dump, self.replay = dump, TrainingReplay(self.weights, self.adapter, dump)
+        self.judge = TrainingJudge(dump, self.weights.config, self.adapter.flat(), self.dtype)
 
     def _run(self) -> None:
         """Name the first cause, judge the rest with it in the code, and so on."""
@@ -101,7 +101,7 @@ class _Search:
             else:
                 cure += best.planted
 
-    def _explained(self, wrong: Sequence[Judged], cure: Cure) -> tuple[Scored | None, list[Scored]]:
+    def _explained(self, wrong: Sequence[JudgedArray], cure: Cure) -> tuple[Scored | None, list[Scored]]:
         """What makes a wrong quantity as the dump shows it; beside it what cannot be told from that, or comes near.
 
         Known mistakes first, then numbers as they fit best, then two at once.
@@ -123,7 +123,7 @@ class _Search:
         near = {one.names: one for one in reversed(scored) if one.share > NEAR}  # the best of each name
         return best, alike if best else [*near.values()][:-4:-1]
 
-    def _numbers(self, scorer: Scorer, since: set[str]) -> Iterator[Hypothesis]:
+    def _numbers(self, scorer: Scorer, since: set[str]) -> Iterator[TrainingHypothesis]:
         number, group, _ = scorer.wrong[0].key
         run = self.replay.run(scorer.cure, until=scorer.wrong[0].key)
         ours = (array for (n, of, _), array in run.arrays.items() if (n, of) == (number, "gradient"))
@@ -139,7 +139,7 @@ class _Search:
         alone = {row.key: row for row in self.judge.rows(self.replay.run(fed=False), fed=False)}
         causes = {place for finding in self.findings for place in finding.places if finding.kind != "honest"}
         uncured = {row.key: row for row in self.first}
-        strict = Judge(self.dump, self.weights.config, self.adapter.flat(), "float32")
+        strict = TrainingJudge(self.dump, self.weights.config, self.adapter.flat(), "float32")
         exact = {row.key for row in strict.rows(self.replay.run()) if row.over <= 1}
         results = []
         for row in self.rows:
@@ -152,7 +152,7 @@ class _Search:
         return Diagnosis(model, self.dump.source, results, findings, hidden, (*self.dump.notes, *notes))
 
 
-def _next(rows: Sequence[Judged], closed: Mapping[str, int]) -> Judged | None:
+def _next(rows: Sequence[JudgedArray], closed: Mapping[str, int]) -> JudgedArray | None:
     """The first wrong row that is neither what nothing explains, in whatever step, nor inherited from that."""
     first = min(closed.values(), default=math.inf)
     left = [row for row in rows if row.key[1] not in closed and (row.mode == ISOLATED or _at(row.key) < first)]
@@ -164,7 +164,7 @@ def _at(key: Sequence) -> int:
     return key[0] * len(FLOW) + FLOW.index(key[1])
 
 
-def _since(rows: Sequence[Judged], wrong: Key) -> set[str]:
+def _since(rows: Sequence[JudgedArray], wrong: Key) -> set[str]:
     """Quantities that were made since the last right one of the dump, the wrong one among them."""
     right: dict[int, bool] = {}
     for row in rows:
@@ -187,7 +187,11 @@ def _layer(key: Key) -> int | None:
 
 
 def _finding(
-    wrong: Judged, of_group: Sequence[Judged], rows: Sequence[Judged], best: Scored | None, near: Sequence[Scored]
+    wrong: JudgedArray,
+    of_group: Sequence[JudgedArray],
+    rows: Sequence[JudgedArray],
+    best: Scored | None,
+    near: Sequence[Scored],
 ) -> Finding:
     """One cause, for the quantity that it is found at and, where nothing explains it, for what follows."""
     of_group = of_group if best else [row for row in rows if row.key[1] == wrong.key[1]]
@@ -213,7 +217,7 @@ def _finding(
     )  # fmt: skip
 
 
-def _unexplained(wrong: Judged, rows: Sequence[Judged], where: str) -> tuple[tuple[str, ...], str]:
+def _unexplained(wrong: JudgedArray, rows: Sequence[JudgedArray], where: str) -> tuple[tuple[str, ...], str]:
     """Where an error without a name must have been made."""
     if wrong.difference.fault:
         return (_key(wrong.key),), f"{where}: {wrong.difference.fault}."
@@ -227,7 +231,7 @@ def _unexplained(wrong: Judged, rows: Sequence[Judged], where: str) -> tuple[tup
     return made_in, f"{where}: this error matches no known mistake ({off}{right})."
 
 
-def _suspect(one: Hypothesis, places: Sequence[Judged], scored: Scored) -> Suspect:
+def _suspect(one: TrainingHypothesis, places: Sequence[JudgedArray], scored: Scored) -> Suspect:
     planted = tuple(_key(row.key) for row in places)
     return Suspect(one.name, one.sentence, planted, scored.share, scored.left, one.value)
 
@@ -236,7 +240,7 @@ def _percent(share: float) -> str:
     return "all" if share >= 0.99995 else f"{100 * share:.2f} %"
 
 
-def _result(row: Judged, alone: Judged, dtype: DtypeName, verdict: str) -> StageResult:
+def _result(row: JudgedArray, alone: JudgedArray, dtype: DtypeName, verdict: str) -> StageResult:
     number, group, _ = row.key
     arithmetic = dtype if row.mode != ISOLATED else "float32"
     return StageResult(

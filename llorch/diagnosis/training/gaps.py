@@ -7,8 +7,8 @@ from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, possible
-from llorch.diagnosis.training.judge import Judge
-from llorch.diagnosis.training.replay import FLOW, Key, Planted, Replay
+from llorch.diagnosis.training.judge import TrainingJudge
+from llorch.diagnosis.training.replay import FLOW, Key, Planted, TrainingReplay
 from llorch.dumps.training_dump import TrainingDump
 from llorch.lora.adapter import LORA_B, Adapter
 from llorch.train.batch import IGNORED
@@ -17,7 +17,7 @@ MOST_WORK = 1e9  # numbers of the base times tokens of the dump, from which on n
 
 
 def could_not_show(
-    replay: Replay, judge: Judge, adapter: Adapter, config: ModelConfig
+    replay: TrainingReplay, judge: TrainingJudge, adapter: Adapter, config: ModelConfig
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Names by reason, and a note where it was not tried."""
     dump, hidden = replay.dump, dict[str, list[str]]()

@@ -28,7 +28,7 @@ IN_FORWARD = FLOW[:3]
 
 
 @dataclass(frozen=True)
-class Hypothesis:
+class TrainingHypothesis:
     """What may have been done; `honest` where it is no mistake."""
 
     planted: Planted
@@ -39,7 +39,7 @@ class Hypothesis:
 
 
 @dataclass(frozen=True)
-class Family:
+class ScaledMistakes:
     """Mistakes that differ in one number, above 0; `logarithm` is moved until they fit best.
 
     Attributes:
@@ -75,12 +75,12 @@ def possible(config: ModelConfig) -> list[TrainingMistake]:
     return [m for m in (*replayed, *MORE) if m.applies_to(config)]
 
 
-def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[Hypothesis]:
+def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[TrainingHypothesis]:
     """Known mistakes of the quantities of which one was made wrongly, in every way in which they can be made."""
     for mistake in (*possible(config), *MESH):
         group = group_of(mistake)
         for planted in ways(mistake, group in since, wrong):
-            yield Hypothesis(planted, mistake.name, mistake.diagnosis)
+            yield TrainingHypothesis(planted, mistake.name, mistake.diagnosis)
 
 
 def ways(mistake: TrainingMistake, in_gap: bool, wrong: str) -> Iterator[Planted]:
@@ -96,28 +96,29 @@ def ways(mistake: TrainingMistake, in_gap: bool, wrong: str) -> Iterator[Planted
         yield from (Planted(mistake, "back", along) for along in backs)
 
 
-def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) -> list[Family]:
+def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) -> list[ScaledMistakes]:
     """Numbers that may differ; `scale` is that of an adapter's product, `norm` that of the gradients of the step."""
     settings = dump.settings
     found = [
-        Family("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
+        ScaledMistakes("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
             f"The adapter's product is multiplied by {scale * x:.4g} here; its configuration gives {scale:.4g}.",
             f"{scale * x:.4g}")),
-        Family("label-smoothing", "token_losses", (0.1,), smoothed, told("label smoothing", settings.label_smoothing),
+        ScaledMistakes("label-smoothing", "token_losses", (0.1,), smoothed,
+               told("label smoothing", settings.label_smoothing),
                "label_smoothing", 1.0),
-        Family("loss-normalisation", "loss", (1.0,), normalised, lambda x: (
+        ScaledMistakes("loss-normalisation", "loss", (1.0,), normalised, lambda x: (
             f"The loss is {x:.6g} times the right one in every step.", f"{x:.6g}")),
-        Family("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
+        ScaledMistakes("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
                told("max_grad_norm", settings.max_grad_norm), "max_grad_norm"),
-        Family("adamw-beta1", "first_moment", (1 - settings.betas[0],), lambda x: in_update(
+        ScaledMistakes("adamw-beta1", "first_moment", (1 - settings.betas[0],), lambda x: in_update(
             betas=(1 - x, settings.betas[1])), told("beta1", settings.betas[0], lambda x: 1 - x), "betas", 1.0),
-        Family("adamw-beta2", "second_moment", (1 - settings.betas[1],), lambda x: in_update(
+        ScaledMistakes("adamw-beta2", "second_moment", (1 - settings.betas[1],), lambda x: in_update(
             betas=(settings.betas[0], 1 - x)), told("beta2", settings.betas[1], lambda x: 1 - x), "betas", 1.0),
-        Family("learning-rate", "parameters", (settings.lr,), lambda x: in_update(lr=x),
+        ScaledMistakes("learning-rate", "parameters", (settings.lr,), lambda x: in_update(lr=x),
                told("the learning rate", step.lr), "lr"),
-        Family("adamw-weight-decay", "parameters", (0.01, 1.0), lambda x: in_update(weight_decay=x),
+        ScaledMistakes("adamw-weight-decay", "parameters", (0.01, 1.0), lambda x: in_update(weight_decay=x),
                told("weight_decay", settings.weight_decay), "weight_decay"),
-        Family("adamw-eps", "parameters", (1e-8, 1e-6, 1e-4, 1e-10), lambda x: in_update(eps=x),
+        ScaledMistakes("adamw-eps", "parameters", (1e-8, 1e-6, 1e-4, 1e-10), lambda x: in_update(eps=x),
                told("eps", settings.eps), "eps"),
     ]  # fmt: skip
     return found
@@ -252,12 +253,12 @@ MORE = (  # known, but in no checkpoint's library
 )  # fmt: skip
 
 
-def unsaid(dump: TrainingDump, family: Family) -> bool:
+def unsaid(dump: TrainingDump, family: ScaledMistakes) -> bool:
     """Whether a setting differs of which the dump says nothing: that is no mistake."""
     return bool(family.setting) and family.setting not in dump.said
 
 
-def where_of(family: Family, wrong: str) -> tuple[Where, ...]:
+def where_of(family: ScaledMistakes, wrong: str) -> tuple[Where, ...]:
     """In which parts of a step a number may be another one."""
     if family.group not in IN_FORWARD:
         return ("both",)

@@ -8,8 +8,8 @@ import numpy as np
 
 from llorch.comparison import FLOORS, Difference, Tolerance, measure, measure_in
 from llorch.config import ModelConfig
-from llorch.diagnosis.training.replay import FLOW, Key, Run
-from llorch.dumps.training_dump import Shown, TrainingDump, TrainingStep
+from llorch.diagnosis.training.replay import FLOW, Key, ReplayedRun
+from llorch.dumps.training_dump import StepArray, TrainingDump, TrainingStep
 from llorch.numerics import DtypeName
 from llorch.verify.training import limits
 from llorch.verify.training.places import CHAINED, ISOLATED
@@ -19,11 +19,11 @@ MOMENTS = ("first_moment", "second_moment")
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedArray:
     """One array of the dump beside ours; `mode` is isolated where it was made of the dump's own inputs."""
 
     key: Key
-    shown: Shown
+    shown: StepArray
     mode: str
     difference: Difference
     limit: Tolerance
@@ -34,7 +34,7 @@ class Judged:
         return self.difference.over(self.limit)
 
 
-class Judge:
+class TrainingJudge:
     """Judges replays of one dump in one arithmetic."""
 
     def __init__(self, dump: TrainingDump, config: ModelConfig, tensors: Iterable[str], dtype: DtypeName) -> None:
@@ -48,7 +48,7 @@ class Judge:
         self.steps = {step.number: step for step in dump.steps}
         self._granted: dict[tuple[Key, str], Tolerance] = {}
 
-    def rows(self, run: Run, *, fed: bool = True) -> list[Judged]:
+    def rows(self, run: ReplayedRun, *, fed: bool = True) -> list[JudgedArray]:
         """All arrays of the dump that a run made too, in the order in which they are made."""
         found = []
         for step in self.dump.steps:
@@ -57,15 +57,15 @@ class Judge:
                 found += [self._row(step, *name, run, fed) for name in names if self._may_judge(step, *name)]
         return found
 
-    def _row(self, step: TrainingStep, group: str, name: str, run: Run, fed: bool) -> Judged:
+    def _row(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, fed: bool) -> JudgedArray:
         """One array beside ours; limits are those of the first run that was judged."""
         key, mode = (step.number, group, name), self.mode(step, group, name) if fed else CHAINED
         shown, want = step.shown[group, name], run.arrays[step.number, group, name]
         if (key, mode) not in self._granted:
             self._granted[key, mode] = self._limit(step, group, name, mode, run)
-        return Judged(key, shown, mode, self.difference(step, group, shown, want), self._granted[key, mode])
+        return JudgedArray(key, shown, mode, self.difference(step, group, shown, want), self._granted[key, mode])
 
-    def difference(self, step: TrainingStep, group: str, shown: Shown, want: np.ndarray) -> Difference:
+    def difference(self, step: TrainingStep, group: str, shown: StepArray, want: np.ndarray) -> Difference:
         """How far an array of the dump is from ours."""
         got = shown.array
         if shown.rows is not None:
@@ -75,7 +75,7 @@ class Judge:
             return measure_in(got, want, unit=self.rate(step))
         return measure(got, want)
 
-    def apart(self, row: Judged, one: np.ndarray, other: np.ndarray) -> float:
+    def apart(self, row: JudgedArray, one: np.ndarray, other: np.ndarray) -> float:
         """How far two arrays of ours are apart where the dump has one, in limits."""
         step = self.steps[row.key[0]]
         return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.limit)
@@ -116,7 +116,7 @@ class Judge:
             return False
         return not (self.dtype != "float32" and chained and group == "parameters")
 
-    def _limit(self, step: TrainingStep, group: str, name: str, mode: str, run: Run) -> Tolerance:
+    def _limit(self, step: TrainingStep, group: str, name: str, mode: str, run: ReplayedRun) -> Tolerance:
         stage = "gradient" if group == "clipped" else group
         limit = limits.of_dump(self.config, stage, mode, self.dtype, self.last_position)
         if group == "parameters":
@@ -128,7 +128,7 @@ class Judge:
         stored = FLOORS.get(step.shown[group, name].stored, 0.0)
         return limit.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else limit
 
-    def _amplified(self, step: TrainingStep, name: str, run: Run) -> Tolerance:
+    def _amplified(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
         """What errors of gradients, not shown, may make of parameters."""
         settings, own = (
             self.dump.settings,
@@ -150,6 +150,6 @@ def _backward(name: str) -> tuple[int, int, str]:
     return -layer, order.index(target) if target in order else 0, parts[-1]
 
 
-def first_wrong(rows: Sequence[Judged]) -> Judged | None:
+def first_wrong(rows: Sequence[JudgedArray]) -> JudgedArray | None:
     """The first row that is over its limit."""
     return next((row for row in rows if row.over > 1), None)

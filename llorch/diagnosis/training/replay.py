@@ -15,7 +15,7 @@ import numpy as np
 from llorch.cache import KVCache
 from llorch.diagnosis.mistakes import TrainingMistake
 from llorch.diagnosis.mistakes.planting import planted, replaced
-from llorch.dumps.training_dump import Settings, Shown, TrainingDump, TrainingStep
+from llorch.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
 from llorch.families import forward
 from llorch.files import Weights
 from llorch.lora.adapted_weights import AdaptedWeights
@@ -50,7 +50,7 @@ class Planted:
         return not self.mistake.part.startswith(_OPTIMIZER)
 
 
-class Replay:
+class TrainingReplay:
     """Runs of the steps of one dump; `weights` are float64."""
 
     def __init__(self, weights: Weights, adapter: Adapter, dump: TrainingDump) -> None:
@@ -64,9 +64,9 @@ class Replay:
                        for step in dump.steps if all(("parameters", name) in step.shown for name in flat)}  # fmt: skip
         self._kept: dict[Any, Any] = {}
 
-    def run(self, mistakes: tuple[Planted, ...] = (), *, fed: bool = True, until: Key | None = None) -> "Run":
+    def run(self, mistakes: tuple[Planted, ...] = (), *, fed: bool = True, until: Key | None = None) -> "ReplayedRun":
         """All steps, or those up to the one of `until`, with mistakes planted."""
-        run, state = Run(), self._start
+        run, state = ReplayedRun(), self._start
         for step in self.dump.steps:
             if step.batches:
                 state = self._step(run, step, state, mistakes, fed, until)
@@ -78,7 +78,7 @@ class Replay:
         return run
 
     def _step(
-        self, run: "Run", step: TrainingStep, state: dict[str, Named], mistakes: tuple[Planted, ...], fed: bool,
+        self, run: "ReplayedRun", step: TrainingStep, state: dict[str, Named], mistakes: tuple[Planted, ...], fed: bool,
         until: Key | None,
     ) -> dict[str, Named]:  # fmt: skip
         parameters, shown = state["parameters"], step.shown if fed else {}
@@ -152,7 +152,7 @@ class Replay:
         return losses
 
 
-class Run:
+class ReplayedRun:
     """What a replay made, by key."""
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ class Run:
 
 
 def _optimizer(
-    run: Run, step: TrainingStep, grads: Named, state: Mapping[str, Named], shown: Mapping[tuple[str, str], Shown],
-    settings: Settings,
+    run: ReplayedRun, step: TrainingStep, grads: Named, state: Mapping[str, Named],
+    shown: Mapping[tuple[str, str], StepArray], settings: Settings,
 ) -> dict[str, Named]:  # fmt: skip
     """Clip and update, each from what the dump shows of the quantity before."""
     clipped, norm = clip_by_norm(_over("gradient", grads, shown), max_norm=settings.max_grad_norm)
@@ -196,13 +196,13 @@ def _optimizer(
     return made
 
 
-def _over(group: str, ours: Mapping[str, np.ndarray], shown: Mapping[tuple[str, str], Shown]) -> Named:
+def _over(group: str, ours: Mapping[str, np.ndarray], shown: Mapping[tuple[str, str], StepArray]) -> Named:
     """Ours, with the dump's in their place where it shows them and they are numbers."""
     theirs = {name: shown[group, name].array for name in ours if (group, name) in shown}
     return {**ours, **{name: array for name, array in theirs.items() if np.isfinite(array).all()}}
 
 
-def _with_their_losses(loss: float, ours: np.ndarray, theirs: Shown) -> float:
+def _with_their_losses(loss: float, ours: np.ndarray, theirs: StepArray) -> float:
     """The loss, had the dump's token losses gone into the sum."""
     assert theirs.rows is not None
     learned = ~np.isnan(ours)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llorch.comparison import times_over
-from llorch.diagnosis.training.hypotheses import Family, Hypothesis, unsaid
-from llorch.diagnosis.training.judge import Judge, Judged
-from llorch.diagnosis.training.replay import Planted, Replay, Run, Where
+from llorch.diagnosis.training.hypotheses import ScaledMistakes, TrainingHypothesis, unsaid
+from llorch.diagnosis.training.judge import JudgedArray, TrainingJudge
+from llorch.diagnosis.training.replay import Planted, ReplayedRun, TrainingReplay, Where
 
 NEAR = 0.5  # share of the error from which on something may be its cause, or is near
 AFTER_CLIPPING = "gradients-after-clipping"
@@ -22,7 +22,7 @@ Cure = tuple[Planted, ...]
 class Scored:
     """One or two hypotheses together: the share of the error that they explain, and by how much the rest is over."""
 
-    cause: tuple[Hypothesis, ...]
+    cause: tuple[TrainingHypothesis, ...]
     share: float
     left: float
 
@@ -40,12 +40,12 @@ class Scored:
 class Scorer:
     """Scores for one wrong quantity, `wrong`, with what was named before planted already."""
 
-    def __init__(self, replay: Replay, judge: Judge, wrong: Sequence[Judged], cure: Cure) -> None:
+    def __init__(self, replay: TrainingReplay, judge: TrainingJudge, wrong: Sequence[JudgedArray], cure: Cure) -> None:
         """Prepare."""
         self.replay, self.judge, self.wrong, self.cure = replay, judge, wrong, cure
         self.step = judge.steps[wrong[0].key[0]]
 
-    def best_first(self, causes: Iterable[tuple[Hypothesis, ...]]) -> list[Scored]:
+    def best_first(self, causes: Iterable[tuple[TrainingHypothesis, ...]]) -> list[Scored]:
         """Those that explain some of the error; what explains all of it before the rest."""
         found = [self._scored(cause) for cause in causes]
         return sorted((one for one in found if one.share > 0), key=lambda one: (one.left > 1, -round(one.share, 6)))
@@ -65,7 +65,7 @@ class Scorer:
         others = any(row.over > 1 for row in rows if row.key[0] > step and row.key[1] == group)
         return -1 if others and any(h.value and not h.honest for h in one.cause) else sum(row.over <= 1 for row in rows)
 
-    def fitted(self, family: Family, where: Where, norm: float) -> Iterator[Hypothesis]:
+    def fitted(self, family: ScaledMistakes, where: Where, norm: float) -> Iterator[TrainingHypothesis]:
         """A setting with the value that fits best; none where it has no effect. `norm` is that of the gradients."""
 
         def plant(value: float) -> Planted:
@@ -79,7 +79,7 @@ class Scorer:
             yield self._of_gradients(plant(value), value, norm)
             return
         honest = unsaid(self.replay.dump, family)
-        yield Hypothesis(
+        yield TrainingHypothesis(
             plant(value),
             family.name,
             sentence + (" The dump does not declare it." if honest else ""),
@@ -87,18 +87,18 @@ class Scorer:
             honest,
         )
 
-    def _of_gradients(self, planted: Planted, factor: float, norm: float) -> Hypothesis:
+    def _of_gradients(self, planted: Planted, factor: float, norm: float) -> TrainingHypothesis:
         largest = self.replay.dump.settings.max_grad_norm
         if norm > largest and math.isclose(factor, largest / norm, rel_tol=1e-3):
             said = "These are the gradients after clipping; name them `clipped.`, or dump them before clipping."
-            return Hypothesis(planted, AFTER_CLIPPING, said, f"{factor:.6g}", honest=True)
+            return TrainingHypothesis(planted, AFTER_CLIPPING, said, f"{factor:.6g}", honest=True)
         said = f"All gradients are {factor:.6g} times the gradients of the dumped loss."
-        return Hypothesis(planted, "gradient-scale", said, f"{factor:.6g}")
+        return TrainingHypothesis(planted, "gradient-scale", said, f"{factor:.6g}")
 
-    def _run(self, planted: Cure) -> Run:
+    def _run(self, planted: Cure) -> ReplayedRun:
         return self.replay.run(self.cure + planted, until=self.wrong[0].key)
 
-    def _scored(self, cause: tuple[Hypothesis, ...]) -> Scored:
+    def _scored(self, cause: tuple[TrainingHypothesis, ...]) -> Scored:
         run, before, after, left = self._run(tuple(one.planted for one in cause)), 0.0, 0.0, 0.0
         for row in self.wrong:
             now = self.judge.difference(self.step, row.key[1], row.shown, run.arrays[row.key])

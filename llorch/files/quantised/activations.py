@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from llorch.fields import Fields
+from llorch.config_reader import Fields
 from llorch.files.quantised.compressed_tensors import group_of, groups_of
 from llorch.files.quantised.source import Found, Source
 from llorch.ops.scheme_rounding import CodesName, SchemeRounding

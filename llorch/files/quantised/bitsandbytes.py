@@ -12,7 +12,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from llorch.fields import Fields
+from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import INT8, high_first
 from llorch.files.quantised.float8 import add_scaled

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.fields import Fields
+from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E2M1, INT8, across, integers, stream, ten_per_word
 from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
@@ -30,7 +30,7 @@ _MARKS = ("weight_packed", "weight_scale")  # a module that has one of them is q
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModuleGroup:
     """One group of modules."""
 
     name: str  # of its key
@@ -67,7 +67,7 @@ def _refuse_transforms(settings: Fields) -> None:
             raise settings.error("Unsupported", key, "nothing, or a dense format", values)
 
 
-def groups_of(settings: Fields) -> list[Group]:
+def groups_of(settings: Fields) -> list[ModuleGroup]:
     """Read the groups of modules that have quantised weights."""
     section = settings.section("config_groups")
     if section is None:
@@ -82,7 +82,7 @@ def groups_of(settings: Fields) -> list[Group]:
         if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
             raise group.error("Malformed", f"config_groups.{name}.targets", "a list of names", targets)
         stated = group if group.has("format") else settings
-        groups.append(Group(name, targets, group, weights, _exact_format(stated.text("format"), weights)))
+        groups.append(ModuleGroup(name, targets, group, weights, _exact_format(stated.text("format"), weights)))
     return groups
 
 
@@ -93,7 +93,7 @@ def _exact_format(name: str, weights: Fields) -> str:
     return "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
 
 
-def group_of(source: Source, groups: list[Group], module: str) -> Group:
+def group_of(source: Source, groups: list[ModuleGroup], module: str) -> ModuleGroup:
     """The group of a module: by its name or an expression first, by its class last."""
     for group in groups:
         if any(matches_module(target, module) for target in group.targets):
@@ -104,7 +104,7 @@ def group_of(source: Source, groups: list[Group], module: str) -> Group:
     raise source.error("Inconsistent", f"config_groups: no target names {module}, which has quantised tensors")
 
 
-def _require_whole(source: Source, groups: list[Group], ignored: list[str]) -> None:
+def _require_whole(source: Source, groups: list[ModuleGroup], ignored: list[str]) -> None:
     """Refuse a projection of floats that the settings call quantised."""
     targets = [target for group in groups for target in group.targets]
     for name in source.tensors:

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.folder import SafetensorsFolder, file_inside
 from llorch.files.packed import Packed
 from llorch.files.quantised.activations import Activations, read_activations
@@ -18,7 +18,7 @@ from llorch.files.quantised.bitsandbytes import read_bitsandbytes
 from llorch.files.quantised.compressed_tensors import read_compressed_tensors
 from llorch.files.quantised.float8 import read_fbgemm, read_fp8
 from llorch.files.quantised.gptq import read_awq, read_gptq
-from llorch.files.quantised.matrix import Part, QuantisedMatrix
+from llorch.files.quantised.matrix import QuantisedMatrix, StoredPart
 from llorch.files.quantised.others import read_auto_round, read_bitnet, read_mlx, read_modelopt, read_torchao
 from llorch.files.quantised.source import Found, Source
 from llorch.files.safetensors import SafetensorsInfo
@@ -135,9 +135,9 @@ class QuantisedFolder(SafetensorsFolder):
         parts = {part for found in self.source.found.values() for part in found.parts.values()}
         return {name: info for name, info in self.stored.items() if name not in parts | self.source.unused}
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> StoredPart:
         info = self.stored[name]
-        return Part(name, info.dtype, info.shape, self._shard(name).raw(name))
+        return StoredPart(name, info.dtype, info.shape, self._shard(name).raw(name))
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor or a matrix as float32; a matrix is decoded and its scales are looked at."""
@@ -169,7 +169,7 @@ class QuantisedFolder(SafetensorsFolder):
             super().require_whole(part)
 
 
-def _of_expert(part: Part, expert: tuple[int, int] | None) -> Part:
+def _of_expert(part: StoredPart, expert: tuple[int, int] | None) -> StoredPart:
     """Take the bytes of one expert out of a stack."""
     if expert is None:
         return part

@@ -29,7 +29,7 @@ _TABLES = {"F8_E4M3": E4M3, "F8_E8M0": E8M0}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """One tensor of the folder that a matrix is made of, as stored."""
 
     name: str
@@ -53,7 +53,7 @@ class Part:
         return part.astype(np.float32)
 
 
-Parts = Mapping[str, Part]  # by what the format calls them: qweight, scales, ...
+Parts = Mapping[str, StoredPart]  # by what the format calls them: qweight, scales, ...
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from llorch.fields import Fields
+from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers, stream
 from llorch.files.quantised.compressed_tensors import add_fp4

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.files.packed import Scheme
-from llorch.files.quantised.matrix import Part, Recipe
+from llorch.files.quantised.matrix import Recipe, StoredPart
 from llorch.files.safetensors import SafetensorsInfo
 
 Shape = tuple[int, ...]
@@ -30,7 +30,7 @@ class Source:
 
     settings: Fields  # of quantization_config
     tensors: Mapping[str, SafetensorsInfo]
-    part: Callable[[str], Part]
+    part: Callable[[str], StoredPart]
     found: dict[str, Found] = field(default_factory=dict)  # by the name of the weight
     unused: set[str] = field(default_factory=set)  # tensors that exact numerics do not need
 

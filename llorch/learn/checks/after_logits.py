@@ -18,31 +18,31 @@ from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mi
 from llorch.diagnosis.verdict import Suspect
 from llorch.errors import LearnerFault
 from llorch.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
+from llorch.learn.exercise import Exercise
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode
+from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import Lesson
-from llorch.learn.part import Part
-from llorch.places import Place
+from llorch.places import StageRef
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.expectations.tokens import edge_of_top_p
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.judge import FAIL, Claim, exact_row, judge
+from llorch.verify.judge import FAIL, Expectation, exact_row, judge
 from llorch.verify.runners.numpy import NumpyRunner, run
-from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.suites.tokens import edge_of_top_p
 
 
-class OfModel:
+class AfterLogitsModel:
     """A built-in model with some parts of the learner in it."""
 
-    def __init__(self, model: str, implementation: Implementation, parts: Sequence[Part], *, chained: bool) -> None:
+    def __init__(self, model: str, implementation: Implementation, parts: Sequence[Exercise], *, chained: bool) -> None:
         """Of its name."""
         self.suite: ForwardSuite = suite_of(model)
         self.runner, self.chained = NumpyRunner(self.suite.weights, BACKEND), chained
         self.witnesses = self.suite.witnesses(self.runner)
         self.installed = lambda: implementation.installed(parts)
 
-    def judged(self, claim: Claim, got: np.ndarray) -> Judged:
+    def judged(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
         """A comparison within a limit."""
-        return Judged(judge(claim, got, model=self.suite.model, backend=BACKEND), claim, got)
+        return LessonComparison(judge(claim, got, model=self.suite.model, backend=BACKEND), claim, got)
 
 
 class AfterLogitsCheck(ABC):
@@ -51,20 +51,20 @@ class AfterLogitsCheck(ABC):
     stage: ClassVar[str]  # the step after the logits
 
     @abstractmethod
-    def of(self, here: OfModel) -> Iterator[Judged]:
+    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
         """All comparisons of one model."""
 
     @abstractmethod
-    def inputs(self, wrong: Judged) -> Any:
+    def inputs(self, wrong: LessonComparison) -> Any:
         """What the wrong result was made of, as the library's mistakes read it."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for parts in groups(lesson, implementation, mode):
             yield from self._judged(implementation, parts, mode)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """See `Check`; of every part by itself, as each may have a mistake of its own."""
         found: dict[str, Suspect] = {}
@@ -75,7 +75,7 @@ class AfterLogitsCheck(ABC):
             found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
         return list(found.values())
 
-    def named(self, wrong: Sequence[Judged]) -> Iterator[Suspect]:
+    def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
         """Known mistakes that make all of what is wrong."""
         known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
         read = [self.inputs(each) for each in wrong]
@@ -85,12 +85,14 @@ class AfterLogitsCheck(ABC):
             if (worst := _worst_within(lefts)) is not None:
                 yield Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, worst)
 
-    def _judged(self, implementation: Implementation, parts: Sequence[Part], mode: Mode) -> Iterator[Judged]:
+    def _judged(
+        self, implementation: Implementation, parts: Sequence[Exercise], mode: Mode
+    ) -> Iterator[LessonComparison]:
         for model in held(BUILTIN):
-            yield from self.of(OfModel(model, implementation, parts, chained=mode == "chained"))
+            yield from self.of(AfterLogitsModel(model, implementation, parts, chained=mode == "chained"))
 
 
-def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[list[Part]]:
+def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[list[Exercise]]:
     """What is put in place together: each part of the lesson alone, or all so far."""
     written = written_parts(lesson, implementation)
     if mode == "chained":
@@ -98,7 +100,7 @@ def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[l
     return [[part] for part in written]
 
 
-def _left(wrong: Judged, made: np.ndarray) -> float:
+def _left(wrong: LessonComparison, made: np.ndarray) -> float:
     """By what factor the result is off from that of a mistake, over the limit."""
     limit = wrong.claim.limit if wrong.claim else EXACT  # ids
     return measure(wrong.got, made if wrong.got is None else made.astype(wrong.got.dtype)).over(limit)
@@ -118,14 +120,14 @@ class RowCheck(AfterLogitsCheck):
 
     stage = "selected_logits"
 
-    def of(self, here: OfModel) -> Iterator[Judged]:
+    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
         """The row behind the prompt."""
         with here.installed():
             row = here.runner.last_row(here.suite.cases["near"])
         for witness in here.witnesses:
             yield here.judged(here.suite.selected(here.runner, witness), row)
 
-    def inputs(self, wrong: Judged) -> SamplerInputs:
+    def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """The logits of all tokens."""
         near = suite_of(wrong.row.model).cases["near"]
         return SamplerInputs(run(suite_of(wrong.row.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
@@ -139,20 +141,22 @@ class ArgmaxCheck(AfterLogitsCheck):
 
     stage = "argmax"
 
-    def of(self, here: OfModel) -> Iterator[Judged]:
+    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
         """Ids, equal or not; of one's own row as the suite judges them."""
         for witness, golden in here.witnesses.items():
             with here.installed():
                 row = here.runner.last_row(here.suite.cases["near"]) if here.chained else golden.selected_logits
                 best, lowest = (np.asarray([sampling.greedy(each)]) for each in (row, tied_row(golden.selected_logits)))
             want = np.asarray([int(np.argmax(golden.selected_logits))])
-            yield Judged(here.suite.tokens(here.runner).row("10", "argmax", witness, best, want), None, best)
+            yield LessonComparison(here.suite.tokens(here.runner).row("10", "argmax", witness, best, want), None, best)
             wrong = float(lowest[0] != want[0])
             note = f"expected {want[0]}, the lowest id among equal logits, got {lowest[0]}" if wrong else ""
-            tie = Place("10", "argmax", case="tie")
-            yield Judged(exact_row(tie, witness, wrong, note, model=here.suite.model, backend=BACKEND), None, lowest)
+            tie = StageRef("10", "argmax", case="tie")
+            yield LessonComparison(
+                exact_row(tie, witness, wrong, note, model=here.suite.model, backend=BACKEND), None, lowest
+            )
 
-    def inputs(self, wrong: Judged) -> SamplerInputs:
+    def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """The row."""
         suite = suite_of(wrong.row.model)
         row = suite.evidence[wrong.row.producer].selected_logits
@@ -173,21 +177,21 @@ class FilterCheck(AfterLogitsCheck):
 
     stage = "probabilities"
 
-    def of(self, here: OfModel) -> Iterator[Judged]:
+    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
         """What every setting makes of the same logits."""
         with here.installed():
             made: Mapping[str, np.ndarray] = here.runner.probabilities(*here.suite.sampler_inputs())
         for witness in here.witnesses:
             for name, got in made.items():
                 claim = here.suite.distribution(here.runner, witness, name)
-                yield Judged(here.suite.distribution_row(here.runner, claim, got), claim, got)
+                yield LessonComparison(here.suite.distribution_row(here.runner, claim, got), claim, got)
 
-    def inputs(self, wrong: Judged) -> SamplerInputs:
+    def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """Logits as the filters get them."""
         logits, history = suite_of(wrong.row.model).sampler_inputs()
         return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.row.place.part], history)
 
-    def named(self, wrong: Sequence[Judged]) -> Iterator[Suspect]:
+    def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
         """Rounding first, where nothing but tokens at the edge of top-p differ."""
         edges = [_edge(each) for each in wrong]
         if all(edges):
@@ -195,7 +199,7 @@ class FilterCheck(AfterLogitsCheck):
         yield from super().named(wrong)
 
 
-def _edge(wrong: Judged) -> str:
+def _edge(wrong: LessonComparison) -> str:
     claim, name = wrong.claim, wrong.row.place.part
     if claim is None or wrong.got is None:
         return ""
@@ -208,15 +212,15 @@ class GenerationCheck(AfterLogitsCheck):
 
     stage = "generation"
 
-    def of(self, here: OfModel) -> Iterator[Judged]:
+    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
         """Greedy text, token for token."""
         with here.installed():
             text = here.runner.text(here.suite.prompt, here.suite.n_greedy(here.runner))
         for witness, golden in here.witnesses.items():
             row = here.suite.tokens(here.runner).row("12", "generation", witness, text, golden.greedy)
-            yield Judged(row, None, text)
+            yield LessonComparison(row, None, text)
 
-    def inputs(self, wrong: Judged) -> GenerationInputs:
+    def inputs(self, wrong: LessonComparison) -> GenerationInputs:
         """The prompt."""
         suite = suite_of(wrong.row.model)
         return GenerationInputs(suite.weights, tuple(suite.prompt), len(suite.evidence[wrong.row.producer].greedy))

@@ -19,17 +19,17 @@ from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.dumps.stage_dump import StageDump
 from llorch.families import forward
 from llorch.files import Weights, open_weights
+from llorch.learn.exercise import Exercise
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode, NearMiss
+from llorch.learn.judging import LessonComparison, Mode, NearMiss
 from llorch.learn.lessons import LESSONS, PARTS, Lesson
-from llorch.learn.part import Part
 from llorch.places import Pass
 from llorch.stages import Stage, keys
-from llorch.verify.judge import Claim, judge
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.judge import Expectation, judge
 from llorch.verify.models import stored
 from llorch.verify.runners import Trace
 from llorch.verify.runners.numpy import NumpyRunner, run
-from llorch.verify.suites.forward import ForwardSuite
 
 OF_QWEN = tuple(name for name in OTHERS if "qwen" in name)  # Llama 4 weighs what experts read: its parts are others
 DENSE = tuple(name for name in BUILTIN if name.startswith("micro"))
@@ -40,26 +40,28 @@ TRIED = 2  # runs whose error nothing known makes, before that is said
 class ForwardCheck:
     """See `Check`."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for model in models_of(lesson):
             if mode == "chained":
                 so_far = parts_so_far(lesson, implementation)
-                yield from OfModel(model, so_far, implementation).judged(stages_of(lesson), mode)
+                yield from ForwardModel(model, so_far, implementation).judged(stages_of(lesson), mode)
                 continue
             for part in written_parts(lesson, implementation):  # one at a time: one hides what another makes
-                made = OfModel(model, [part], implementation).judged(set(part.stages), mode)
+                made = ForwardModel(model, [part], implementation).judged(set(part.stages), mode)
                 yield from (replace(each, part=part.name) for each in made)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """By a diagnosis of what the learner's run shows; the first part and model that give a name decide."""
         parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
-        return told(wrong, lambda part, model, case: OfModel(model, parts[part], implementation).causes(case))
+        return told(wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).causes(case))
 
 
-def told(wrong: Sequence[Judged], causes_of: Callable[[str, str, str], Iterator[Finding]]) -> Sequence[Suspect]:
+def told(
+    wrong: Sequence[LessonComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
+) -> Sequence[Suspect]:
     """What diagnoses say of what is wrong: of part, model and case, one after the other, until one gives a name."""
     said: list[Finding] = []
     for part, model, case in _runs(wrong):
@@ -73,7 +75,7 @@ def told(wrong: Sequence[Judged], causes_of: Callable[[str, str, str], Iterator[
     return _suspects(said)
 
 
-def _runs(wrong: Sequence[Judged]) -> list[tuple[str, str, str]]:
+def _runs(wrong: Sequence[LessonComparison]) -> list[tuple[str, str, str]]:
     """Parts, models and cases that are wrong: one of every part first, and cases that begin at 0 before others."""
     runs = list(dict.fromkeys((each.part, each.row.model, each.row.place.case) for each in wrong))
     runs.sort(key=lambda run: run[2] != "near")
@@ -112,12 +114,12 @@ def _as_one(suspects: Sequence[Suspect]) -> list[Suspect]:
     return [replace(suspects[0], name=name, sentence=sentence)]
 
 
-def written_parts(lesson: Lesson, implementation: Implementation) -> list[Part]:
+def written_parts(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
     """The parts of a lesson that are written."""
     return [part for part in lesson.parts if part.name in implementation.written]
 
 
-def parts_so_far(lesson: Lesson, implementation: Implementation) -> list[Part]:
+def parts_so_far(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
     """All that is written of the lessons up to this one."""
     lessons = LESSONS[: LESSONS.index(lesson) + 1]
     return [part for each in lessons for part in written_parts(each, implementation)]
@@ -152,10 +154,10 @@ def wide(model: str) -> Weights:
     return suite_of(model).weights.astype(np.float64, keep=True)
 
 
-class OfModel:
+class ForwardModel:
     """One model with the learner's parts in it."""
 
-    def __init__(self, model: str, parts: Sequence[Part], implementation: Implementation) -> None:
+    def __init__(self, model: str, parts: Sequence[Exercise], implementation: Implementation) -> None:
         """Of a built-in model."""
         self.model, self.parts, self.implementation = model, parts, implementation
         self.suite = suite_of(model)
@@ -163,7 +165,7 @@ class OfModel:
         self.runner = NumpyRunner(self.weights, BACKEND)
         self.hidden = {name for part in parts for name in part.hidden(self.config)}
 
-    def judged(self, stages: set[str], mode: Mode) -> Iterator[Judged]:
+    def judged(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
         """Isolated where a stage can be, and chained; a pass in two parts for the caches."""
         alone = {stage.name for stage in self._shown(stages) if self._alone(stage)} if mode == "isolated" else set()
         for case, this in self.suite.cases.items():
@@ -205,13 +207,13 @@ class OfModel:
                 forward(np.asarray(ids), self.weights, cache, keep=keep)
         return traces
 
-    def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[Judged]:
+    def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[LessonComparison]:
         for witness, golden in self.suite.evidence.items() if stages else ():
             trace = self.trace(this, golden=golden.traces[case])
             for name in self._keys(stages):
                 yield self._judged(self.suite.isolated(self.runner, case, witness, name), trace.get(name))
 
-    def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[Judged]:
+    def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[LessonComparison]:
         if not (names := list(self._keys(stages))):
             return
         trace = self.trace(this, n_cached=n_cached)
@@ -219,8 +221,8 @@ class OfModel:
             for name in names:
                 yield self._judged(self.suite.chained(self.runner, case, witness, n_cached, name), trace.get(name))
 
-    def _judged(self, claim: Claim, got: np.ndarray | None) -> Judged:
-        return Judged(judge(claim, got, model=self.model, backend=BACKEND), claim, got, config=self.config)
+    def _judged(self, claim: Expectation, got: np.ndarray | None) -> LessonComparison:
+        return LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got, config=self.config)
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
         shown = self._shown(stages)

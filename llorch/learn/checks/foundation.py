@@ -16,15 +16,15 @@ from llorch.diagnosis.verdict import Suspect
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far, written_parts
+from llorch.learn.exercises.foundation import BFLOAT16, MERGE, TENSOR_TABLE
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode
+from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import Lesson
-from llorch.learn.parts.foundation import BFLOAT16, MERGE, TENSOR_TABLE
 from llorch.model import Model
-from llorch.places import Place
-from llorch.verify.judge import Row, exact_row
+from llorch.places import StageRef
+from llorch.verify.expectations.files import foundation_rows, own_tensors, token_rows
+from llorch.verify.judge import Comparison, exact_row
 from llorch.verify.models import stored
-from llorch.verify.suites.files import foundation_rows, own_tensors, token_rows
 
 ONE = 0x3F80  # the bfloat16 that everyone knows
 Install = Callable[[], AbstractContextManager[None]]
@@ -33,22 +33,24 @@ Install = Callable[[], AbstractContextManager[None]]
 class FoundationCheck:
     """See `Check`."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for part, rows in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
             if part in written_parts(lesson, implementation):
                 together = parts_so_far(lesson, implementation) if mode == "chained" else [part]
-                yield from (Judged(row, None, None) for row in rows(partial(implementation.installed, together)))
+                yield from (
+                    LessonComparison(row, None, None) for row in rows(partial(implementation.installed, together))
+                )
         yield from ForwardCheck().judged(lesson, implementation, mode)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """See `Check`; the library knows those of the embedding."""
         return ForwardCheck().suspects(lesson, implementation, mode, [each for each in wrong if each.claim])
 
 
-def numbers(installed: Install) -> Iterator[Row]:
+def numbers(installed: Install) -> Iterator[Comparison]:
     """Every finite bfloat16, beside the gguf package."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[(bits & 0x7F80) != 0x7F80]  # without infinities and those that are no number
@@ -59,10 +61,10 @@ def numbers(installed: Install) -> Iterator[Row]:
     wrong = np.flatnonzero(ours.view(np.uint32) != theirs.view(np.uint32))
     shown = ONE if ONE in wrong else wrong[0] if wrong.size else 0
     note = f"{bits[shown]:#06x} is {theirs[shown]:g}, got {ours[shown]:g}" if wrong.size else ""
-    yield exact_row(Place("00", "bfloat16"), "gguf", wrong.size / bits.size, note, model="numbers", backend=BACKEND)
+    yield exact_row(StageRef("00", "bfloat16"), "gguf", wrong.size / bits.size, note, model="numbers", backend=BACKEND)
 
 
-def tables(installed: Install) -> Iterator[Row]:
+def tables(installed: Install) -> Iterator[Comparison]:
     """The tensor table of every built-in file, with the hash of the bytes that it points to."""
     for model in held(BUILTIN):
         with installed():
@@ -71,7 +73,7 @@ def tables(installed: Install) -> Iterator[Row]:
             yield from foundation_rows(model, own_tensors(file), stored(model)[1].tensors, backend=BACKEND)
 
 
-def texts(installed: Install) -> Iterator[Row]:
+def texts(installed: Install) -> Iterator[Comparison]:
     """The ids of the goldens' texts, with every built-in vocabulary."""
     for model in held(BUILTIN):
         weights, golden = stored(model)

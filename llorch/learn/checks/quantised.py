@@ -12,12 +12,12 @@ from llorch.diagnosis.mistakes.variants import quantised_variants
 from llorch.diagnosis.verdict import Suspect
 from llorch.files.quant import GGMLType, decode
 from llorch.learn.checks.forward import BACKEND, written_parts
+from llorch.learn.exercise import Exercise
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode
+from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import PARTS, Lesson
-from llorch.learn.part import Part
-from llorch.verify.suites.quantised import decode_row
-from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
+from llorch.verify.expectations.quantised import decode_row
+from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden, read
 
 ORDINARY = 4  # blocks before those with edge cases, of which several mistakes make the same
 
@@ -31,16 +31,16 @@ def golden() -> QuantisedGolden:
 class BlocksCheck:
     """See `Check`. A part reads what no other part has made: chained is no other way."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for part in written_parts(lesson, implementation):
             kind, (blocks, values) = _kind(part), _golden(part)
             ours = _decoded(part, implementation, blocks)
             row = replace(decode_row(kind, ours, values), backend=BACKEND)
-            yield Judged(row, None, ours, part=part.name)
+            yield LessonComparison(row, None, ours, part=part.name)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """Those of the library that make the same numbers of ordinary blocks."""
         part = PARTS[wrong[0].part]
@@ -54,15 +54,15 @@ class BlocksCheck:
         ]
 
 
-def _kind(part: Part) -> GGMLType:
+def _kind(part: Exercise) -> GGMLType:
     return GGMLType[part.name.upper()]
 
 
-def _golden(part: Part) -> tuple[np.ndarray, np.ndarray]:
+def _golden(part: Exercise) -> tuple[np.ndarray, np.ndarray]:
     arrays = golden().blocks
     return arrays[f"{_kind(part).name}.blocks"], arrays[f"{_kind(part).name}.values"]
 
 
-def _decoded(part: Part, implementation: Implementation, blocks: np.ndarray) -> np.ndarray:
+def _decoded(part: Exercise, implementation: Implementation, blocks: np.ndarray) -> np.ndarray:
     with implementation.installed([part]):
         return decode(blocks, _kind(part), (len(blocks), 32))

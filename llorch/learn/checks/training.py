@@ -22,36 +22,36 @@ from llorch.diagnosis.verdict import Suspect
 from llorch.errors import LearnerFault
 from llorch.files import Weights
 from llorch.learn.checks.forward import BACKEND, parts_so_far, written_parts
+from llorch.learn.exercise import Exercise
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode
+from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import Lesson
-from llorch.learn.part import Part
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.verify.judge import FAIL, Claim, judge
+from llorch.verify.judge import FAIL, Expectation, judge
 from llorch.verify.training.claims import claims, stored
 from llorch.verify.training.exports import Table, exported, file_row, gguf_table
 from llorch.verify.training.goldens import MODELS, TrainingGolden
 from llorch.verify.training.places import CHAINED, ISOLATED, Arrays
-from llorch.verify.training.runner import NumpyRunner, Results
+from llorch.verify.training.runner import NumpyTrainingRunner, Results
 
 FIRST_STEPS = 4  # of the curve: every mistake of a step shows in them
 ROUNDING = 1e-5  # of an error: what float32 makes of the same wrong formula in another order
 REMEMBERS = (*RANDOM, "adamw-step-counted-per-tensor")  # mistakes that make other numbers in every run
-IN_A_STEP = ("llorch.ops.", "llorch.backward.", "llorch.train.", "llorch.lora.", "llorch.files.names.")
+IN_A_STEP = ("llorch.ops.", "llorch.backward.", "llorch.train.", "llorch.lora.", "llorch.files.tensor_names.")
 HIDING = ("llorch.ops.linear.linear",)  # merges what stands beside a matrix
 
 
 class TrainingCheck:
     """See `Check`."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for run, parts in runs(lesson, implementation, mode):
             alone = parts[0].name if mode == "isolated" else ""
             yield from (replace(each, part=alone) for each in run.judged(run.made(learned(implementation, parts))))
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """Known mistakes of the lesson that make in our code what the learner's parts make, the best first.
 
@@ -70,36 +70,41 @@ class TrainingCheck:
 
 
 @dataclass(frozen=True)
-class Made:
+class TrainingOutput:
     """What a run made: arrays by the mode they were reached in, and the tensors of files."""
 
     arrays: Mapping[str, Arrays]
     tables: Mapping[str, Table] = field(default_factory=dict)
 
-    def equals(self, other: "Made") -> bool:
+    def equals(self, other: "TrainingOutput") -> bool:
         """To the last bit."""
         mine, others = ([a for found in made.arrays.values() for a in found.values()] for made in (self, other))
         return all(map(np.array_equal, mine, others)) and self.tables == other.tables
 
 
-def runs(lesson: Lesson, implementation: Implementation, mode: Mode) -> "Iterator[tuple[Run, Sequence[Part]]]":
+def runs(
+    lesson: Lesson, implementation: Implementation, mode: Mode
+) -> "Iterator[tuple[CheckpointRun, Sequence[Exercise]]]":
     """Every run of a check, and the parts that are in it."""
     for model in MODELS:
         if mode == "chained":
             parts = [part for part in parts_so_far(lesson, implementation) if _may_chain(part)]
-            yield Run(model, lesson.number, frozenset(s for part in lesson.parts for s in part.stages), mode), parts
+            yield (
+                CheckpointRun(model, lesson.number, frozenset(s for part in lesson.parts for s in part.stages), mode),
+                parts,
+            )
             continue
         for part in written_parts(lesson, implementation):
-            yield Run(model, lesson.number, frozenset(part.stages), mode), [part]
+            yield CheckpointRun(model, lesson.number, frozenset(part.stages), mode), [part]
 
 
-def _may_chain(part: Part) -> bool:
+def _may_chain(part: Exercise) -> bool:
     """Whether the adapter and the backward pass see all that they need behind a part."""
     return part.replaces.startswith(IN_A_STEP) and part.replaces not in HIDING
 
 
 @contextmanager
-def learned(implementation: Implementation, parts: Sequence[Part]) -> Iterator[None]:
+def learned(implementation: Implementation, parts: Sequence[Exercise]) -> Iterator[None]:
     """Parts in their places; what ours cannot go on with is their fault."""
     with implementation.installed(parts):
         try:
@@ -110,13 +115,13 @@ def learned(implementation: Implementation, parts: Sequence[Part]) -> Iterator[N
 
 
 @cache
-def prepared(model: str) -> tuple[Weights, TrainingGolden, Sequence[Claim]]:
+def prepared(model: str) -> tuple[Weights, TrainingGolden, Sequence[Expectation]]:
     """A model in float32, its goldens and what they claim; made once."""
     weights, golden = stored(model)
     return weights.astype(np.float32, keep=True), golden, tuple(claims(golden, weights.config, "float32"))
 
 
-class Run:
+class CheckpointRun:
     """One checkpoint of one model, as far as some groups of its stages go."""
 
     def __init__(self, model: str, number: str, groups: frozenset[str], mode: Mode) -> None:
@@ -126,19 +131,19 @@ class Run:
         mine = [c for c in of_model if c.place.stage in groups and c.place.checkpoint == number]
         self.claims = mine if self.whole else [_shortened(c) for c in mine if _is_brief(c)]
 
-    def made(self, within: AbstractContextManager[None]) -> Made:
+    def made(self, within: AbstractContextManager[None]) -> TrainingOutput:
         """Run it, with whatever the context puts into our code."""
         with within:
-            runner = NumpyRunner(self.weights, self.golden)  # anew: it keeps the scales of its adapter
+            runner = NumpyTrainingRunner(self.weights, self.golden)  # anew: it keeps the scales of its adapter
             arrays = {ISOLATED: dict(runner.isolated(self.number)), CHAINED: dict(self._chained(runner))}
             if not self.whole:
-                return Made(arrays, self._adapter_file() if "adapter_file" in self.groups else {})
+                return TrainingOutput(arrays, self._adapter_file() if "adapter_file" in self.groups else {})
             if self.number != "20":
-                return Made(arrays)
+                return TrainingOutput(arrays)
             logits, tables = exported(self.weights, self.golden)
-            return Made(arrays | {CHAINED: arrays[CHAINED] | logits}, tables)
+            return TrainingOutput(arrays | {CHAINED: arrays[CHAINED] | logits}, tables)
 
-    def _chained(self, runner: NumpyRunner) -> Results:
+    def _chained(self, runner: NumpyTrainingRunner) -> Results:
         """All of it, or what a lesson is judged by that has little or nothing to be fed."""
         if self.whole:
             return runner.chained(self.number)
@@ -152,21 +157,21 @@ class Run:
             write_lora_gguf(self.golden.adapter_for(config), path, config)
             return {"lora_gguf": gguf_table(path)}
 
-    def judged(self, made: Made) -> Iterator[Judged]:
+    def judged(self, made: TrainingOutput) -> Iterator[LessonComparison]:
         """Every claim beside what was made, and every file."""
         for claim in self.claims:
             got = made.arrays[claim.mode].get(claim.place)
-            yield Judged(judge(claim, got, model=self.model, backend=BACKEND), claim, got)
+            yield LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got)
         for kind, table in made.tables.items():
             row = file_row(self.model, kind, table, self.golden.files[kind])
-            yield Judged(replace(row, backend=BACKEND), None, None)
+            yield LessonComparison(replace(row, backend=BACKEND), None, None)
 
-    def explained(self, theirs: Made, mistake: TrainingMistake) -> Suspect | None:
+    def explained(self, theirs: TrainingOutput, mistake: TrainingMistake) -> Suspect | None:
         """A known mistake, if our code with it makes the same everywhere; also with what mostly goes wrong with it."""
         left = min(self._left(theirs, self.made(_with(mistake, along))) for along in {False, mistake.along is not None})
         return Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
 
-    def _left(self, theirs: Made, ours: Made) -> float:
+    def _left(self, theirs: TrainingOutput, ours: TrainingOutput) -> float:
         """By how much what was made differs more than rounding explains, at the worst place."""
         if theirs.tables != ours.tables:
             return np.inf
@@ -180,11 +185,11 @@ class Run:
         return most
 
 
-def _is_brief(claim: Claim) -> bool:
+def _is_brief(claim: Expectation) -> bool:
     return claim.mode == ISOLATED or claim.place.checkpoint == "19" or claim.place.stage == "merged_logits"
 
 
-def _shortened(claim: Claim) -> Claim:
+def _shortened(claim: Expectation) -> Expectation:
     """Of a curve the first steps."""
     if claim.place.checkpoint != "19" or claim.truth is None:
         return claim

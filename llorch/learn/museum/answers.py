@@ -11,7 +11,7 @@ from llorch.stages import BY_NAME
 
 
 @dataclass(frozen=True)
-class Answer:
+class MuseumAnswer:
     """The verdict on an answer.
 
     Attributes:
@@ -23,7 +23,7 @@ class Answer:
     said: str
 
 
-def judged(shown: Exhibit, answer: str) -> Answer:
+def judged(shown: Exhibit, answer: str) -> MuseumAnswer:
     """Judge an answer in free words.
 
     Args:
@@ -40,10 +40,10 @@ def judged(shown: Exhibit, answer: str) -> Answer:
     is_other = said in {_plain(name) for name in MISTAKES.keys() - names}
     meant = said in {_plain(name) for name in names} or any(_plain(word) in said for word in shown.words)
     if not is_other and (meant or any(_ends(name) <= {*said.split()} for name in names)):
-        return Answer(True, f"Yes. {shown.cause}")
+        return MuseumAnswer(True, f"Yes. {shown.cause}")
     if not is_other and _number(answer) in values:
-        return Answer(True, f"Yes, that is the value. {shown.cause}")
-    return Answer(False, _nudge(findings[0], said.replace(" ", "-") if is_other else answer.strip()))
+        return MuseumAnswer(True, f"Yes, that is the value. {shown.cause}")
+    return MuseumAnswer(False, _nudge(findings[0], said.replace(" ", "-") if is_other else answer.strip()))
 
 
 def _nudge(first: Finding, answer: str) -> str:

@@ -14,14 +14,14 @@ from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.dumps.stage_dump import StageDump
 from llorch.learn.checks.forward import BACKEND, stages_of, suite_of, told, wide, written_parts
+from llorch.learn.exercise import Exercise
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode
+from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import PARTS, Lesson
-from llorch.learn.part import Part
 from llorch.pytorch.device import target
 from llorch.stages import keys
 from llorch.threads import limited
-from llorch.verify.judge import Claim, judge
+from llorch.verify.judge import Expectation, judge
 from llorch.verify.runners import See
 from llorch.verify.runners.torch import VARIANTS, TorchRunner
 
@@ -39,7 +39,7 @@ def runner_of(model: str, backend: str) -> TorchRunner:
 class TorchCheck:
     """See `Check`. Chained, both parts run at once, on what they made themselves."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         written = written_parts(lesson, implementation)
         for model in MODELS:
@@ -52,7 +52,7 @@ class TorchCheck:
                     yield from (replace(each, part=part.name) for each in made)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """By a diagnosis of what the float32 run shows; none where that is right."""
         written = written_parts(lesson, implementation)
@@ -66,12 +66,12 @@ class TorchCheck:
 class OnTorch:
     """One model in one dtype with the learner's parts in it."""
 
-    def __init__(self, model: str, backend: str, parts: Sequence[Part], implementation: Implementation) -> None:
+    def __init__(self, model: str, backend: str, parts: Sequence[Exercise], implementation: Implementation) -> None:
         """Of a built-in model."""
         self.model, self.parts, self.implementation = model, parts, implementation
         self.suite, self.runner = suite_of(model), runner_of(model, backend)
 
-    def isolated(self, stages: set[str]) -> Iterator[Judged]:
+    def isolated(self, stages: set[str]) -> Iterator[LessonComparison]:
         """Every stage fed the goldens' own numbers."""
         for case, this in self.suite.cases.items():
             for witness, golden in self.suite.evidence.items():
@@ -79,7 +79,7 @@ class OnTorch:
                 for name in self._keys(stages):
                     yield self._judged(self.suite.isolated(self.runner, case, witness, name), trace[name])
 
-    def chained(self, stages: set[str]) -> Iterator[Judged]:
+    def chained(self, stages: set[str]) -> Iterator[LessonComparison]:
         """Every stage of a pass on its own results."""
         for case in self.suite.cases:
             trace = self._pass(case)
@@ -107,6 +107,6 @@ class OnTorch:
     def _keys(self, stages: set[str]) -> Iterator[str]:
         return (name for name, stage, _ in keys(self.suite.weights.config) if stage.name in stages)
 
-    def _judged(self, claim: Claim, got: np.ndarray) -> Judged:
+    def _judged(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
         row = judge(claim, got, model=self.model, backend=self.runner.name)
-        return Judged(row, claim, got, config=self.suite.weights.config)
+        return LessonComparison(row, claim, got, config=self.suite.weights.config)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 import llorch.learn.on_torch.ours  # noqa: F401 (before anything takes the place of ours)
 from llorch.errors import LearnerFault
+from llorch.learn.exercise import Call, Exercise
 from llorch.learn.guard import called, not_within_itself, require_parameters
-from llorch.learn.part import Call, Part
 
 
-def guarded_on_torch(part: Part, function: Call, *, note: Callable[[str], None]) -> Call:
+def guarded_on_torch(part: Exercise, function: Call, *, note: Callable[[str], None]) -> Call:
     """A learner's function behind its checks; it is given copies."""
     function = not_within_itself(part, function)
 
@@ -29,13 +29,13 @@ def guarded_on_torch(part: Part, function: Call, *, note: Callable[[str], None])
     return call
 
 
-def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _require_unchanged(part: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     for name, old in before.items():
         if isinstance(old, Tensor) and not torch.equal(old.nan_to_num(), after[name].nan_to_num()):
             raise LearnerFault(part.name, f"changed its argument {name}; compute into a new tensor")
 
 
-def _require_like(part: Part, got: Any, want: Tensor) -> None:
+def _require_like(part: Exercise, got: Any, want: Tensor) -> None:
     name = part.returns[0]
     if not isinstance(got, Tensor):
         raise LearnerFault(part.name, f"expected {name} to be a torch tensor, got {type(got).__name__}")

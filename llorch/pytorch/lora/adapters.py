@@ -28,13 +28,13 @@ from llorch.lora.adapter import (
     require_known,
 )
 from llorch.lora.initial import over_original
-from llorch.lora.targets import Target, targets_of
+from llorch.lora.targets import LoraTarget, targets_of
+from llorch.pytorch.batch_invariant.reproducible import FixedRows, is_fixed
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.distributed.dtensor import is_part
+from llorch.pytorch.kernels.quantised_linear import Reordered
 from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, LoraLinear, as_float32
-from llorch.pytorch.parts import is_part
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.quantised_linear import Reordered
-from llorch.pytorch.reproducible import FixedRows, is_fixed
 
 
 def attach(
@@ -117,7 +117,7 @@ def require_adapter(module: CausalLM, name: str) -> None:
     require_known(name, adapter_names(module))
 
 
-def lora_leaves(module: CausalLM) -> Iterator[tuple[str, Target, LoraLeaf]]:
+def lora_leaves(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraLeaf]]:
     """Leaves that have adapters, by path and target, in the order of the forward pass."""
     for target in targets_of(module.config).values():
         for path in paths_of(target):
@@ -126,14 +126,14 @@ def lora_leaves(module: CausalLM) -> Iterator[tuple[str, Target, LoraLeaf]]:
                 yield path, target, leaf
 
 
-def paths_of(target: Target) -> list[str]:
+def paths_of(target: LoraTarget) -> list[str]:
     """Of its leaves in our modules, which join no matrices; a tied `lm_head` is a leaf of its own."""
     if target.name == "lm_head":
         return ["lm_head"]
     return [path_of(part.name).removesuffix(".weight") for part in target.parts]
 
 
-def _wrapped(module: CausalLM, target: Target, path: str) -> LoraLeaf:
+def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraLeaf:
     """A leaf of a target, wrapped now if it was not."""
     leaf = module.get_submodule(path)
     if not isinstance(leaf, LoraLeaf):

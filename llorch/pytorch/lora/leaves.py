@@ -17,12 +17,12 @@ from torch.nn.functional import embedding, linear
 
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, LoraTensors
 from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Part, Target
-from llorch.pytorch.experts import grouped
+from llorch.lora.targets import LoraTarget, MatrixPart
+from llorch.pytorch.batch_invariant.reproducible import FixedRows, in_tiles
+from llorch.pytorch.distributed.dtensor import whole as all_of
+from llorch.pytorch.kernels.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.lora.dropout import Dropping, salt_of
-from llorch.pytorch.parts import whole as all_of
-from llorch.pytorch.quantised_linear import TILE, PackedMatrix, tiles
-from llorch.pytorch.reproducible import FixedRows, in_tiles
+from llorch.pytorch.models.experts import grouped
 
 
 def delta(
@@ -36,16 +36,16 @@ def delta(
 ) -> Float[Tensor, "*rows out"]:
     """Compute scaling * (x A^T) B^T in the dtype of A; dropout leaves `mask` of `x` and drops a `share` of it."""
     if torch.is_grad_enabled():
-        return Delta.apply(x, lora_A, lora_B, scaling, mask, share)  # type: ignore[return-value] (torch says Any)
+        return DeltaFunction.apply(x, lora_A, lora_B, scaling, mask, share)  # type: ignore[return-value] (torch says Any)
     return linear(_narrow(x, lora_A, scaling, mask, share), lora_B)
 
 
 def fixed_product(x: Float[Tensor, "*rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "*rows out"]:
-    """Compute x @ weight.T so that a row does not depend on its company; see `llorch.pytorch.reproducible`."""
+    """Compute x @ weight.T so that a row does not depend on its company; see `batch_invariant.reproducible`."""
     return in_tiles(lambda tile: linear(tile, weight), x, (linear, *weight.shape))
 
 
-class Delta(torch.autograd.Function):
+class DeltaFunction(torch.autograd.Function):
     """See `delta`."""
 
     @staticmethod
@@ -92,12 +92,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Setting:
+class AdapterSetting:
     """What an adapter has beside its parameters, on one leaf."""
 
     config: LoraConfig
     scaling: float
-    target: Target
+    target: LoraTarget
     salt: int  # of its dropout
     rows: Tensor | None = None  # of lora_B, where the adapter stands beside several leaves
 
@@ -122,7 +122,7 @@ class LoraLeaf(Dropping):
         self.start_A = nn.ParameterDict()  # of PiSSA, taken off what the adapter makes
         self.start_B = nn.ParameterDict()
         self.parts: tuple[tuple[str, Tensor | None], ...] = ()  # active: name, sequences it is for (None: all)
-        self._settings: dict[str, Setting] = {}
+        self._settings: dict[str, AdapterSetting] = {}
         self._lengths: dict[str, Tensor] = {}  # of frozen adapters with DoRA
         self.train(base_layer.training)
 
@@ -135,13 +135,13 @@ class LoraLeaf(Dropping):
         self,
         name: str,
         config: LoraConfig,
-        target: Target,
+        target: LoraTarget,
         tensors: LoraTensors,
         *,
         dtype: torch.dtype,
         trainable: bool,
         minus: LoraTensors | None,
-        part: Part,
+        part: MatrixPart,
         shared: "LoraLeaf | None" = None,
     ) -> None:
         """Put an adapter beside the leaf, its parameters in `dtype`; it is not yet active.
@@ -158,7 +158,7 @@ class LoraLeaf(Dropping):
             for store, array in ((self.start_A, minus.lora_A), (self.start_B, minus.lora_B)):
                 store[name] = nn.Parameter(torch.tensor(array, dtype=dtype, device=device), requires_grad=False)
         rows = None if part.rows is None else torch.tensor(part.rows, device=device)
-        self._settings[name] = Setting(config, config.scaling_of(target), target, salt_of(target.name), rows)
+        self._settings[name] = AdapterSetting(config, config.scaling_of(target), target, salt_of(target.name), rows)
 
     def remove(self, name: str) -> None:
         """Forget an adapter, if it is here; copies of this leaf, which share its dictionaries, keep it."""

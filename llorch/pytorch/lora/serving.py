@@ -18,11 +18,11 @@ from llorch.lora.adapter import Adapter, require_known
 from llorch.model import Opened
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
 from llorch.pytorch.decoding import Forward, compiled_forward
-from llorch.pytorch.delta_net import GatedDeltaNet
-from llorch.pytorch.experts import Experts, SparseMoe
 from llorch.pytorch.lora.adapters import attach, detach, lora_leaves
+from llorch.pytorch.models.delta_net import GatedDeltaNet
+from llorch.pytorch.models.experts import ExpertsModule, SparseMoe
 
-_OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, GatedDeltaNet, MLP, SparseMoe, Experts)
+_OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, GatedDeltaNet, MLP, SparseMoe, ExpertsModule)
 
 
 def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:

@@ -1,4 +1,4 @@
-"""Jobs that run together in torch, and come and go while others run; see `llorch.generate.Batch`.
+"""Jobs that run together in torch, and come and go while others run; see `llorch.generate.GenerationBatch`.
 
 A pass is either a stretch of one prompt or one token of every job whose prompt is read; they take turns, so that nobody
 waits for more than one stretch. Pages that prompts and answers fill are found by later jobs that begin with the same
@@ -17,14 +17,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from llorch.generate import Job, Sampled
-from llorch.pytorch.cache import Place
+from llorch.pytorch.cache import PassPlacement
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.memory import room_of_pages
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.choosing import Choosing, next_tokens
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.serving.pages import PAGE, Pages
-from llorch.pytorch.serving.run import Run
+from llorch.pytorch.serving.run import ServedJob
 
 Results = Mapping[int, Sampled | Exception]
 
@@ -62,7 +62,7 @@ class ContinuousBatch:
             device=self._device,
         )
         self._shares = not self._cache.states
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, ServedJob] = {}
         self._tickets, self._free_states = count(), list(range(n_jobs))
         self._reading_is_next = True
         self._roots: WeakKeyDictionary[CausalLM, bytes] = WeakKeyDictionary()
@@ -70,12 +70,12 @@ class ContinuousBatch:
         self._mixed: tuple[list[CausalLM], CausalLM] | None = None  # modules of some rows, and the one for all of them
 
     def join(self, job: Job) -> int | None:
-        """See `llorch.generate.Batch.join`; ValueError also where no adapter has the name."""
+        """See `llorch.generate.GenerationBatch.join`; ValueError also where no adapter has the name."""
         self._require_possible(job)
         module = self._model.module_for([job.adapter])
         if not self._free_states:
             return None
-        run = Run(job, module, Choosing(job, self._model.config.vocab_size, self._device), [self._root(module)])
+        run = ServedJob(job, module, Choosing(job, self._model.config.vocab_size, self._device), [self._root(module)])
         lease = self._pages.lease(-(-job.n_slots // PAGE), run.sharable if self._shares else ())
         if lease is None:
             return None
@@ -87,18 +87,18 @@ class ContinuousBatch:
         return ticket
 
     def leave(self, ticket: int) -> None:
-        """See `llorch.generate.Batch.leave`."""
+        """See `llorch.generate.GenerationBatch.leave`."""
         run = self._runs.pop(ticket)
         self._pages.release(run.lease)
         self._free_states.append(run.state)
 
     def n_cached(self, ticket: int) -> int:
-        """See `llorch.generate.Batch.n_cached`; it may grow until the prompt is read."""
+        """See `llorch.generate.GenerationBatch.n_cached`; it may grow until the prompt is read."""
         return self._runs[ticket].n_cached
 
     @torch.no_grad()
     def step(self) -> Results:
-        """See `llorch.generate.Batch.step`; what is raised concerns all jobs, which then have to leave."""
+        """See `llorch.generate.GenerationBatch.step`; what is raised concerns all jobs, which then have to leave."""
         reading = next(((ticket, run) for ticket, run in self._runs.items() if run.is_reading), None)
         going = {ticket: run for ticket, run in self._runs.items() if run.goes_on}
         if reading is not None and (self._reading_is_next or not going):
@@ -121,7 +121,7 @@ class ContinuousBatch:
             self._roots[module] = next(self._n_roots).to_bytes(8)
         return self._roots[module]
 
-    def _read(self, ticket: int, run: Run) -> Results:
+    def _read(self, ticket: int, run: ServedJob) -> Results:
         """Read a stretch of a prompt, and choose the first token of the answer after the last one."""
         self._share_more(run)
         stop = min(run.n_done + self._chunk, len(run.job.ids))
@@ -136,14 +136,14 @@ class ContinuousBatch:
         self._advance(run, stop)
         return self._chosen({ticket: run}, logits)
 
-    def _share_more(self, run: Run) -> None:
+    def _share_more(self, run: ServedJob) -> None:
         """Skip pages that another job has filled since this one joined."""
         while self._shares and run.n_done == len(run.lease.pages) * PAGE and len(run.lease.pages) < len(run.sharable):
             if not self._pages.share(run.lease, run.sharable[len(run.lease.pages)]):
                 return
             run.skip()
 
-    def _go_on(self, runs: Mapping[int, Run]) -> Results:
+    def _go_on(self, runs: Mapping[int, ServedJob]) -> Results:
         """Feed the last token of each job, and choose the next."""
         ids = torch.tensor([run.ids[-1:] for run in runs.values()], device=self._device)
         place = self._begin([*runs.values()], 1)
@@ -152,7 +152,7 @@ class ContinuousBatch:
             self._advance(run, run.n_done + 1)
         return self._chosen(runs, logits)
 
-    def _begin(self, runs: Sequence[Run], n_new: int) -> Place:
+    def _begin(self, runs: Sequence[ServedJob], n_new: int) -> PassPlacement:
         """Give jobs the pages for their next tokens; gives the places of these."""
         new = []
         for run in runs:
@@ -162,21 +162,21 @@ class ContinuousBatch:
             self._cache.empty_pages(new)
         return self._cache.begin([run.row for run in runs], n_new)
 
-    def _advance(self, run: Run, n_done: int) -> None:
+    def _advance(self, run: ServedJob, n_done: int) -> None:
         """Count tokens that the cache has now; pages that are full can be found by others."""
         if self._shares:
             for at in range(run.n_done // PAGE, n_done // PAGE):
                 self._pages.publish(run.lease.pages[at], run.keys[at + 1])
         run.n_done = n_done
 
-    def _chosen(self, runs: Mapping[int, Run], logits: Float[Tensor, "batch vocab"]) -> Results:
+    def _chosen(self, runs: Mapping[int, ServedJob], logits: Float[Tensor, "batch vocab"]) -> Results:
         """The next token of each job, or what went wrong with it alone."""
         rows, step = [run.choosing for run in runs.values()], 1 if self._model.mode == "reproducible" else len(runs)
         parts = range(0, len(rows), step)
         made = [one for at in parts for one in next_tokens(rows[at : at + step], logits[at : at + step])]
         return {ticket: self._taken(run, one) for (ticket, run), one in zip(runs.items(), made, strict=True)}
 
-    def _taken(self, run: Run, made: Sampled | Exception) -> Sampled | Exception:
+    def _taken(self, run: ServedJob, made: Sampled | Exception) -> Sampled | Exception:
         if isinstance(made, Sampled) and math.isnan(made.logprob):
             made = self._non_finite(run)
         if isinstance(made, Exception):
@@ -185,24 +185,24 @@ class ContinuousBatch:
             run.extend([made.id])
         return made
 
-    def _non_finite(self, run: Run) -> Exception:
+    def _non_finite(self, run: ServedJob) -> Exception:
         try:
             self._model.name_non_finite(run.ids, run.job.adapter)
         except Exception as error:
             return error
 
-    def _together(self, runs: Mapping[int, Run]) -> Iterator[Mapping[int, Run]]:
+    def _together(self, runs: Mapping[int, ServedJob]) -> Iterator[Mapping[int, ServedJob]]:
         """Jobs that one pass can feed: each whose adapter was removed meanwhile goes with its like."""
-        groups: dict[CausalLM | None, dict[int, Run]] = {}
+        groups: dict[CausalLM | None, dict[int, ServedJob]] = {}
         for ticket, run in runs.items():
             groups.setdefault(None if self._is_current(run) else run.module, {})[ticket] = run
         return iter(groups.values())
 
-    def _is_current(self, run: Run) -> bool:
+    def _is_current(self, run: ServedJob) -> bool:
         name = run.job.adapter
         return name is None or (name in self._model.adapters and self._model.module_for([name]) is run.module)
 
-    def _module_of(self, runs: Sequence[Run]) -> CausalLM:
+    def _module_of(self, runs: Sequence[ServedJob]) -> CausalLM:
         modules = [run.module for run in runs]
         if len({*modules}) == 1:
             return modules[0]

@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from llorch.config import ModelConfig
-from llorch.pytorch.cache import Cache, Place, State
+from llorch.pytorch.cache import Cache, PassPlacement, State
 from llorch.pytorch.serving.pages import NOBODYS, PAGE
 
 
 @dataclass(frozen=True)
-class Row:
+class SequenceRow:
     """One sequence of a pass."""
 
     pages: Sequence[int]  # that hold its tokens, the new ones, too
@@ -64,7 +64,7 @@ class PagedCache(Cache):
         self._heads = heads[:, None] * (n_pages + 1)  # the first page of each head
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the pass that runs
 
-    def begin(self, rows: Sequence[Row], n_new: int) -> Place:
+    def begin(self, rows: Sequence[SequenceRow], n_new: int) -> PassPlacement:
         """Make ready for a pass over the next `n_new` tokens of some sequences; gives their places."""
         positions = np.array([np.arange(row.n_before, row.n_before + n_new) for row in rows])
         ctx = int(positions.max()) + 1
@@ -82,7 +82,7 @@ class PagedCache(Cache):
         return replace(self.place(self._here(positions), ctx=ctx, causal=even), slots=self._here(slots))
 
     def context(
-        self, layer: int, place: Place
+        self, layer: int, place: PassPlacement
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
         """Keys and values that attention looks at, gathered where they lie apart."""
         if self.pages is None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from llorch.generate import Job
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.serving.choosing import Choosing
-from llorch.pytorch.serving.paged_cache import Row
+from llorch.pytorch.serving.paged_cache import SequenceRow
 from llorch.pytorch.serving.pages import PAGE, Lease, next_key
 
 
 @dataclass
-class Run:
+class ServedJob:
     """A job on its way."""
 
     job: Job
@@ -40,9 +40,9 @@ class Run:
         return not (self.failed or self.is_reading) and len(self.ids) < len(self.job.ids) + self.job.max_tokens
 
     @property
-    def row(self) -> Row:
+    def row(self) -> SequenceRow:
         """Where its tokens lie."""
-        return Row(self.lease.pages, self.state, self.n_done)
+        return SequenceRow(self.lease.pages, self.state, self.n_done)
 
     @property
     def sharable(self) -> list[bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llorch.pytorch.parts import like, own, part_of, whole
+from llorch.pytorch.distributed.dtensor import like, own, part_of, whole
 from llorch.pytorch.train.eight_bit import SIGNED, UNSIGNED, Codec, EightBit, zeros
 from llorch.train.adamw import NonFiniteNorm, rate_factor
 

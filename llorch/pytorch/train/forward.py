@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llorch.architecture import Bound
 from llorch.ops.rope import rope_tables
-from llorch.pytorch.cache import NoCache, Place, Visible
+from llorch.pytorch.cache import NoCache, PassPlacement, Visible
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.train.batch import Batch
 
@@ -27,7 +27,7 @@ def hidden_states(
     return keep("final_norm", module.model.norm(x))
 
 
-def place_of(module: CausalLM, batch: Batch, device: torch.device) -> Place:
+def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacement:
     """Where the tokens of a batch stand; a document longer than the context is refused."""
     config = module.config
     longest = int(batch.positions.max()) + 1
@@ -51,7 +51,7 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> Place:
     near = {layer.bound: _near(layer.bound, at, visible) for layer in config.layers if layer.bound is not None}
     heat = config.temperature and config.temperature.of(positions.reshape(-1)).reshape(positions.shape)
     heat = None if heat is None else torch.from_numpy(heat).to(device, wide)
-    return Place(at, cos, sin, visible, positions.shape[1], near, heat)
+    return PassPlacement(at, cos, sin, visible, positions.shape[1], near, heat)
 
 
 def _near(bound: Bound, positions: Int[Tensor, "batch seq"], visible: Visible) -> Bool[Tensor, "batch 1 seq ctx"]:

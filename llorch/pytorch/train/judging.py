@@ -15,7 +15,7 @@ from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.worker import Alone
-from llorch.train.data import Rows, TrainingData, batches, read_data
+from llorch.train.data import PackedRows, TrainingData, batches, read_data
 from llorch.train.settings import TrainSettings
 
 
@@ -63,7 +63,7 @@ def judge_adapter(
     return Judgement(base, split, len(rows), sum(batch.n_trained for batch in made), without, with_adapter)
 
 
-def _rows(data: TrainingData, split: str | None, name: str) -> tuple[str, Rows]:
+def _rows(data: TrainingData, split: str | None, name: str) -> tuple[str, PackedRows]:
     """The rows of a split, and its name."""
     splits = {name: examples for name in ("train", "valid", "test") if len(examples := getattr(data, name))}
     chosen = split or list(splits)[-1]

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
-from llorch.launched import ranks_here
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
+from llorch.pytorch.distributed.launch import Ranks
+from llorch.pytorch.distributed.parallel import axes_of, cut_for
+from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
-from llorch.pytorch.parallel import axes_of, cut_for
-from llorch.pytorch.ranks import Ranks
-from llorch.pytorch.sdpa import use_sdpa
+from llorch.torchrun import ranks_here
 
 
 class FrozenLinear(nn.Module):

@@ -26,7 +26,7 @@ from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
 from llorch.lora.peft_format import OF_WHOLE, write_peft
-from llorch.pytorch.ranks import Ranks
+from llorch.pytorch.distributed.launch import Ranks
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from llorch.errors import printable
-from llorch.pytorch.ranks import TIMEOUT
+from llorch.pytorch.distributed.launch import TIMEOUT
 from llorch.train.snapshot_files import PARTS
 from llorch.train.snapshots import SnapshotStore
 

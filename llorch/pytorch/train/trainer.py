@@ -17,24 +17,24 @@ from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
 from llorch.files.strict_json import read_settings
 from llorch.hub import find
-from llorch.launched import own_device
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.initial import initial_adapter
 from llorch.model import Opened
 from llorch.pytorch.device import target
+from llorch.pytorch.distributed.dtensor import own, part_of
+from llorch.pytorch.distributed.launch import Ranks
+from llorch.pytorch.distributed.parallel import axes_of
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from llorch.pytorch.lora.dropout import MASKS
-from llorch.pytorch.parallel import axes_of
-from llorch.pytorch.parts import own, part_of
-from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, step_memory
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
-from llorch.train.data import Plan, TrainingData, batches, read_data
+from llorch.torchrun import own_device
+from llorch.train.data import TrainingData, TrainingOrder, batches, read_data
 from llorch.train.data.ends import say_unnamed, trained_ends
 from llorch.train.resume import environment
 from llorch.train.schedules import learning_rate
@@ -71,7 +71,7 @@ class Training:
         self.target = target(own_device(settings.device) if mesh else settings.device, self.settings.dtype_name)
         self.data = read_data(find_data(settings.data), Opened(self._weights), self.settings.data_settings)
         counts = {"batch_size": settings.batch_size, "accumulation": settings.accumulation}
-        self.plan = Plan(self.data.rows(self.data.train), **counts, seed=settings.seed)
+        self.plan = TrainingOrder(self.data.rows(self.data.train), **counts, seed=settings.seed)
         self.total_steps = settings.steps or settings.epochs * self.plan.steps_per_epoch
         self.base = identity_of(self._weights, settings.model)
         self._initial = initial_adapter(settings.lora, self._weights, init=settings.init, seed=settings.seed)

@@ -54,7 +54,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs."""
 
     tensors: tuple[Compared, ...]  # of the snapshots at the end, and the adapter as it was written
@@ -73,8 +73,8 @@ class Proof:
 
     steps: int
     stopped_at: int  # step at which the halves were cut
-    halves: Comparison  # straight run against halves
-    controls: Mapping[str, Comparison]  # what was lost, and the comparison that must not be equal
+    halves: RunComparison  # straight run against halves
+    controls: Mapping[str, RunComparison]  # what was lost, and the comparison that must not be equal
 
     @property
     def holds(self) -> bool:
@@ -106,7 +106,7 @@ def verify_resume(
     _give_memory_back()
     controls = {what: _without(what, halves) for what in LOST if control}
 
-    def finished(run: Path) -> Comparison:
+    def finished(run: Path) -> RunComparison:
         tell(f"{steps - middle} more steps in a new process ({run.name})")
         _go_on_elsewhere(run, axes)
         return compare_runs(straight, run)
@@ -114,12 +114,12 @@ def verify_resume(
     return Proof(steps, middle, finished(halves), {what: finished(copy) for what, copy in controls.items()})
 
 
-def compare_runs(one: Path, other: Path) -> Comparison:
+def compare_runs(one: Path, other: Path) -> RunComparison:
     """Compare all tensors and the log that two finished runs left."""
     ours, theirs = _tensors(one), _tensors(other)
     names = sorted(ours.keys() | theirs.keys())
     lines = list(zip_longest(*((run / LOG).read_bytes().splitlines(keepends=True) for run in (one, other))))
-    return Comparison(
+    return RunComparison(
         tuple(_compared(name, ours.get(name), theirs.get(name)) for name in names),
         len(lines),
         sum(a != b for a, b in lines),
@@ -156,7 +156,7 @@ def _run(settings: TrainSettings, folder: Path, axes: Mapping[str, int] | None, 
         return _run_here(settings, folder, stop_at=stop_at)
     import torch
 
-    from llorch.pytorch.ranks import on_ranks
+    from llorch.pytorch.distributed.launch import on_ranks
 
     on_ranks(prod(axes.values()), run_as_rank, axes, torch.get_num_threads(), settings, folder, stop_at)
 
@@ -165,7 +165,7 @@ def run_as_rank(
     axes: Mapping[str, int], n_threads: int, settings: TrainSettings, folder: Path, stop_at: int | None
 ) -> None:
     """Begin a run on a mesh, or go on with the one in the folder, as one of its ranks."""
-    from llorch.pytorch.ranks import leave, start
+    from llorch.pytorch.distributed.launch import leave, start
 
     resume = (folder / RUN).exists()  # it is written once all have joined
     with limited(n_threads):

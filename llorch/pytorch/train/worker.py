@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.parallel import Together, parallelize
-from llorch.pytorch.ranks import summed
+from llorch.pytorch.distributed.launch import summed
+from llorch.pytorch.distributed.parallel import Together, parallelize
 from llorch.train.batch import Batch
 
 Work = Callable[[CausalLM], Any]

@@ -12,17 +12,17 @@ are learned, and a plan that says which of them a step takes. In the order to re
 
 from llorch.train.batch import Examples
 from llorch.train.data.dataset import TrainingData, read_data
-from llorch.train.data.plan import Plan, Row, Rows, batches, make_batch
+from llorch.train.data.plan import PackedRows, Row, TrainingOrder, batches, make_batch
 from llorch.train.settings import DataSettings, TrainOn
 
 __all__ = [
     "DataSettings",
     "Examples",
-    "Plan",
+    "PackedRows",
     "Row",
-    "Rows",
     "TrainOn",
     "TrainingData",
+    "TrainingOrder",
     "batches",
     "make_batch",
     "read_data",

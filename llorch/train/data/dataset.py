@@ -11,7 +11,7 @@ from llorch.model import Opened
 from llorch.train.batch import Example, Examples
 from llorch.train.data.encode import Encoder
 from llorch.train.data.formats import format_of, parse, unused_keys
-from llorch.train.data.plan import Rows, best_fit
+from llorch.train.data.plan import PackedRows, best_fit
 from llorch.train.data.read import find_splits, read_records
 from llorch.train.settings import DataSettings
 
@@ -29,10 +29,10 @@ class TrainingData:
     digest: str  # SHA-256 of examples and settings; how they came apart is in the examples
     notes: list[str]  # what the user should know, a line each
 
-    def rows(self, examples: Examples) -> Rows:
+    def rows(self, examples: Examples) -> PackedRows:
         """Arrange examples of one split as rows: packed, or one in each; see `Plan` and `batches`."""
         packed = best_fit(examples.lengths, room=self.settings.max_length) if self.settings.packing else None
-        return Rows(examples, packed)
+        return PackedRows(examples, packed)
 
 
 def read_data(

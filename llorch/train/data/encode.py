@@ -23,7 +23,7 @@ from llorch.tokenizer.chat import Message, TemplateSettings
 from llorch.tokenizer.conversation import Conversation
 from llorch.tokenizer.unwritten import unwritten_call, unwritten_keys
 from llorch.train.batch import IGNORED, Example
-from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens
+from llorch.train.data.formats import Chat, Instruction, LearnedTokens, Parsed, PromptCompletion, Text
 from llorch.train.data.read import Record
 from llorch.train.settings import DataSettings
 
@@ -72,14 +72,14 @@ class Encoder:
         match row:
             case Text():
                 yield self._plain(row.text, 0)
-            case Completion():
+            case PromptCompletion():
                 start = 0 if self._settings.train_on == "all" else len(row.prompt)
                 yield self._plain(row.prompt + row.completion, start)
             case Instruction():
                 yield from self._learned(row.chat if self._model.chat_templates else self._without_template(row))
             case Chat():
                 yield from self._chat(row)
-            case Tokens():
+            case LearnedTokens():
                 yield self._ready(row)
 
     def _plain(self, text: str, start: int) -> Learned:
@@ -96,7 +96,7 @@ class Encoder:
         self._count_straddling(starts, [start])
         return [(one, place >= start) for one, place in zip(ids, starts, strict=True)]
 
-    def _without_template(self, row: Instruction) -> Completion:
+    def _without_template(self, row: Instruction) -> PromptCompletion:
         if row.plain is None:
             message = "expected a model with a chat template for a row with a system text or a history, got none"
             raise FormatError("Missing", f"{message}; write rows of prompt and completion")
@@ -155,7 +155,7 @@ class Encoder:
         ] += 1
         return end
 
-    def _ready(self, row: Tokens) -> Learned:
+    def _ready(self, row: LearnedTokens) -> Learned:
         size = self._model.config.vocab_size
         for place, one in enumerate(row.ids):
             if not 0 <= one < size:

@@ -11,8 +11,8 @@ LLaMA-Factory data/README.md (ShareGPT, Alpaca); tatsu-lab/stanford_alpaca READM
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llorch.config_reader import Fields
 from llorch.errors import FormatError
-from llorch.fields import Fields
 from llorch.tokenizer.chat import RESERVED
 from llorch.tokenizer.messages import checked_messages, parsed, tool_call
 from llorch.train.batch import IGNORED
@@ -30,7 +30,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """A text and how it goes on."""
 
     prompt: str
@@ -48,7 +48,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class LearnedTokens:
     """Token ids, and those that are learned (`IGNORED` elsewhere); all of them without labels."""
 
     ids: Sequence[int]
@@ -60,10 +60,10 @@ class Instruction:
     """An instruction and its answer."""
 
     chat: Chat  # for models with a chat template
-    plain: Completion | None  # for models without one; None when it cannot be said this way
+    plain: PromptCompletion | None  # for models without one; None when it cannot be said this way
 
 
-Parsed = Text | Completion | Chat | Instruction | Tokens
+Parsed = Text | PromptCompletion | Chat | Instruction | LearnedTokens
 
 # Of the data set itself; for models without a chat template.
 _ALPACA = (
@@ -112,16 +112,16 @@ def unused_keys(record: Record, name: str) -> set[str]:
     return {key for key, value in record.values.items() if value is not None} - {*keys, *optional}
 
 
-def _tokens(fields: Fields) -> Tokens:
+def _tokens(fields: Fields) -> LearnedTokens:
     ids = _integers(fields, "input_ids")
     present = _unpadded(fields, len(ids))
     if not fields.has("labels"):
-        return Tokens(ids[present], None)
+        return LearnedTokens(ids[present], None)
     labels = _integers(fields, "labels", as_many=len(ids))
     for place, (token_id, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORED, token_id):
             raise fields.error("Inconsistent", f"labels[{place}]", f"{IGNORED} or the input id {token_id}", label)
-    return Tokens(ids[present], labels[present])
+    return LearnedTokens(ids[present], labels[present])
 
 
 def _unpadded(fields: Fields, count: int) -> slice:
@@ -189,7 +189,7 @@ def _alpaca(fields: Fields) -> Instruction:
         turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     asked, given, output = fields.text("instruction"), fields.text("input", default=""), fields.text("output")
     prompt = _ALPACA_WITH_INPUT.format(asked, given) if given else _ALPACA.format(asked)
-    plain = None if turns else Completion(prompt, output)
+    plain = None if turns else PromptCompletion(prompt, output)
     user = f"{asked}\n{given}" if given else asked
     turns += [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
     learned = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -206,10 +206,10 @@ def _history(fields: Fields) -> list[list[str]]:
     return value
 
 
-def _completion(fields: Fields) -> Completion | Chat:
+def _completion(fields: Fields) -> PromptCompletion | Chat:
     prompt, completion = fields.values.get("prompt"), fields.values.get("completion")
     if not isinstance(prompt, list):
-        return Completion(fields.text("prompt"), fields.text("completion"))
+        return PromptCompletion(fields.text("prompt"), fields.text("completion"))
     before, _ = _read_messages(fields, "prompt", prompt)
     after, learned = _read_messages(fields, "completion", completion)
     places = [len(before) + place for place in learned]

@@ -40,7 +40,7 @@ def best_fit(lengths: Sequence[int] | Int64[np.ndarray, " examples"], *, room: i
     return rows
 
 
-class Rows(Sequence[Row]):
+class PackedRows(Sequence[Row]):
     """Examples in rows."""
 
     def __init__(self, examples: Sequence[Example], members: Sequence[Sequence[int]] | None = None) -> None:
@@ -58,7 +58,7 @@ class Rows(Sequence[Row]):
         return tuple(self._examples[one] for one in self._members[index])
 
 
-class Plan:
+class TrainingOrder:
     """The order of training: every epoch takes every row once, in an order of its own."""
 
     def __init__(self, rows: Sequence[Row], *, batch_size: int, accumulation: int, seed: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from llorch.numerics import DtypeName
 from llorch.places import Pass
-from llorch.verify.choices import GoOn, as_made
+from llorch.verify.expert_selection import GoOn, as_made
 
 Trace = Mapping[str, np.ndarray]
 

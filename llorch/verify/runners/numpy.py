@@ -31,10 +31,10 @@ from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_ac
 from llorch.places import Pass, has_tokens, part_of, token_axis
 from llorch.sampling import SamplingSettings, probabilities
 from llorch.stages import input_keys, key, keys, matrix_of
-from llorch.verify.choices import GoOn, as_made
+from llorch.verify.expert_selection import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.limits import Limits, off
 from llorch.verify.runners import See, Trace
+from llorch.verify.tolerances.forward import Limits, off
 
 OWN_SUMS = "numpy-float32"  # every sum in float32, which is how larger models run
 FLOAT64 = "numpy-float64"  # the same code in float64, judged by the truth alone

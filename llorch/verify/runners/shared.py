@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llorch.files import Weights
-from llorch.files.lockstep import Lockstep, Turn
+from llorch.files.layerwise import Lockstep, Turn
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed, Rows
 

@@ -19,25 +19,25 @@ from llorch.files import Weights
 from llorch.generate import IdsOnly
 from llorch.numerics import DtypeName
 from llorch.places import Pass
+from llorch.pytorch.batch_invariant.reproducible import attention as fixed_attention
 from llorch.pytorch.device import Target
+from llorch.pytorch.distributed.parallel import cut_for, named_on
+from llorch.pytorch.distributed.parallel_model import ParallelModel
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel, as_numpy, load_torch
-from llorch.pytorch.parallel import cut_for, named_on
-from llorch.pytorch.parallel_model import ParallelModel
-from llorch.pytorch.reproducible import attention as fixed_attention
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.pytorch.stored_kinds import kind_of
 from llorch.stages import keys
-from llorch.verify.choices import GoOn, as_made
+from llorch.verify.expert_selection import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.limits import SCORES
 from llorch.verify.runners import See, Trace
 from llorch.verify.runners.torch_observed import ObservedCase
+from llorch.verify.tolerances.forward import SCORES
 
 
 @dataclass(frozen=True)
-class Variant:
+class TorchVariant:
     """One way to run the modules."""
 
     make: Callable[[Weights, Target], TorchModel]
@@ -53,7 +53,7 @@ def plain(weights: Weights, target: Target) -> TorchModel:
 
 def with_sdpa(weights: Weights, target: Target) -> TorchModel:
     """The page with fused attention, nothing else."""
-    from llorch.pytorch.sdpa import use_sdpa
+    from llorch.pytorch.kernels.sdpa import use_sdpa
 
     model = plain(weights, target)
     use_sdpa(model.module)
@@ -70,16 +70,16 @@ def loaded(**how: Any) -> Callable[[Weights, Target], TorchModel]:
     return load
 
 
-VARIANTS: Mapping[str, Variant] = {  # suffix of the backend's name
-    "": Variant(plain, hidden=frozenset()),
-    "-batch": Variant(plain, hidden=frozenset(), in_batch=True),
-    "-sdpa": Variant(with_sdpa),
-    "-sdpa-batch": Variant(with_sdpa, in_batch=True),
-    "-fast": Variant(loaded()),
-    "-fast-batch": Variant(loaded(), in_batch=True),
-    "-reproducible": Variant(loaded(mode="reproducible"), hidden=None),
-    "-compiled": Variant(loaded(compiled=True)),
-    "-packed": Variant(loaded(residency="packed")),
+VARIANTS: Mapping[str, TorchVariant] = {  # suffix of the backend's name
+    "": TorchVariant(plain, hidden=frozenset()),
+    "-batch": TorchVariant(plain, hidden=frozenset(), in_batch=True),
+    "-sdpa": TorchVariant(with_sdpa),
+    "-sdpa-batch": TorchVariant(with_sdpa, in_batch=True),
+    "-fast": TorchVariant(loaded()),
+    "-fast-batch": TorchVariant(loaded(), in_batch=True),
+    "-reproducible": TorchVariant(loaded(mode="reproducible"), hidden=None),
+    "-compiled": TorchVariant(loaded(compiled=True)),
+    "-packed": TorchVariant(loaded(residency="packed")),
 }
 
 
@@ -111,7 +111,7 @@ def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator
     def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
         if wide or target.dtype_name != "float64":
             for suffix, in_batch in (("", False), ("-batch", True)):
-                variant = Variant(split, hidden=frozenset(), in_batch=in_batch)
+                variant = TorchVariant(split, hidden=frozenset(), in_batch=in_batch)
                 yield TorchRunner(weights, target, variant, f"{named_on(target, mesh)}{suffix}")
 
     return make
@@ -126,7 +126,7 @@ def _hidden_by(model: TorchModel) -> frozenset[str]:
 class TorchRunner:
     """One variant, loaded."""
 
-    def __init__(self, weights: Weights, target: Target, variant: Variant, name: str) -> None:
+    def __init__(self, weights: Weights, target: Target, variant: TorchVariant, name: str) -> None:
         """Load it; ValueError where a parameter is not of the dtype or not on the device of the target."""
         self.name, self.target, self.variant = name, target, variant
         self.dtype: DtypeName = target.dtype_name

@@ -20,7 +20,7 @@ from llorch.pytorch.causal_lm import Keep, keep_nothing
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel, as_numpy
 from llorch.stages import BY_NAME
-from llorch.verify.choices import GoOn, as_made
+from llorch.verify.expert_selection import GoOn, as_made
 
 MORE = 3  # tokens that the neighbour has more
 PADDING = 2  # columns that are padding in every row

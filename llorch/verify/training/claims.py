@@ -18,22 +18,22 @@ from llorch.config import ModelConfig
 from llorch.engines import OURS, stored_route
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.verify.goldens import sha256
-from llorch.verify.judge import Claim, Row, judge
+from llorch.verify.judge import Comparison, Expectation, judge
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training import limits
 from llorch.verify.training.exports import exported, file_row
 from llorch.verify.training.goldens import TRUTH, Errors, Tolerances, TrainingGolden, lacking, read, text, witness_of
 from llorch.verify.training.places import CHAINED, ISOLATED, MODES, Arrays, places
 from llorch.verify.training.recipe import OPTIMIZER
-from llorch.verify.training.runner import NumpyRunner
+from llorch.verify.training.runner import NumpyTrainingRunner
 from llorch.verify.training.stages import BY_GROUP
 
-Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
+Granted = Callable[[StageRef, str], Tolerance]  # of a place and a mode
 
 
-def verify_training_stored(name: str) -> Iterator[Row]:
+def verify_training_stored(name: str) -> Iterator[Comparison]:
     """Judge NumPy on one of `MODELS` against its stored training goldens; these must be whole, and of its weights."""
     yield from numpy_rows(name, *stored(name))
 
@@ -47,7 +47,7 @@ def stored(name: str) -> tuple[Weights, TrainingGolden]:
     return open_weights(path), golden
 
 
-def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[Row]:
+def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[Comparison]:
     """Judge NumPy in each of `BACKENDS` and in float64, of goldens that are at hand."""
     in_float32 = list(claims(golden, weights.config, "float32"))  # the same of all backends
     for backend in BACKENDS:
@@ -57,12 +57,12 @@ def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[
 
 
 def _rows_of(
-    name: str, weights: Weights, golden: TrainingGolden, backend: str, claimed: Iterable[Claim]
-) -> Iterator[Row]:
+    name: str, weights: Weights, golden: TrainingGolden, backend: str, claimed: Iterable[Expectation]
+) -> Iterator[Comparison]:
     """Of one backend; files are written and read once, as it runs."""
     files = {}
     with BACKENDS.get(backend, nullcontext)():
-        runner = NumpyRunner(weights, golden)
+        runner = NumpyTrainingRunner(weights, golden)
         ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
         if backend == "numpy":
             logits, files = exported(weights, golden)
@@ -72,15 +72,20 @@ def _rows_of(
 
 
 def rows(
-    name: str, claimed: Iterable[Claim], ours: Mapping[str, Arrays], backend: str, *, left_out: Collection[str] = ()
-) -> Iterator[Row]:
+    name: str,
+    claimed: Iterable[Expectation],
+    ours: Mapping[str, Arrays],
+    backend: str,
+    *,
+    left_out: Collection[str] = (),
+) -> Iterator[Comparison]:
     """Judge a run; it lacks the groups of stages in `left_out`, anything else that is missing fails."""
     for claim in claimed:
         if claim.place.stage not in left_out:
             yield judge(claim, ours[claim.mode].get(claim.place), model=name, backend=backend)
 
 
-def routed(found: Iterator[Row], golden: TrainingGolden) -> Iterator[Row]:
+def routed(found: Iterator[Comparison], golden: TrainingGolden) -> Iterator[Comparison]:
     """The same rows, each with the route of its producer; adapters and merged models were written by us."""
     for row in found:
         route = stored_route(golden.provenance, row.producer)
@@ -90,7 +95,7 @@ def routed(found: Iterator[Row], golden: TrainingGolden) -> Iterator[Row]:
 
 def claims(
     golden: TrainingGolden, config: ModelConfig, dtype: DtypeName, granted: Granted | None = None
-) -> Iterator[Claim]:
+) -> Iterator[Expectation]:
     """What a run in a dtype has to reproduce, and how nearly: as nearly as the golden grants, if not told otherwise."""
     golden.require_all(config.n_layers)
     granted = granted or (lambda place, mode: limit(golden, config, place, mode, dtype))
@@ -99,7 +104,7 @@ def claims(
             if limits.shows(place, mode, dtype):
                 truth = golden.truth(mode, place)
                 wide = dtype == "float64"
-                yield Claim(
+                yield Expectation(
                     place=place,
                     mode=mode,
                     witness=TRUTH if wide else witness_of(place),
@@ -110,13 +115,13 @@ def claims(
                 )
 
 
-def unit(place: Place) -> float | None:
+def unit(place: StageRef) -> float | None:
     """What differences are measured in, where that is not the size of the array."""
     group = BY_GROUP.get(place.stage)
     return OPTIMIZER.learning_rate if group and group.in_rates else None
 
 
-def limit(golden: TrainingGolden, config: ModelConfig, place: Place, mode: str, dtype: DtypeName) -> Tolerance:
+def limit(golden: TrainingGolden, config: ModelConfig, place: StageRef, mode: str, dtype: DtypeName) -> Tolerance:
     """What an array of a run in a dtype is granted."""
     if dtype == "float64":
         return limits.wide_limit(golden.amplified(place) if mode == CHAINED else None)
@@ -127,10 +132,12 @@ def limit(golden: TrainingGolden, config: ModelConfig, place: Place, mode: str, 
     return made.at_most(limits.ceiling(config, place.stage, mode, held))
 
 
-def distances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Iterator[tuple[Claim, Difference]]:
+def distances(
+    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName
+) -> Iterator[tuple[Expectation, Difference]]:
     """How far the witnesses are from the truth, beside claims that grant as much as is ever granted."""
 
-    def most(place: Place, mode: str) -> Tolerance:
+    def most(place: StageRef, mode: str) -> Tolerance:
         return limits.ceiling(config, place.stage, mode, limits.held_to(place, mode, dtype))
 
     for claim in claims(golden, config, dtype, most):

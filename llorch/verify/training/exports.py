@@ -19,8 +19,8 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import ALPHA, read_lora_gguf, write_lora_gguf
 from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import TENSOR_FILE, read_peft, write_peft
-from llorch.verify.judge import Row, exact_row
-from llorch.verify.suites.files import differing, foreign_tensors, told
+from llorch.verify.expectations.files import differing, foreign_tensors, told
+from llorch.verify.judge import Comparison, exact_row
 from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.places import PEFT, Arrays, at
 from llorch.verify.training.runner import logits_of
@@ -90,7 +90,7 @@ READERS: Mapping[str, Callable[[Path, Weights], Weights]] = {
 }
 
 
-def file_row(model: str, kind: str, own: Table, golden: Table) -> Row:
+def file_row(model: str, kind: str, own: Table, golden: Table) -> Comparison:
     """The row of an adapter file, whose tensors must all be equal."""
     wrong = differing(own, golden)
     share = len(wrong) / len(own.keys() | golden.keys())

@@ -19,12 +19,12 @@ from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.train.batch import Batch
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.training.limits import FROM_FILES
 from llorch.verify.training.places import LOADED_BY, PEFT, at, of_tensors, places
-from llorch.verify.training.recipe import LORA, Rows
+from llorch.verify.training.recipe import LORA, StoredBatch
 
 MODELS = ("micro-llama", "micro-qwen3")
 FILES = (f"peft{SUFFIX}", "training.json")
@@ -51,7 +51,7 @@ class TrainingGolden:
     """
 
     arrays: dict[str, np.ndarray]
-    rows: Sequence[Rows]
+    rows: Sequence[StoredBatch]
     files: Mapping[str, Mapping[str, str]]
     tolerances: Mapping[str, Tolerances]
     half_errors: Mapping[str, Errors]
@@ -62,15 +62,15 @@ class TrainingGolden:
         """All batches."""
         return [rows.batch() for rows in self.rows]
 
-    def shown(self, place: Place) -> np.ndarray:
+    def shown(self, place: StageRef) -> np.ndarray:
         """What the engine of a place showed there."""
         return self._array(name_of(place))
 
-    def truth(self, mode: str, place: Place) -> np.ndarray:
+    def truth(self, mode: str, place: StageRef) -> np.ndarray:
         """The same in float64; what was exported means what the adapter means beside the base."""
         return self._array(truth_name(mode, at("adapted_logits") if place.stage in FROM_FILES else place))
 
-    def amplified(self, place: Place) -> np.ndarray | None:
+    def amplified(self, place: StageRef) -> np.ndarray | None:
         """What `limits.amplification` made of a place, where errors grow."""
         return self._array(amplified_name(place)) if place.stage == "parameters" else None
 
@@ -96,27 +96,27 @@ class TrainingGolden:
         return self.arrays[name]
 
 
-def text(place: Place) -> str:
+def text(place: StageRef) -> str:
     """A place in the names of arrays and in messages: `plain/l0.gradient.q_proj.lora_A`."""
     return f"{place.case}/{place.key}"
 
 
-def witness_of(place: Place) -> str:
+def witness_of(place: StageRef) -> str:
     """Who shows it."""
     return LOADED_BY[place.part] if place.stage in FROM_FILES else PEFT
 
 
-def name_of(place: Place) -> str:
+def name_of(place: StageRef) -> str:
     """The name of what its engine showed."""
     return f"{witness_of(place)}/{text(place)}"
 
 
-def truth_name(mode: str, place: Place) -> str:
+def truth_name(mode: str, place: StageRef) -> str:
     """The name of what PEFT makes of it in float64."""
     return f"truth/{mode}/{text(place)}"
 
 
-def amplified_name(place: Place) -> str:
+def amplified_name(place: StageRef) -> str:
     """The name of what its errors grow by."""
     return f"truth/amplification/{text(place)}"
 
@@ -184,7 +184,7 @@ def read(folder: Path) -> TrainingGolden:
         )
     return TrainingGolden(
         arrays=arrays,
-        rows=[Rows(**rows) for rows in record["rows"]],
+        rows=[StoredBatch(**rows) for rows in record["rows"]],
         files=record["files"],
         tolerances={dtype: _tolerances(made) for dtype, made in plain.items()},
         half_errors=record["half_errors"],

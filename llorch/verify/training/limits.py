@@ -33,7 +33,7 @@ import numpy as np
 from llorch.comparison import FACTOR, FLOAT32_ULP, FLOOR, FLOORS, Tolerance
 from llorch.config import ModelConfig
 from llorch.numerics import DtypeName
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.stages import keys
 from llorch.verify.training.places import CHAINED, ISOLATED
 from llorch.verify.training.recipe import OptimizerRecipe
@@ -57,7 +57,7 @@ GOES_BACK = ("gradient", "grad_norm", "first_moment", "second_moment")  # a back
 Parts = Mapping[str, np.ndarray]
 
 
-def shows(place: Place, mode: str, dtype: DtypeName) -> bool:
+def shows(place: StageRef, mode: str, dtype: DtypeName) -> bool:
     """Whether a run in a dtype can show a mistake there.
 
     Adam's first step is nearly the sign of the gradient: where that is smaller than its rounding in half precision, a
@@ -73,7 +73,7 @@ def shows(place: Place, mode: str, dtype: DtypeName) -> bool:
     return mode == ISOLATED or not (place.stage in MOVED or (place.checkpoint == "18" and place.case != "step 1"))
 
 
-def held_to(place: Place, mode: str, dtype: DtypeName) -> DtypeName:
+def held_to(place: StageRef, mode: str, dtype: DtypeName) -> DtypeName:
     """The dtype whose limits hold: an optimizer step alone is float32 on any base."""
     return "float32" if mode == ISOLATED and place.stage in FROM_FLOAT32 and dtype != "float64" else dtype
 

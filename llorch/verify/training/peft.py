@@ -27,7 +27,7 @@ from llorch.engines.transformers import Transformers
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
 from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.train.batch import IGNORED, Batch
 from llorch.verify.training.places import (
     INPUT_OF,
@@ -107,7 +107,7 @@ class Peft:
 
     def gradients(self, adapter: Adapter, batch: Batch, *, case: str = "plain") -> Arrays:
         """Of every trained tensor, and of what goes into and comes out of the blocks; block inputs beside them."""
-        model, blocks, ends = self.adapted(adapter), dict[Place, Tensor](), borders(self.config.n_layers)
+        model, blocks, ends = self.adapted(adapter), dict[StageRef, Tensor](), borders(self.config.n_layers)
         with fed(model, blocks):
             accumulate(model, [batch], smoothing=0.0)
         out = {place: tokens_of(tensor, batch) for place, tensor in blocks.items()}
@@ -258,7 +258,7 @@ def clip(model: Any, recipe: OptimizerRecipe) -> Tensor:
 class Watch(TorchFunctionMode):
     """Notes what goes into projections, and the product of each `lora_B` output and its scaling."""
 
-    def __init__(self, model: Any, adapter: Adapter, seen: dict[Place, Tensor], *, case: str) -> None:
+    def __init__(self, model: Any, adapter: Adapter, seen: dict[StageRef, Tensor], *, case: str) -> None:
         """Hook into PEFT's model; what is noted goes into `seen`."""
         super().__init__()
         self._seen, self._outputs = seen, {}
@@ -282,10 +282,10 @@ class Watch(TorchFunctionMode):
             self._seen[place] = result.detach().clone()
         return result
 
-    def _input_hook(self, place: Place) -> Callable[..., None]:
+    def _input_hook(self, place: StageRef) -> Callable[..., None]:
         return lambda _module, inputs: self._seen.update({place: inputs[0].detach().clone()})
 
-    def _output_hook(self, place: Place) -> Callable[..., None]:
+    def _output_hook(self, place: StageRef) -> Callable[..., None]:
         return lambda _module, _inputs, output: self._outputs.update({id(output): (place, output)})
 
 
@@ -298,13 +298,15 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def fed(model: Any, found: dict[Place, Tensor], given: Mapping[Place, Tensor] | None = None) -> Iterator[list[Tensor]]:
+def fed(
+    model: Any, found: dict[StageRef, Tensor], given: Mapping[StageRef, Tensor] | None = None
+) -> Iterator[list[Tensor]]:
     """Find what goes into each block and comes out of the last, for its gradient; or what is given to them instead.
 
     Yields what comes out of the blocks.
     """
 
-    def hook(place: Place) -> Callable[..., tuple]:
+    def hook(place: StageRef) -> Callable[..., tuple]:
         def enter(_module: Any, inputs: tuple) -> tuple:
             x = inputs[0] if given is None else given[place]
             x = x if x.requires_grad else x.detach().requires_grad_()  # frozen, its gradient is wanted all the same

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llorch.lora.adapter import Adapter
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.peft import (
     IN_TORCH,
@@ -64,10 +64,10 @@ class Isolated:
         merged = self._producer.merged(self._adapter, self._batch)
         return found | self._producer.schedules() | {MERGED_AT: merged[MERGED_AT]}
 
-    def _given(self, place: Place) -> Tensor:
+    def _given(self, place: StageRef) -> Tensor:
         return torch.from_numpy(self._golden.shown(place)).double()
 
-    def _padded(self, place: Place) -> Tensor:
+    def _padded(self, place: StageRef) -> Tensor:
         """The golden's tokens as rows of the first batch; 0 where there is padding."""
         tokens, held = self._given(place), torch.from_numpy(self._batch.documents >= 0)
         rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
@@ -75,8 +75,10 @@ class Isolated:
         return rows
 
     @torch.no_grad()
-    def _deltas(self, adapter: Adapter, where: Mapping[str, Place], case: str) -> Iterator[tuple[Place, np.ndarray]]:
-        model, seen = self._producer.adapted(adapter), dict[Place, Tensor]()
+    def _deltas(
+        self, adapter: Adapter, where: Mapping[str, StageRef], case: str
+    ) -> Iterator[tuple[StageRef, np.ndarray]]:
+        model, seen = self._producer.adapted(adapter), dict[StageRef, Tensor]()
         with Watch(model, adapter, seen, case=case):
             for name, place in where.items():
                 leaf = model.base_model.model.get_submodule(adapter.targets[name].path)
@@ -85,7 +87,7 @@ class Isolated:
 
     def _block_gradients(self) -> Arrays:
         """One pass in which every block gets the golden's input, and then the golden's gradient of its result."""
-        model, ends, inputs = self._producer.adapted(self._adapter), borders(self._n_layers), dict[Place, Tensor]()
+        model, ends, inputs = self._producer.adapted(self._adapter), borders(self._n_layers), dict[StageRef, Tensor]()
         with fed(model, inputs, {place: self._padded(place) for place in ends}) as made:
             loss = token_losses(logits_of(model, self._batch), self._batch, smoothing=0.0, reduction="mean")
         torch.autograd.backward([loss, *made], [None, *(self._padded(place) for place in [*ends.values()][1:])])

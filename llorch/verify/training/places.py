@@ -9,7 +9,7 @@ import numpy as np
 
 from llorch.lora.adapter import LORA_A, LORA_B
 from llorch.lora.config import LAYER_TARGETS
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.verify.training.recipe import MERGED, SCHEDULES, SHARED_INPUT, SMOOTHINGS, STATE, STEPS_ALONE, STEPS_SHOWN
 from llorch.verify.training.stages import BY_GROUP
 
@@ -26,20 +26,20 @@ HELD_LIKE = {  # what isolated stages are fed -> the group whose limits it is he
     **dict.fromkeys((*INPUT_OF.values(), "block_in", "last_block_out"), "lora_delta"), "given": "gradient",
 }  # fmt: skip
 
-Arrays = dict[Place, np.ndarray]
+Arrays = dict[StageRef, np.ndarray]
 
 
-def at(stage: str, layer: int | None = None, part: str = "", case: str = "plain") -> Place:
+def at(stage: str, layer: int | None = None, part: str = "", case: str = "plain") -> StageRef:
     """The place of an array of a group of stages, or of what one is fed."""
-    return Place(BY_GROUP[HELD_LIKE.get(stage, stage)].checkpoint, stage, layer, case, part)
+    return StageRef(BY_GROUP[HELD_LIKE.get(stage, stage)].checkpoint, stage, layer, case, part)
 
 
-def of_matrices(stage: str, n_layers: int, case: str = "plain") -> dict[str, Place]:
+def of_matrices(stage: str, n_layers: int, case: str = "plain") -> dict[str, StageRef]:
     """Where a group has an array of every adapted matrix, by its canonical name."""
     return {f"layers.{i}.{name}": at(stage, i, name, case) for i in range(n_layers) for name in LAYER_TARGETS}
 
 
-def of_tensors(stage: str, n_layers: int, case: str = "plain") -> dict[str, Place]:
+def of_tensors(stage: str, n_layers: int, case: str = "plain") -> dict[str, StageRef]:
     """Where a group has an array of every trained tensor, by the names and in the order of `Adapter.flat`."""
     kinds = [(matrix, kind) for matrix in LAYER_TARGETS for kind in (LORA_A, LORA_B)]
     return {f"layers.{i}.{m}.{kind}": at(stage, i, f"{m}.{kind}", case) for i in range(n_layers) for m, kind in kinds}
@@ -48,34 +48,34 @@ def of_tensors(stage: str, n_layers: int, case: str = "plain") -> dict[str, Plac
 MERGED_AT = of_matrices("merged_weight", 1)[MERGED]
 
 
-def shared_input(case: str) -> dict[str, Place]:
+def shared_input(case: str) -> dict[str, StageRef]:
     """Where the deltas of a case stand whose input does not depend on the adapter."""
     return {f"layers.0.{name}": at("lora_delta", 0, name, case) for name in SHARED_INPUT}
 
 
-def borders(n_layers: int) -> dict[Place, Place]:
+def borders(n_layers: int) -> dict[StageRef, StageRef]:
     """What goes into every block and comes out of the last -> its gradient."""
     inputs = {at("block_in", i): at("gradient", i, "block_in") for i in range(n_layers)}
     return inputs | {at("last_block_out"): at("gradient", None, "last_block_out")}
 
 
-def before(step: int, n_layers: int) -> dict[str, Mapping[str, Place]]:
+def before(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
     """What an optimizer step that is judged alone starts from: gradients and, after the first, the state."""
     gradients = of_tensors("gradient", n_layers) if step == 1 else of_tensors("given", n_layers, f"step {step}")
     return {"gradient": gradients} | (after(step - 1, n_layers) if step > 1 else {})
 
 
-def after(step: int, n_layers: int) -> dict[str, Mapping[str, Place]]:
+def after(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
     """What an optimizer step leaves."""
     return {stage: of_tensors(stage, n_layers, f"step {step}") for stage in STATE}
 
 
-def named(where: Mapping[str, Place], arrays: Mapping[str, np.ndarray]) -> Arrays:
+def named(where: Mapping[str, StageRef], arrays: Mapping[str, np.ndarray]) -> Arrays:
     """Arrays at their places instead of under their names."""
     return {place: arrays[name] for name, place in where.items()}
 
 
-def places(n_layers: int) -> dict[Place, tuple[str, ...]]:
+def places(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
     """Every array that the engines show, in the order of the table, and the modes that it is judged in."""
     ends, alone, chained, both = borders(n_layers), MODES[:1], MODES[1:], MODES
     parts = [
@@ -96,6 +96,6 @@ def places(n_layers: int) -> dict[Place, tuple[str, ...]]:
     return dict.fromkeys((*inputs, *ends, *given), ()) | {place: modes for modes, made in parts for place in made}
 
 
-def _of_step(step: int, n_layers: int) -> list[Place]:
+def _of_step(step: int, n_layers: int) -> list[StageRef]:
     tensors = (place for where in after(step, n_layers).values() for place in where.values())
     return [at("grad_norm", case=f"step {step}"), *tensors]

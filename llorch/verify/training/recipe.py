@@ -13,7 +13,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.config import LAYER_TARGETS, LoraConfig
-from llorch.lora.targets import Target
+from llorch.lora.targets import LoraTarget
 from llorch.train.batch import IGNORED, PADDING, Batch
 from llorch.train.schedules import learning_rate
 
@@ -98,7 +98,7 @@ def with_zero_b(adapter: Adapter) -> Adapter:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredBatch:
     """One batch as it is stored: ids of every row, and how many tokens at its beginning (1 or more) are a prompt."""
 
     ids: Sequence[Sequence[int]]
@@ -123,6 +123,6 @@ def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list
     return [batches[(first + i) % len(batches)] for i in range(accumulation)]
 
 
-def _tensors(bits: Bits, target: Target, rank: int) -> LoraTensors:
+def _tensors(bits: Bits, target: LoraTarget, rank: int) -> LoraTensors:
     lora_A = bits.signed(rank, target.n_in) * np.float32(target.n_in**-0.5)
     return LoraTensors(lora_A, bits.signed(target.n_out, rank) * np.float32(0.25))

@@ -18,7 +18,7 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
 from llorch.ops.linear import linear
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.stages import input_key, key
 from llorch.train import adamw, numpy_step, schedules
 from llorch.verify.training.goldens import TrainingGolden
@@ -53,12 +53,12 @@ from llorch.verify.training.recipe import (
     with_zero_b,
 )
 
-Results = Iterator[tuple[Place, np.ndarray]]
+Results = Iterator[tuple[StageRef, np.ndarray]]
 Named = Mapping[str, np.ndarray]
 State = Mapping[str, Named]  # what an optimizer step leaves, each by flat name of the tensors
 
 
-class NumpyRunner:
+class NumpyTrainingRunner:
     """What NumPy makes of one golden, in the dtype of its weights."""
 
     def __init__(self, weights: Weights, golden: TrainingGolden) -> None:
@@ -142,10 +142,10 @@ class NumpyRunner:
             yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
         yield from joined([found for found, _ in self._block_gradients({})]).items()
 
-    def _given(self, place: Place) -> np.ndarray:
+    def _given(self, place: StageRef) -> np.ndarray:
         return self._golden.shown(place).astype(self.dtype)
 
-    def _all_given(self, where: Mapping[str, Place]) -> Named:
+    def _all_given(self, where: Mapping[str, StageRef]) -> Named:
         return {name: self._given(place) for name, place in where.items()}
 
     def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
@@ -160,7 +160,7 @@ class NumpyRunner:
         return traces
 
     def _deltas(
-        self, adapter: Adapter, where: Mapping[str, Place], inputs: Callable[[str, int | None], np.ndarray]
+        self, adapter: Adapter, where: Mapping[str, StageRef], inputs: Callable[[str, int | None], np.ndarray]
     ) -> Results:
         weights = AdaptedWeights(self.weights, adapter)
         for name, place in where.items():

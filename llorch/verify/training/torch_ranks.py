@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from llorch.pytorch.parallel import gathered
-from llorch.pytorch.ranks import summed
-from llorch.pytorch.splitting import COLUMNS, ROWS
+from llorch.pytorch.distributed.launch import summed
+from llorch.pytorch.distributed.parallel import gathered
+from llorch.pytorch.distributed.sharding_plan import COLUMNS, ROWS
 from llorch.pytorch.train.worker import Alone, OnMesh
 
 

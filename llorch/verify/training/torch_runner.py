@@ -19,13 +19,13 @@ from llorch.files import Weights
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.numerics import DtypeName
-from llorch.places import Place
+from llorch.places import StageRef
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
+from llorch.pytorch.distributed.dtensor import like, own, part_of, whole
+from llorch.pytorch.distributed.parallel import cut_for, named_on
 from llorch.pytorch.load import Cut, all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
-from llorch.pytorch.parallel import cut_for, named_on
-from llorch.pytorch.parts import like, own, part_of, whole
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.pytorch.train.loading import load_for_training
@@ -33,7 +33,7 @@ from llorch.pytorch.train.loss import loss_sum
 from llorch.pytorch.train.step import Stepper
 from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.batch import IGNORED
-from llorch.verify.judge import Row
+from llorch.verify.judge import Comparison
 from llorch.verify.training.claims import claims, routed, rows, stored
 from llorch.verify.training.goldens import HALF_DTYPES, TrainingGolden
 from llorch.verify.training.limits import NUMPY_ALONE
@@ -71,7 +71,7 @@ CHUNK = 3  # rows of logits at once, fewer than any batch has
 MOMENTS = {"first_moment": "m", "second_moment": "v"}  # stage -> in the state of the optimizer
 
 
-def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = None) -> Iterator[Row]:
+def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = None) -> Iterator[Comparison]:
     """Judge the torch path in each of `VARIANTS` and one of `DTYPES` on one of `MODELS` against its stored goldens.
 
     On a mesh it is judged as all ranks have it together, as training runs; all of them have to ask.
@@ -84,26 +84,30 @@ def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = N
         yield from mesh_rows(name, *stored(name), target, mesh)
 
 
-def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Row]:
+def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Comparison]:
     """Likewise, of goldens that are at hand."""
     for suffix, as_trainer in VARIANTS.items():
-        yield from _judged(name, TorchRunner(weights, golden, target, as_trainer=as_trainer), f"{target}{suffix}")
+        yield from _judged(
+            name, TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer), f"{target}{suffix}"
+        )
 
 
-def mesh_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target, mesh: DeviceMesh) -> Iterator[Row]:
+def mesh_rows(
+    name: str, weights: Weights, golden: TrainingGolden, target: Target, mesh: DeviceMesh
+) -> Iterator[Comparison]:
     """Likewise, of what the ranks of a mesh make together; all of them have to ask."""
-    runner = TorchRunner(weights, golden, target, as_trainer=True, mesh=mesh)
+    runner = TorchTrainingRunner(weights, golden, target, as_trainer=True, mesh=mesh)
     yield from _judged(name, runner, named_on(target, mesh))
 
 
-def _judged(name: str, runner: "TorchRunner", backend: str) -> Iterator[Row]:
+def _judged(name: str, runner: "TorchTrainingRunner", backend: str) -> Iterator[Comparison]:
     dtype: DtypeName = runner.target.dtype_name  # pyright: ignore[reportAssignmentType]
     ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
     claimed = claims(runner.golden, runner.weights.config, dtype)
     yield from routed(rows(name, claimed, ours, backend, left_out=NUMPY_ALONE), runner.golden)
 
 
-class TorchRunner:
+class TorchTrainingRunner:
     """What torch makes of one golden on one device, in one dtype, as it is written or as the trainer saves memory."""
 
     def __init__(
@@ -175,10 +179,10 @@ class TorchRunner:
         hidden = self._hidden(worker)
         return worker.run(lambda module: module.lm_head(hidden))
 
-    def _given(self, place: Place, dtype: torch.dtype | None = None) -> Tensor:
+    def _given(self, place: StageRef, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(self.golden.shown(place), device=self.target.device, dtype=dtype or self.target.dtype)
 
-    def _padded(self, place: Place) -> Tensor:
+    def _padded(self, place: StageRef) -> Tensor:
         """The golden's tokens as rows of the first batch; 0 where there is padding."""
         tokens = self._given(place)
         held = torch.from_numpy(self.batches[0].documents >= 0)
@@ -189,7 +193,7 @@ class TorchRunner:
     def _tokens(self, rows: Tensor) -> np.ndarray:
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
-    def _deltas(self, adapter: Adapter, where: Mapping[str, Place]) -> Results:
+    def _deltas(self, adapter: Adapter, where: Mapping[str, StageRef]) -> Results:
         """Where the forward pass comes to a leaf, it is given the golden's input besides."""
         worker, deltas = self._worker(adapter), dict[str, Tensor]()
 
@@ -235,7 +239,7 @@ class TorchRunner:
 
         Fed, each block is alone: what goes in and the gradient of what comes out are the golden's.
         """
-        stepper, inputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[Place, Tensor]()
+        stepper, inputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[StageRef, Tensor]()
         worker, n_rows = stepper.worker, len(self.batches[0].ids)
         _, counts = worker.rows_of(self.batches[0])
         model, ends = worker.module.model, borders(self.n_layers)
@@ -339,7 +343,9 @@ def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
         yield alone
 
 
-def _noting(found: dict[Place, Tensor], place: Place, given: tuple[Tensor, Tensor] | None) -> Callable[..., tuple]:
+def _noting(
+    found: dict[StageRef, Tensor], place: StageRef, given: tuple[Tensor, Tensor] | None
+) -> Callable[..., tuple]:
     """A hook that keeps the gradient of what goes into a module, or of what is given to it instead."""
 
     def note(_module: nn.Module, inputs: tuple) -> tuple:

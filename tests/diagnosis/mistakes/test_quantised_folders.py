@@ -23,8 +23,8 @@ from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.places import Tokens
+from llorch.verify.expectations import files
 from llorch.verify.judge import FAIL, PASS
-from llorch.verify.suites import files
 
 Arrays = Mapping[str, np.ndarray]
 BY_NAME = {mistake.name: mistake for mistake in QUANTISED_FOLDERS}

@@ -14,10 +14,10 @@ from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Finding
 from llorch.dumps.index import open_raw
 from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.training.recipe import Rows
+from llorch.verify.training.recipe import StoredBatch
 
 MODELS = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5")
-ROWS = Rows([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10, 11]], [1, 3])
+ROWS = StoredBatch([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10, 11]], [1, 3])
 FIRST = {"micro-qwen2-moe": "l1.", "micro-qwen3-moe": "l1.", "micro-qwen3.5": "l0."}  # the last layer that has it
 
 

@@ -16,7 +16,7 @@ from llorch.diagnosis.verdict import Diagnosis
 from llorch.dumps.index import open_raw
 from llorch.files import open_weights
 from llorch.lora.initial import initial_adapter
-from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.distributed.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -13,9 +13,9 @@ from training_passes import CPU, base
 from training_runs import losses_on_mesh, small_settings, trained
 
 from llorch.ops.cross_entropy import IGNORED
+from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
 from llorch.pytorch.lora.dropout import Dropping, drop_mask, keyed, only, salt_of, token_keys
-from llorch.pytorch.ranks import on_ranks
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.step import Stepper

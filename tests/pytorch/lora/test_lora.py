@@ -15,7 +15,7 @@ from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.merge import MergedWeights
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.leaves import leaves_for, put_leaves
+from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.lora.adapters import (
     activate,

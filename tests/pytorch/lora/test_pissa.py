@@ -14,7 +14,7 @@ from llorch.lora.initial import initial_adapter
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.adapters import adapter_of, attach, detach, trainable_parameters
 from llorch.pytorch.lora.dropout import drop_mask, keyed, salt_of, token_keys
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 EVERY = (*ALL, "embed_tokens", "lm_head")
 

@@ -14,13 +14,13 @@ import llorch
 from llorch.generate import Token
 from llorch.lora.adapter import Adapter, LoraTensors
 from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Part, Target
-from llorch.pytorch.cpu.block import CpuBlock
+from llorch.lora.targets import LoraTarget, MatrixPart
+from llorch.pytorch.batch_invariant.reproducible import FixedRows
+from llorch.pytorch.kernels.cpu.block import CpuBlock
 from llorch.pytorch.lora.leaves import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch
-from llorch.pytorch.reproducible import FixedRows
 from llorch.sampling import SamplingSettings
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.expectations.quantised_models import write_model
 
 STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")
 EVERY_TARGET = (*ALL, "embed_tokens", "lm_head")
@@ -187,8 +187,8 @@ def test_in_mode_reproducible_no_bit_of_an_adapted_row_depends_on_its_company():
     lora_A, lora_B, x = (torch.randn(*shape, generator=generator) for shape in ((16, 896), (600, 16), (150, 896)))
     leaf = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
     config = LoraConfig(r=16, target_modules=("q_proj",))
-    target = Target(
-        "layers.0.q_proj", "model.layers.0.self_attn.q_proj", 896, 600, (part := Part("layers.0.q_proj"),), ()
+    target = LoraTarget(
+        "layers.0.q_proj", "model.layers.0.self_attn.q_proj", 896, 600, (part := MatrixPart("layers.0.q_proj"),), ()
     )
     tensors = LoraTensors(lora_A.numpy(), lora_B.numpy())
     leaf.add("one", config, target, tensors, dtype=torch.float32, trainable=False, minus=None, part=part)

@@ -10,7 +10,7 @@ from refusals import refuses
 
 import llorch
 from llorch.errors import NonFiniteRun
-from llorch.generate import Batch, Sampled
+from llorch.generate import GenerationBatch, Sampled
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE
@@ -69,7 +69,7 @@ def n_cached_of(batch: ContinuousBatch, prompts: list[list[int]]) -> list[int]:
     return found
 
 
-def joined(batch: Batch, ids: list[int], n: int = 5, **more) -> int:
+def joined(batch: GenerationBatch, ids: list[int], n: int = 5, **more) -> int:
     ticket = batch.join(job(ids, n, **more))
     assert ticket is not None
     return ticket

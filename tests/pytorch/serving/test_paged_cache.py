@@ -7,9 +7,9 @@ from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.pytorch.cache import Cache, State
-from llorch.pytorch.cpu.layer import CpuRotate
-from llorch.pytorch.cpu.library import library
-from llorch.pytorch.serving.paged_cache import PagedCache, Row
+from llorch.pytorch.kernels.cpu.layer import CpuRotate
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
 from llorch.pytorch.serving.pages import PAGE
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype
     config = config_of()
     cache, plain = paged(config, dtype=dtype), Cache(config, batch=2, n_slots=3 * PAGE, dtype=dtype, device=CPU)
     filled = [PAGE + 7, 3]
-    rows = [Row([4, 2], 0, 0), Row([5], 1, 0)]
+    rows = [SequenceRow([4, 2], 0, 0), SequenceRow([5], 1, 0)]
     for at, (row, n) in enumerate(zip(rows, filled, strict=True)):
         k, v = new(config, 1, n, at), new(config, 1, n, 9 + at)
         place = cache.begin([row], n)
@@ -44,7 +44,7 @@ def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype
         assert torch.equal(keys[0], plain.keys[LAYER][at, :, :n])
         assert place.visible is None
     q, k, v = new(config, 2, 1, 20), new(config, 2, 1, 21), new(config, 2, 1, 22)
-    place = cache.begin([Row([4, 2], 0, filled[0]), Row([5], 1, filled[1])], 1)
+    place = cache.begin([SequenceRow([4, 2], 0, filled[0]), SequenceRow([5], 1, filled[1])], 1)
     positions = torch.tensor([[n] for n in filled])
     other = plain.place(positions, ctx=PAGE + 8)
     if compiled:
@@ -76,7 +76,10 @@ def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, n
     config = config_of()
     cache, plain = paged(config, dtype=dtype), Cache(config, batch=1, n_slots=3 * PAGE, dtype=dtype, device=CPU)
     k, v = (new(config, 1, PAGE + 9, seed).to(dtype) for seed in (1, 2))
-    place, other = cache.begin([Row([3, 4], 0, 0)], PAGE + 9), plain.place(torch.arange(PAGE + 9)[None], ctx=PAGE + 9)
+    place, other = (
+        cache.begin([SequenceRow([3, 4], 0, 0)], PAGE + 9),
+        plain.place(torch.arange(PAGE + 9)[None], ctx=PAGE + 9),
+    )
     if name == "llorch":
         if (made := library()) is None:
             pytest.skip("NOT RUN: no C compiler")
@@ -90,17 +93,17 @@ def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, n
     assert all(torch.equal(got, want) for got, want in zip(*given, strict=True))
     assert given[0][0].data_ptr() == cache._pools[0][LAYER][:, :, 3 * PAGE :].data_ptr()
     assert not cache._pools[0][LAYER][:, :, : 3 * PAGE].any()
-    cache.begin([Row([3, 4], 0, PAGE + 9), Row([1, 2], 1, PAGE)], 1)
+    cache.begin([SequenceRow([3, 4], 0, PAGE + 9), SequenceRow([1, 2], 1, PAGE)], 1)
     assert cache.pages is not None
     assert torch.equal(cache.context(LAYER, place)[0][:1], given[0][0])
-    cache.begin([Row([3, 5], 0, PAGE + 9)], 1)
+    cache.begin([SequenceRow([3, 5], 0, PAGE + 9)], 1)
     assert cache.pages is not None
 
 
 def test_windows_chunks_and_temperatures_are_those_of_rows():
     config = config_of("micro-llama4")
     cache, plain = paged(config), Cache(config, batch=2, n_slots=3 * PAGE, dtype=torch.float32, device=CPU)
-    got = cache.begin([Row([1, 2], 0, 70), Row([3, 4, 5], 1, 130)], 1)
+    got = cache.begin([SequenceRow([1, 2], 0, 70), SequenceRow([3, 4, 5], 1, 130)], 1)
     want = plain.place(torch.tensor([[70], [130]]), ctx=131)
     assert got.slots.tolist() == [[2 * PAGE + 6], [5 * PAGE + 2]]
     assert got.near.keys() == want.near.keys()
@@ -113,8 +116,8 @@ def test_windows_chunks_and_temperatures_are_those_of_rows():
 
 def test_rows_that_end_in_the_same_place_need_no_mask():
     cache = paged(config_of())
-    assert cache.begin([Row([1], 0, 5), Row([2], 1, 5)], 1).visible is None
-    assert cache.begin([Row([1], 0, 5), Row([2], 1, 6)], 1).visible is not None
+    assert cache.begin([SequenceRow([1], 0, 5), SequenceRow([2], 1, 5)], 1).visible is None
+    assert cache.begin([SequenceRow([1], 0, 5), SequenceRow([2], 1, 6)], 1).visible is not None
 
 
 def test_pages_are_wiped_for_the_next_job_and_no_others():
@@ -132,12 +135,12 @@ def test_states_are_those_of_the_rows_of_the_pass():
     cache = paged(config)
     layer = next(iter(cache.states))
     assert [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)] == [not k.numel() for k in cache.keys]
-    cache.begin([Row([1], 2, 0), Row([2], 0, 0)], 1)
+    cache.begin([SequenceRow([1], 2, 0), SequenceRow([2], 0, 0)], 1)
     like = cache.state(layer)
     assert like is not None
     cache.remember(layer, State(torch.ones_like(like.conv), torch.stack([like.delta[0] + 5, like.delta[1] + 7])))
     assert [int(row.max()) for row in cache.states[layer].delta] == [7, 0, 5]
-    cache.begin([Row([2], 0, 1)], 1)
+    cache.begin([SequenceRow([2], 0, 1)], 1)
     one = cache.state(layer)
     assert one is not None
     assert (float(one.delta.max()), len(one.conv)) == (7, 1)

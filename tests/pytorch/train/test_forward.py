@@ -8,9 +8,9 @@ from refusals import refuses
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import load_torch
-from llorch.pytorch.sdpa import use_sdpa
 from llorch.pytorch.train.forward import hidden_states
 from llorch.train.batch import IGNORED, Batch
 

@@ -15,7 +15,7 @@ from training_runs import Silent, losses_on_mesh, small_settings, trained
 from llorch.convert import convert
 from llorch.files.quant import GGMLType
 from llorch.hub import find
-from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.run import Run
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -192,8 +192,8 @@ def test_an_adapter_that_comes_after_sharding_is_refused(tmp_path: Path):
 
 
 def attached_twice(settings: Any) -> str:
+    from llorch.pytorch.distributed.launch import leave, start
     from llorch.pytorch.lora.adapters import attach
-    from llorch.pytorch.ranks import leave, start
     from llorch.pytorch.train.trainer import Training
 
     training = Training(settings, start({"dp": 1, "tp": 1}))
@@ -204,7 +204,7 @@ def attached_twice(settings: Any) -> str:
 
 
 def refused(settings: Any, axes: Mapping[str, int]) -> str:
-    from llorch.pytorch.ranks import leave, start
+    from llorch.pytorch.distributed.launch import leave, start
     from llorch.pytorch.train.trainer import Training
 
     with pytest.raises(ValueError, match=r"^(mesh|tensor parallel): ") as error:

@@ -7,7 +7,7 @@ import pytest
 from mesh_training import judged_live
 
 from llorch.builtin import goldens_folder
-from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.distributed.launch import on_ranks
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 

@@ -19,7 +19,7 @@ from sharded_runs import (
 from training_runs import small_settings
 
 from llorch.errors import EngineDied
-from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import Training
 from llorch.train.snapshot_files import PARTS, Snapshot

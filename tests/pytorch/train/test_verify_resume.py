@@ -13,7 +13,7 @@ from refusals import assert_cli_refuses, assert_tells, refuses
 from training_runs import small_data, small_settings
 
 from llorch.errors import CheckpointMismatch
-from llorch.pytorch.train.verify_resume import ADAPTER, Compared, Comparison, Proof, compare_runs, verify_resume
+from llorch.pytorch.train.verify_resume import ADAPTER, Compared, Proof, RunComparison, compare_runs, verify_resume
 from llorch.train.resume import PACKAGES
 from llorch.train.snapshots import SnapshotStore
 
@@ -69,7 +69,7 @@ def test_a_line_of_the_log_that_differs_or_is_missing_is_counted(
 
 
 def test_a_control_that_changes_nothing_proves_nothing():
-    same, other = (Comparison((Compared("adapter/a", 1, bits),), 1, 0) for bits in (0, 1))
+    same, other = (RunComparison((Compared("adapter/a", 1, bits),), 1, 0) for bits in (0, 1))
     assert Proof(4, 2, same, {"moments": other}).holds
     assert not Proof(4, 2, same, {"moments": same}).holds
     assert not Proof(4, 2, other, {"moments": other}).holds
@@ -127,10 +127,10 @@ def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     tensors = Compared("adapter/layers.0.q_proj.lora_A", 1024, 3), Compared("optimizer/step", 1, 0)
-    halves = Comparison(tensors, 4, 1)
+    halves = RunComparison(tensors, 4, 1)
     monkeypatch.setattr(
         "llorch.pytorch.train.verify_resume.verify_resume",
-        lambda *args, **kwargs: Proof(4, 2, halves, {"moments": halves, "place": Comparison(tensors[1:], 4, 0)}),
+        lambda *args, **kwargs: Proof(4, 2, halves, {"moments": halves, "place": RunComparison(tensors[1:], 4, 0)}),
     )
     result = invoke("lora", "verify-resume", "micro-llama", "--data", str(tmp_path), "--steps", "4")
     assert result.exit_code == 1

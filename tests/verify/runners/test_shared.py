@@ -11,12 +11,12 @@ from planted_quantised import golden
 from llorch.files import open_weights
 from llorch.files.packed import Packed
 from llorch.numerics import GGML
-from llorch.verify.judge import FAIL, Row
+from llorch.verify.expectations.quantised import suite_of
+from llorch.verify.expectations.quantised_goldens import CASE
+from llorch.verify.expectations.quantised_models import write_model
+from llorch.verify.judge import FAIL, Comparison
 from llorch.verify.runners.numpy import GgmlRunner
 from llorch.verify.runners.shared import SharedWeights
-from llorch.verify.suites.quantised import suite_of
-from llorch.verify.suites.quantised_goldens import CASE
-from llorch.verify.suites.quantised_models import write_model
 
 NAME = "Q4_K"
 
@@ -26,7 +26,7 @@ def weights(tmp_path: Path) -> SharedWeights:
     return SharedWeights(open_weights(write_model(NAME, tmp_path)).using(GGML))
 
 
-def rows(weights: SharedWeights, *, shared: bool = True) -> list[Row]:
+def rows(weights: SharedWeights, *, shared: bool = True) -> list[Comparison]:
     same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
     suite = suite_of(NAME, same, golden())
     runner = GgmlRunner(same, {CASE: golden().traces[NAME]}, {CASE: suite.limits(CASE)})

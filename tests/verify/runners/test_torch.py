@@ -13,13 +13,13 @@ from refusals import assert_tells, refuses
 from torch_targets import on
 
 from llorch.errors import CheckpointMismatch
-from llorch.pytorch.cpu.library import library
+from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.model import TorchModel
-from llorch.verify.goldens import Evidence
-from llorch.verify.judge import FAIL, PASS, TIE, Row
-from llorch.verify.limits import SCORES
-from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant, plain, variants_for
-from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.goldens import EngineOutput
+from llorch.verify.judge import FAIL, PASS, TIE, Comparison
+from llorch.verify.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain, variants_for
+from llorch.verify.tolerances.forward import SCORES
 
 NAME = "micro-qwen3"
 HALF, SINGLE = "torch-cpu-bfloat16", "torch-cpu-float32"
@@ -28,8 +28,8 @@ HALF, SINGLE = "torch-cpu-bfloat16", "torch-cpu-float32"
 def rows(
     runner: TorchRunner,
     kind: str = "stage_rows",
-    evidence: dict[str, Evidence] | None = None,
-) -> list[Row]:
+    evidence: dict[str, EngineOutput] | None = None,
+) -> list[Comparison]:
     golden = golden_of(NAME)
     near = {"near": golden.cases["near"]}
     suite = ForwardSuite(NAME, weights_of(NAME), near, evidence or dict(golden.evidence), golden.truth)
@@ -49,7 +49,7 @@ def with_model(target: str, change: Callable[[TorchModel], Any]) -> TorchRunner:
         change(model)
         return model
 
-    return TorchRunner(weights_of(NAME), on(target), Variant(make, hidden=frozenset()), "changed")
+    return TorchRunner(weights_of(NAME), on(target), TorchVariant(make, hidden=frozenset()), "changed")
 
 
 def test_a_model_in_another_dtype_than_the_target_is_refused():

@@ -1,0 +1,135 @@
+"""The table, filled: inputs and their truth first, then one engine after the other, then what confirms what."""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llorch.atlas.catalogue import AtlasEngine
+from llorch.atlas.environments import NotInstalled, python_of
+from llorch.atlas.inputs import AtlasInput, write_input
+from llorch.atlas.judging import judge
+from llorch.atlas.runs import Request, RunEnd, run_all
+from llorch.atlas.verdicts import NOT_RUN, UNREADABLE, AtlasVerdict, confirmed, word_of
+from llorch.engines import open_producer
+from llorch.errors import FormatError, GuardFailed
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Fed:
+    """An input that was written, and its truth.
+
+    Attributes:
+        input: Which.
+        model: The folder or file that engines are given.
+        source: The folder whose numbers it has.
+        truth: Every stage in float64, by trace key.
+    """
+
+    input: AtlasInput
+    model: Path
+    source: Path
+    truth: Mapping[str, np.ndarray]
+
+
+def prepared(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterator[Fed]:
+    """Write inputs and take their truth from transformers in float64.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+    """
+    truths: dict[Path, Mapping[str, np.ndarray]] = {}
+    folder = home / "inputs"
+    folder.mkdir(parents=True, exist_ok=True)
+    for this in inputs:
+        say(f"{this.name}: the float64 reference")
+        try:
+            model = write_input(this, folder)
+        except FormatError:
+            if this.gguf:  # no such file can say it: there is no such input
+                continue
+            raise
+        source = write_input(replace(this, gguf=False), folder)
+        ids = [token for part in this.parts for token in part]
+        if source not in truths:
+            with open_producer("transformers", source, dtype="float64") as engine:
+                truths[source] = engine.trace(ids)
+        yield Fed(this, model, source, truths[source])
+
+
+def fill(
+    engines: Sequence[AtlasEngine], inputs: Iterable[AtlasInput], home: Path, say: Say
+) -> Iterator[list[AtlasVerdict]]:
+    """Run engines on inputs and judge them.
+
+    Args:
+        engines: Which, in their order.
+        inputs: What they are fed, as far as each reads it.
+        home: A folder for environments, inputs and runs; what is there is used again but for the runs.
+        say: Told what is being done.
+
+    Yields:
+        All verdicts of an engine, when its runs have ended.
+    """
+    with ThreadPoolExecutor(1) as installer:  # packages of the next come while one runs
+        environments = [installer.submit(python_of, engine, home) for engine in engines]
+        try:
+            fed = list(prepared(inputs, home, say))
+            for engine, environment in zip(engines, environments, strict=True):
+                yield list(confirmed(list(_of_engine(engine, environment, fed, home, say))))
+        finally:
+            installer.shutdown(wait=False, cancel_futures=True)
+
+
+def _of_engine(
+    engine: AtlasEngine, environment: Future[Path], fed: Sequence[Fed], home: Path, say: Say
+) -> Iterator[AtlasVerdict]:
+    readable = [each for each in fed if (engine.gguf if each.input.gguf else engine.folders)]
+    try:
+        say(f"{engine.name}: the environment")
+        python = environment.result()
+    except NotInstalled as error:
+        yield AtlasVerdict(engine.name, "", NO_INPUT, NOT_RUN, str(error))
+        return
+    for way, options in engine.ways.items():
+        folder = home / "runs" / engine.script / (way.replace(" ", "-") or "plain")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        requests = [_request(each, folder, dict(options)) for each in readable]
+        command = [str(python), str(engine.adapter)]
+        n_done = 0
+
+        def told(ended: RunEnd, of: str = f"{engine.name} {way}".strip(), n_runs: int = len(requests)) -> None:
+            nonlocal n_done
+            n_done += 1
+            say(f"{of}: {n_done} of {n_runs} runs")
+
+        for each, request, ended in zip(readable, requests, run_all(command, requests, folder, say=told), strict=True):
+            verdict = _verdict(engine.name, way, each, Path(request.out), ended)
+            yield replace(verdict, said=verdict.said.replace(str(home), "HOME"))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+NO_INPUT = AtlasInput("")
+
+
+def _request(this: Fed, folder: Path, options: dict[str, object]) -> Request:
+    name = this.input.name
+    return Request(str(this.model), this.input.parts, str(folder / name), str(folder / f"{name}-scratch"), options)
+
+
+def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> AtlasVerdict:
+    made = AtlasVerdict(engine, way, this.input, ended.word, ended.error, ended.version, ended.seconds)
+    if ended.word != "done":
+        return made
+    try:
+        judged = judge(this.source, dump, this.truth)
+    except (FormatError, GuardFailed, ValueError) as error:
+        return replace(made, word=UNREADABLE, said=str(error))
+    word, said = word_of(judged)
+    return replace(made, word=word, said=said, judged=judged)

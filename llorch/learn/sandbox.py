@@ -1,0 +1,360 @@
+"""Checks in a process of their own: a loop, a crash or a flood of a learner's code ends that process and no other.
+
+The process is a copy of this one, with all that is imported and read by then, where libraries of linear algebra are
+safe to copy (Linux); elsewhere a new one. It is asked for one lesson after the other; if it ends, that lesson has
+failed and another process takes the rest. What runs in there is `_work` and below.
+"""
+
+import ctypes
+import faulthandler
+import io
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import wraps
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from llorch.errors import LeftOut, MissingExtra, printable
+from llorch.learn.check import check
+from llorch.learn.choice import opened
+from llorch.learn.exercise import Call
+from llorch.learn.fault_injection import Teeth, teeth
+from llorch.learn.frames import all_frames, is_own
+from llorch.learn.guard import named
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Mode
+from llorch.learn.lessons import BY_NUMBER, Lesson
+from llorch.learn.verdict import NOT_RUN, LessonVerdict
+from llorch.threads import limited
+from llorch.verify.judge import FAIL, PASS
+
+SECONDS = 10.0  # that the code of a learner may take for a lesson
+MEMORY = 4 << 30  # bytes
+_GRACE = 1.0  # seconds that code has to end by an exception, which says where it was, before its process is killed
+_EVER = 600.0  # the same of a check, whoever takes the time
+_READS = 256  # of 64 KiB, before something else is looked at
+_LINES, _COLUMNS = 20, 300  # of what is printed during one lesson; the rest is counted
+_FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # of a crash, as Python prints it
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a verdict what a process can hand over.
+
+    Attributes:
+        lesson: The number that was asked for; in chained mode the verdict may be that of an earlier one.
+        word: Of the verdict.
+        text: The verdict as a person reads it.
+        record: The verdict as `--json` gives it.
+        traceback: Of what the learner's code raised, all of it.
+    """
+
+    lesson: str
+    word: str
+    text: str
+    record: Mapping[str, Any]
+    traceback: str = ""
+
+
+class TookTooLong(Exception):
+    """Raised inside a learner's code."""
+
+
+def outcomes(
+    source: str,
+    numbers: Sequence[str],
+    mode: Mode = "isolated",
+    *,
+    seconds: float = SECONDS,
+    teeth: bool = False,
+    say: Say,
+) -> Iterator[Outcome]:
+    """Check lessons one after the other.
+
+    Args:
+        source: A learner's folder or program, see `choice`.
+        numbers: Of the lessons.
+        mode: See `check`.
+        seconds: That the learner's code may take for each lesson.
+        teeth: Whether known mistakes are tried in what passes.
+        say: Told what that code prints, line by line.
+
+    Yields:
+        What came of each lesson.
+
+    Raises:
+        FileNotFoundError: The folder or program is not there.
+        ValueError: It is none.
+    """
+    rest = list(numbers)
+    while rest:
+        worker = _Worker(source, (mode, seconds, teeth), say)
+        try:
+            if isinstance(said := worker.answer("import"), Exception):
+                raise said
+            if said is None:
+                yield from (worker.ended(number, " while your files were imported") for number in rest)
+                return
+            is_up = True
+            while rest and is_up:
+                found = worker.answer(number := rest.pop(0))
+                is_up = found is not None
+                yield found or worker.ended(number)
+        finally:
+            worker.end()
+
+
+def warm(lesson: Lesson) -> None:
+    """Import and read here what processes then have from the beginning: ours is checked once."""
+    with suppress(MissingExtra, LeftOut), limited(1):
+        check(lesson, Implementation("the reference", {part.name: part.reference for part in lesson.parts}))
+
+
+class _Worker:
+    """The process, from outside."""
+
+    def __init__(self, source: str, how: tuple[Mode, float, bool], say: Say) -> None:
+        context = get_context("fork" if sys.platform == "linux" else "spawn")
+        self._say, self._seconds = say, how[1]
+        self._clock = context.RawValue("d", 0.0)  # when the learner's call that runs must have ended; 0: none runs
+        self._channel, theirs = context.Pipe()
+        self._output, printed = context.Pipe(duplex=False)
+        arguments = (source, how, self._clock, theirs, printed)
+        self._process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
+        with warnings.catch_warnings():  # of threads: they wait for files and keys, or are those of BLAS
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        printed.close()
+
+    def answer(self, asked: str) -> Any:
+        """To a lesson's number, or to `import`, after all that was printed until then; None if the process ended."""
+        printed, answer, waiting = _Printed(asked, self._say), None, [self._channel, self._output]
+        end = time.monotonic() + _EVER
+        with suppress(OSError):
+            self._channel.send(asked)
+        while answer is None:
+            ready: list[Any] = wait(waiting, timeout=_GRACE / 4)
+            if self._output in ready and not self._read_output(printed):
+                waiting.remove(self._output)
+            if self._channel in ready:
+                with suppress(EOFError, OSError):
+                    answer = self._channel.recv()
+                break
+            if self._is_late() or time.monotonic() > end or (not ready and self._process.exitcode is not None):
+                break
+        self._read_output(printed)
+        printed.close()
+        return answer
+
+    def _is_late(self) -> bool:
+        return 0 < self._clock.value < time.monotonic() - _GRACE
+
+    def _read_output(self, printed: "_Printed") -> bool:
+        """What is there, which may not end; False if nothing more can come."""
+        for _ in range(_READS):
+            if not self._output.poll():
+                break
+            if not (data := os.read(self._output.fileno(), 1 << 16)):
+                return False
+            printed.write(data)
+        return True
+
+    def ended(self, number: str, when: str = "") -> Outcome:
+        """What is said of a lesson that the process did not survive."""
+        if self._is_late():
+            fault = (
+                f"your code took over {self._seconds:g} s{when} and cannot be interrupted; check that each loop ends"
+            )
+        else:
+            self._process.join(_GRACE)
+            fault = f"your code ended the process that checks it{when} ({_status(self._process.exitcode)})"
+        return outcome_of(number, LessonVerdict(number, FAIL, fault=fault))
+
+    def end(self) -> None:
+        """And whatever it has started."""
+        if self._process.pid is not None and hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._channel.close()
+        self._output.close()
+
+
+class _Printed:
+    """What a learner's code prints during a lesson: so many lines of it, labelled."""
+
+    def __init__(self, number: str, say: Say) -> None:
+        self._number, self._say, self._part, self._n = number, say, b"", 0
+
+    def write(self, data: bytes) -> None:
+        *lines, self._part = (self._part + data).split(b"\n")
+        self._part = self._part[: 4 * _COLUMNS]
+        for line in lines:
+            self._line(line)
+
+    def _line(self, line: bytes) -> None:
+        if (frame := _FRAME.match(line)) and not is_own(frame[1].decode("utf-8", "replace")):
+            return
+        self._n += 1
+        if self._n <= _LINES:
+            text = printable(line[: 4 * _COLUMNS].decode("utf-8", "replace"))
+            self._say(f"{self._number} prints: {text[:_COLUMNS]}{'...' if len(text) > _COLUMNS else ''}")
+
+    def close(self) -> None:
+        if self._part:
+            self._line(self._part)
+        if self._n > _LINES:
+            self._say(f"{self._number} prints: ({self._n - _LINES} more lines)")
+
+
+def _status(code: int | None) -> str:
+    if code is None:
+        return f"it gave no answer for {_EVER:g} s"
+    if code >= 0:
+        return f"exit status {code}"
+    return signal.Signals(-code).name
+
+
+def outcome_of(number: str, verdict: LessonVerdict, tried: Teeth | None = None) -> Outcome:
+    """Of a lesson's verdict, and of known mistakes that were tried in what passed."""
+    text, record = str(verdict), verdict.record()
+    if tried is not None:
+        text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.teeth]}
+    return Outcome(number, verdict.word, text, record, verdict.traceback)
+
+
+def _work(source: str, how: tuple[Mode, float, bool], clock: Any, channel: Connection, printed: Connection) -> None:
+    """The process, from inside: answers to the channel, whatever is printed to `printed`."""
+    _stand_apart(printed)
+    mode, seconds, with_teeth = how
+    allowed = _Allowed(seconds, clock)
+    with suppress(EOFError, OSError), limited(1):
+        channel.recv()
+        answer = implementation = _opened(source, allowed)
+        while True:
+            with suppress(Exception):  # such as a stream that the learner's code has closed
+                sys.stdout.flush()
+            channel.send(answer if isinstance(answer, Exception | Outcome) else "imported")
+            number = channel.recv()
+            allowed.begin()
+            assert isinstance(implementation, Implementation)
+            answer = _checked(number, implementation, mode, with_teeth)
+    os._exit(0)  # threads of the learner's may go on for ever
+
+
+def _opened(source: str, allowed: "_Allowed") -> Implementation | Exception:
+    try:
+        with allowed.running():
+            return opened(source, allowed.timed)
+    except (OSError, ValueError) as error:
+        return error
+
+
+def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth: bool) -> Outcome:
+    lesson = BY_NUMBER[number]
+    try:
+        verdict = check(lesson, implementation, mode)
+        tried = teeth(lesson, implementation) if with_teeth and verdict.word == PASS else None
+        return outcome_of(number, verdict, tried)
+    except (MissingExtra, LeftOut) as error:
+        return outcome_of(number, LessonVerdict(number, NOT_RUN, reason=str(error)))
+    except MemoryError as error:
+        fault = f"your code needs more than {MEMORY >> 30} GiB of memory: {named(error)}"
+        return outcome_of(number, LessonVerdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+    except BaseException as error:  # a bug of ours, or of code that reaches into llorch
+        fault = f"the check itself raised {named(error)}; --full shows where"
+        return outcome_of(number, LessonVerdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+
+
+class _Allowed:
+    """The time that a learner's code may still take, and no other: by an alarm, and by a clock that others watch."""
+
+    def __init__(self, seconds: float, clock: Any) -> None:
+        self.left, self._seconds, self._clock = seconds, seconds, clock
+        self._n_returned, self._began = 0, 0.0
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, self._ring)
+
+    def begin(self) -> None:
+        """Allow another lesson its time."""
+        self.left, self._n_returned = self._seconds, 0
+
+    def _ring(self, *_signal: object) -> None:
+        raise TookTooLong(f"took over {self._seconds:g} s of processor time; {self._advice()}")
+
+    def _advice(self) -> str:
+        """Tell slow calls, of which several returned, from one call that took most of the time."""
+        if 2 * (time.monotonic() - self._began) > self._seconds:
+            return "check that each loop ends"
+        more = f"--seconds {6 * self._seconds:g}"
+        return f"{self._n_returned} calls returned, so the code is slow; compute on arrays, or check with {more}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._began = time.monotonic()
+        self._clock.value = self._began + max(self.left, 0)
+        self._set_alarm(max(self.left, 1e-3))
+        try:
+            yield
+            self._n_returned += 1
+        finally:
+            self._set_alarm(0)
+            self._clock.value = 0
+            self.left -= time.monotonic() - self._began
+
+    def _set_alarm(self, seconds: float) -> None:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def timed(self, function: Call) -> Call:
+        @wraps(function)
+        def call(**given: Any) -> Any:
+            with self.running():
+                made = function(**given)
+            return self._stream(made) if isinstance(made, Iterator) else made
+
+        return call
+
+    def _stream(self, made: Iterator[Any]) -> Iterator[Any]:
+        """The same, which computes while it is asked for more."""
+        end = object()
+        while True:
+            with self.running():
+                each = next(made, end)
+            if each is end:
+                return
+            yield each
+
+
+def _stand_apart(printed: Connection) -> None:
+    """No Ctrl-C (whose it is ends this process), no input, streams of its own, and bounded memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setsid"):
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for old, new in ((nothing, 0), (printed.fileno(), 1), (printed.fileno(), 2)):
+            os.dup2(old, new)
+    sys.dont_write_bytecode = True  # see `folder`
+    faulthandler.enable(2)  # which says where a crash was
+    sys.stdin = Path(os.devnull).open()
+    sys.stdout = sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), "utf-8", "replace", write_through=True)
+    with suppress(AttributeError, TypeError, OSError):  # Linux has it: ends with the process that waits for it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,1 @@
+"""Logits that do not depend on the other rows of a batch."""

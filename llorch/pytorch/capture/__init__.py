@@ -1,0 +1,1 @@
+"""Hooks on an unmodified torch model that show every stage."""

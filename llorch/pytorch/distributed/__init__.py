@@ -1,0 +1,1 @@
+"""One model on the ranks of a device mesh."""

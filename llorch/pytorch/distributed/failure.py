@@ -1,0 +1,111 @@
+"""How the ranks of a mesh end: all with one line and one exit code, those of the rank that failed first.
+
+A rank that fails leaves both in the store of the launcher, and ends. The others, whose messages then do not arrive,
+find them there. Where there is nothing a rank was lost: those that are left say that they are there, and who does not
+is the one. On every machine one rank tells the user.
+
+Source: torch.distributed.Store, which outlives the ranks.
+"""
+
+import json
+import time
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from llorch.errors import RankFailed, RankLost
+from llorch.torchrun import ranks_here, speak
+
+GRACE = timedelta(seconds=5)  # in which a rank that failed has left its line, and one that is there has said so
+_OF_MESSAGES = ("gloo", "Connection", "Timed out", "timed out", "NCCL", "recv", "Socket")
+_LATE = ("Timed out", "timed out", "Timeout", "timeout")
+
+
+class Ending:
+    """Where the ranks of one start leave why they end."""
+
+    def __init__(self, store: Any, *, rank: int, n_ranks: int, timeout: timedelta) -> None:
+        """As one of them; `timeout` is how long it waits for a message."""
+        self._store, self._rank, self._n_ranks = store, rank, n_ranks
+        self._seconds = f"{timeout.total_seconds():g} s"
+
+    def of(self, error: BaseException, code: int, line: str) -> BaseException:
+        """What this rank ends with, given what it raised, and the exit code and the line of that."""
+        try:
+            said = self._why(error, code, line)
+            here = self._here() if said is None else {}
+        except (dist.DistError, RuntimeError):  # the store is gone
+            if self._rank == ranks_here(self._n_ranks)[0]:
+                speak()
+            who = "the other ranks and the machine that started them"
+            return RankFailed(f"{self._tried(error)} {who}: {_said(error)}", None)
+        if self._rank == min(set(ranks_here(self._n_ranks)) & (here.keys() or {*range(self._n_ranks)})):
+            speak()
+        if said is None:
+            return self._lost(error, here)
+        if said["rank"] == self._rank or said["line"] == line:
+            return error
+        return RankFailed(f"rank {said['rank']}: {said['line']}", said["code"])
+
+    def _why(self, error: BaseException, code: int, line: str) -> Mapping[str, Any] | None:
+        """What the first rank that failed has said, which may be this one; None where nobody has."""
+        if isinstance(error, KeyboardInterrupt):  # also of a launcher that has lost a rank
+            return self._read() or {"rank": self._rank}
+        return self._awaited(error) if is_of_messages(error) else self._left(code, line)
+
+    def _left(self, code: int, line: str) -> Mapping[str, Any]:
+        """Leave a line, unless somebody was faster; the one that stands there."""
+        mine = json.dumps({"rank": self._rank, "code": code, "line": line})
+        return json.loads(self._store.compare_set("first", "", mine))
+
+    def _read(self) -> Mapping[str, Any] | None:
+        """What another rank has left."""
+        return json.loads(self._store.get("first")) if self._store.check(["first"]) else None
+
+    def _awaited(self, error: BaseException) -> Mapping[str, Any] | None:
+        """The same, once it had time to; meanwhile the others learn that this one is there."""
+        self._store.set(f"here {self._rank}", "late" if _is_late(error) else "")
+        end = time.monotonic() + GRACE.total_seconds()
+        while (said := self._read()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return said
+
+    def _here(self) -> Mapping[int, bool]:
+        """Ranks that have said that they are there, and whether they waited in vain."""
+        names = {rank: f"here {rank}" for rank in range(self._n_ranks)}
+        return {rank: self._store.get(name) == b"late" for rank, name in names.items() if self._store.check([name])}
+
+    def _lost(self, error: BaseException, here: Mapping[int, bool]) -> RankFailed:
+        missing = [rank for rank in range(self._n_ranks) if rank not in here]
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._n_ranks}"
+        if not missing:
+            return RankFailed(f"{self._tried(error)} another rank, but all ranks still run: {_said(error)}", None)
+        if any(here.values()):
+            return RankFailed(f"{who} did not answer for {self._seconds}; its process or its machine may hang", None)
+        return RankLost(f"lost {who}, whose process ended: {_said(error)}", None)
+
+    def _tried(self, error: BaseException) -> str:
+        return f"no answer for {self._seconds} from" if _is_late(error) else "lost"
+
+
+def is_of_messages(error: BaseException) -> bool:
+    """Whether a message was not sent or did not arrive, or another rank failed instead of sending it."""
+    if isinstance(error, (RankFailed, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and _has(error, _OF_MESSAGES)
+
+
+def _is_late(error: BaseException) -> bool:
+    return _has(error, _LATE)
+
+
+def _has(error: BaseException, words: Collection[str]) -> bool:
+    return any(word in str(error) for word in words)
+
+
+def _said(error: BaseException) -> str:
+    """What torch says, without where in its sources."""
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return text.rpartition(".cc:")[2].partition("] ")[2][:120] or text[:120]

@@ -1,0 +1,189 @@
+"""The processes of a device mesh: as many of one function as there are ranks, started by torch's own launcher.
+
+How they end together where one fails: `ending`.
+
+Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distributed.rendezvous for the store.
+"""
+
+import json
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
+
+from llorch.errors import EngineDied, RankFailed
+from llorch.pytorch.device import target
+from llorch.pytorch.distributed.failure import Ending
+from llorch.torchrun import OURS, n_restarts, only_first_speaks, own_device
+from llorch.train.resume import differences
+
+TIMEOUT = timedelta(minutes=5)  # that a rank waits for another
+Made = TypeVar("Made")
+
+
+class RanksEnded(Exception):
+    """Ranks that ended with an exit code of their own, and have said why."""
+
+    def __init__(self, exit_code: int) -> None:
+        """Which code."""
+        super().__init__(f"the ranks ended with code {exit_code}")
+        self.exit_code = exit_code
+
+
+def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: timedelta = TIMEOUT) -> Any:
+    """Call a function in so many processes of this machine.
+
+    Args:
+        n_ranks: How many.
+        work: What they call; a module's, as processes import it.
+        arguments: What it is given.
+        timeout: How long ranks have to end after SIGTERM or SIGINT, which this process passes on to them.
+
+    Returns:
+        What rank 0 returned; only that one prints.
+
+    Raises:
+        EngineDied: A rank did not survive, or raised; the others are ended.
+        Ended: A rank left with an exit code, or a signal ended this process.
+    """
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(timeout.total_seconds())))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
+        signals_to_handle="SIGTERM,SIGINT",
+    )  # fmt: skip
+    try:
+        with _handlers_put_back():
+            return elastic_launch(config, _rank)(work, *arguments)[0]
+    except ChildFailedError as error:
+        raise _reason(error, n_ranks) from None
+    except SignalException as stopped:
+        raise RanksEnded(128 + stopped.sigval) from None
+
+
+@contextmanager
+def _handlers_put_back() -> Iterator[None]:
+    """The launcher leaves handlers of its own behind, for whatever this process does next."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _reason(error: ChildFailedError, n_ranks: int) -> Exception:
+    """Why the first rank ended: with a code, by an exception, which is in its message, or by a signal."""
+    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    said: Any = failure.message
+    if isinstance(said, dict):
+        return EngineDied(f"rank {rank} of {n_ranks}: {said['message']}")
+    if failure.exitcode > 0:
+        return RanksEnded(failure.exitcode)
+    return EngineDied(f"rank {rank} of {n_ranks}: its process ended ({said})")
+
+
+def _rank(work: Callable[..., Any], *arguments: Any) -> Any:
+    only_first_speaks()
+    return work(*arguments)
+
+
+def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = TIMEOUT) -> DeviceMesh:
+    """Join the other ranks, as one of a mesh with such axes; on CUDA each rank has the device of its local number.
+
+    Raises:
+        ValueError: On all ranks: there are not as many as the mesh has.
+        MissingDevice: This rank has no such device.
+    """
+    target(own_device(device))  # that it is here
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how parts are put together
+    store, rank, n_ranks = next(rendezvous("env://", timeout=timeout))
+    failures = PrefixStore(f"failures of start {n_restarts()}", store)
+    Ranks.ending, Ranks.timeout = Ending(failures, rank=rank, n_ranks=n_ranks, timeout=timeout), timeout
+    messages = PrefixStore(f"messages of start {n_restarts()}", store)  # without addresses of those before
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=messages, rank=rank, world_size=n_ranks, timeout=timeout)
+    if n_ranks != math.prod(axes.values()):
+        shape = " x ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(f"mesh: expected {math.prod(axes.values())} ranks for {shape}, got {n_ranks}")
+    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # which has another one by default
+    return mesh
+
+
+class Ranks:
+    """The processes that make a run: one alone, or all of a mesh, which call the same methods in the same order."""
+
+    ending: Ending | None = None  # of the mesh that this process has joined
+    timeout: timedelta = TIMEOUT  # that it waits for a message
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        """Of a mesh, or alone."""
+        self.mesh = mesh
+        self.rank = 0 if mesh is None else dist.get_rank()
+        self.is_first = self.rank == 0
+
+    def first(self, work: Callable[[], Made]) -> Made:
+        """What the first rank makes, for all; where it raises the others do, a RankFailed."""
+        if self.mesh is None:
+            return work()
+        made: list[Any] = [None, False]
+        try:
+            made = [work() if self.is_first else None, True]
+        finally:
+            dist.broadcast_object_list(made, src=0)
+        if not made[1]:
+            raise RankFailed("rank 0 failed", None)
+        return made[0]
+
+    def largest(self, number: int) -> int:
+        """The largest number of all ranks."""
+        found = torch.tensor(number)
+        if self.mesh is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def require_alike(self, values: Mapping[str, Any]) -> None:
+        """Refuse (ValueError, on all ranks) to go on where a rank has found something else than the first."""
+        if self.mesh is None:
+            return
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, json.loads(json.dumps(values)))
+        for rank, other in enumerate(found):
+            if different := differences(found[0], other):
+                what = different[0].replace(": saved", ": rank 0 has").replace(", now", f", rank {rank}")
+                raise ValueError(
+                    f"mesh: expected equal inputs on all ranks, got {what}; give all ranks equal files and versions"
+                )
+
+
+def summed(part: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """The sum over the ranks of one axis, in place."""
+    if ranks is not None:
+        dist.all_reduce(part, group=ranks.get_group())
+    return part
+
+
+def leave() -> None:
+    """Say farewell to the other ranks, so that none of them waits."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

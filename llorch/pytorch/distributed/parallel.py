@@ -1,0 +1,247 @@
+"""A model split over the ranks of a device mesh, outside the page, which does not know of it.
+
+    tp    tensor parallel: ranks that share every layer. Of q, k, v, gate and up each has some output rows, so that it
+          has whole heads and a part of the inner width; of o and down the input columns that belong to them, and the
+          parts of the result are summed. Norms, embedding and logits are whole. Of experts each has some, see
+          `llorch.pytorch.distributed.parallel_experts`; routers are whole.
+    dp    data parallel: ranks that have other rows of a batch. Each keeps a share of every parameter (FSDP2); those of
+          a block are put together when it runs, and gradients are summed as they are shared out again.
+
+A frozen matrix is cut into plain tensors. A trained one is a DTensor, so that its gradient, its norm and a snapshot
+know what it is a part of: B of q, k, v, gate and up and A of o and down are cut as their matrix is, the other factor is
+the same on all ranks of a layer, and each rank has a part of the sum that is its gradient.
+
+Source: arXiv:1909.08053 (the two communications of a layer), arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from llorch.config import ModelConfig
+from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
+from llorch.pytorch.device import Target
+from llorch.pytorch.distributed.launch import summed
+from llorch.pytorch.distributed.parallel_experts import split_experts
+from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, cut_axis, require_split
+from llorch.pytorch.load import Cut, all_of
+from llorch.pytorch.lora.leaves import LoraLeaf
+from llorch.pytorch.models.experts import QuantisedExperts, SparseMoe
+from llorch.stages import BY_NAME
+
+OF_EXPERTS = frozenset({"expert_gate", "expert_up", "expert_act", "expert_out"})  # zero of other ranks' experts
+SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter", "shared_inter"})  # axes that ranks share
+
+
+def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
+    """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
+
+    Args:
+        module: The page with its weights, which were cut when they were loaded, see `cut_for`, and if it is to be
+            trained its adapters, whole.
+        mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: The ranks of `tp` do not divide the heads or the inner width, or a layer is not dense.
+    """
+    if (ranks := _sharing_layers(mesh)) is not None:
+        require_split(module.config, ranks.size())
+        connect(module, ranks)
+    if "dp" in axes_of(mesh):
+        share_out(module, mesh["dp"])
+    return module
+
+
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """The axes of a mesh by name, and how many ranks each has."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def named_on(target: Target, mesh: DeviceMesh) -> str:
+    """What rows call a target on a mesh, `torch-cpu-float32-dp2-tp2`."""
+    return "-".join([str(target), *(f"{axis}{size}" for axis, size in axes_of(mesh).items() if size > 1)])
+
+
+def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
+    """What a rank keeps of each weight as it is loaded, so that none has the whole model.
+
+    Raises:
+        ValueError: As `parallelize`.
+    """
+    if (ranks := _sharing_layers(mesh)) is None:
+        return all_of
+    require_split(config, ranks.size())
+    return partial(part_of, ranks=ranks)
+
+
+def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that share layers, where there are several."""
+    return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
+
+
+def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
+    """What the rank has of a weight, or of a field of a packed one, by the attribute path of its matrix.
+
+    What is added to a sum over ranks is added by the first of them. Raises ValueError where blocks would be torn apart.
+    """
+    rank, n_ranks, axis = ranks.get_local_rank(), ranks.size(), cut_axis(path)
+    if axis is None:
+        is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
+        return torch.zeros_like(whole) if is_added and rank else whole
+    if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
+        raise ValueError(
+            f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {whole.shape[axis]}"
+        )
+    return whole.chunk(n_ranks, axis)[rank].clone()
+
+
+def connect(module: CausalLM, ranks: DeviceMesh) -> None:
+    """Let layers that have their parts share what goes in, sum what comes out, and cut their adapters likewise."""
+    for layer in module.model.layers:
+        if isinstance(layer.mlp, SparseMoe):
+            _require_plain_experts(layer)
+            split_experts(layer, ranks, layer.mlp.gate.out_features, lambda part: _leaving(part, ranks))
+        for name in _entries(layer):
+            layer.get_submodule(name).register_forward_pre_hook(lambda _, args: (_entering(args[0], ranks), *args[1:]))
+        for path, leaf in _leaves(layer):
+            if path in ROWS:
+                leaf.register_forward_hook(lambda _, args, part: _leaving(part, ranks))
+            if isinstance(leaf, LoraLeaf):
+                _cut_adapters(leaf, ranks, by_rows=path in ROWS)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, _with_whole_stages(kwargs, ranks)), with_kwargs=True
+    )
+
+
+def share_out(module: CausalLM, ranks: DeviceMesh) -> None:
+    """Leave each rank a share of every parameter of the blocks; gradients are summed in at least float32."""
+    for layer in module.model.layers:
+        _sharded(layer, module, ranks)
+
+
+class Together(nn.Module):
+    """Runs work on a model whose parameters are shared out, those beside the blocks put together meanwhile."""
+
+    def __init__(self, module: CausalLM, ranks: DeviceMesh) -> None:
+        """Share out the rest of a model, too."""
+        super().__init__()
+        self.module = module
+        _sharded(self, module, ranks)
+
+    def forward(self, work: Callable[[CausalLM], Any]) -> Any:
+        """What work makes of the model."""
+        return work(self.module)
+
+    def gather_gradients(self, *, now: bool) -> None:
+        """Whether the backward pass to come sums gradients over ranks, or keeps them for a later one that does."""
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(now, recurse=False)
+
+
+def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
+    """The parts of all ranks beside each other along an axis."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
+    dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
+    return torch.cat(parts, axis)
+
+
+def _require_plain_experts(layer: Any) -> None:
+    leaves = [leaf for path, leaf in _leaves(layer) if path in EXPERTS]
+    if any(isinstance(leaf, LoraLeaf) for leaf in leaves):
+        raise ValueError("tensor parallel: cannot split adapters on experts; adapt other matrices, or use tp=1")
+    if any(isinstance(leaf, QuantisedExperts) for leaf in leaves):
+        raise ValueError("tensor parallel: cannot split packed experts; use --weights decoded")
+
+
+def _entries(layer: Any) -> Iterator[str]:
+    """Modules whose input is the same on all ranks, and its gradient a sum over them."""
+    yield "self_attn"
+    if not isinstance(layer.mlp, SparseMoe):
+        yield "mlp"
+        return
+    yield "mlp.experts"  # and not what is beside them: a router is whole on all ranks, and so is its gradient
+    if layer.mlp.shared_expert is not None:
+        yield "mlp.shared_expert"
+
+
+def _leaves(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    there = dict(layer.named_modules())
+    yield from ((path, there[path]) for path in (*COLUMNS, *ROWS, *EXPERTS) if path in there)
+
+
+def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
+    """Every factor that has the axis along which the matrix is cut, as a part; the other ones whole."""
+    cut, whole = Shard(1 if by_rows else 0), Replicate()
+    kinds = {"A": cut if by_rows else whole, "B": whole if by_rows else cut, "vector": whole if by_rows else cut}
+    stores = (leaf.lora_A, leaf.lora_B, leaf.lora_magnitude_vector, leaf.start_A, leaf.start_B)
+    for store, kind in zip(stores, ("A", "B", "vector", "A", "B"), strict=True):
+        for name, parameter in list(store.items()):
+            made = distribute_tensor(parameter.data, ranks, [kinds[kind]], src_data_rank=None)
+            store[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    leaf.own = _own_part
+    if by_rows:
+        leaf.part = ranks.get_local_rank()
+        leaf.joined = lambda lengths: summed(lengths.square(), ranks).sqrt()
+
+
+def _own_part(parameter: Tensor) -> Tensor:
+    """What a rank computes with: of a factor that all of them have whole, each finds a part of the gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
+
+
+def _entering(x: Tensor, ranks: DeviceMesh) -> Tensor:
+    """The input of a cut layer; its gradients on all ranks are summed."""
+    return DTensor.from_local(x, ranks, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _leaving(part: Tensor, ranks: DeviceMesh) -> Tensor:
+    """The sum of what all ranks made; its gradient is that of each part."""
+    return (
+        DTensor.from_local(part, ranks, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
+
+
+def _sharded(part: nn.Module, module: CausalLM, ranks: DeviceMesh) -> None:
+    wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
+    fully_shard(part, mesh=ranks, mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False))
+    assert isinstance(part, FSDPModule)
+    part.set_gradient_divide_factor(1.0)  # losses are divided by the tokens of all ranks
+    part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+
+
+def _with_whole_stages(kwargs: dict[str, Any], ranks: DeviceMesh) -> dict[str, Any]:
+    keep = kwargs.get("keep", keep_nothing)
+    return kwargs if keep is keep_nothing else kwargs | {"keep": _of_whole_stages(keep, ranks)}
+
+
+def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
+    """Gathers a stage of which every rank has a part, and goes on with this rank's part of what `keep` gives back."""
+
+    def shown(name: str, part: Tensor) -> Tensor:
+        stage = BY_NAME[name.rpartition(".")[2]]
+        if stage.name in OF_EXPERTS:
+            whole = summed(part.clone(), ranks)
+            made = keep(name, whole)
+            return part if made is whole else made
+        axes = ("batch", *stage.axes.split())
+        axis = next((at for at, axis in enumerate(axes) if axis in SPLIT), None)
+        if axis is None:
+            return keep(name, part)
+        whole = gathered(part, axis, ranks)
+        made = keep(name, whole)
+        return part if made is whole else made.chunk(ranks.size(), axis)[ranks.get_local_rank()]
+
+    return shown

@@ -1,0 +1,126 @@
+"""Generation with a model split over ranks: every rank loads its part alone, computes it, and takes the same tokens.
+
+All ranks have whole logits and draw by the same numbers. The choice of the first one is the choice of all, so that no
+rounding can part them.
+
+Of the faster leaves those that replace a projection, a norm, the rotation, attention or the activation are right on a
+part: they see whole heads, or numbers one by one. The one that computes a whole block is left out, as it would not sum
+what the ranks make, and so is that of experts, which does not tell how many of them there are.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from llorch.files import Weights, open_weights
+from llorch.files.residency import Residency
+from llorch.hub import find
+from llorch.lora.adapter import Adapter
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.decoding import Agree, Decoding
+from llorch.pytorch.device import Kernels, Target, compute_as_named, target
+from llorch.pytorch.distributed.launch import Ranks
+from llorch.pytorch.distributed.parallel import axes_of, cut_for, named_on, parallelize
+from llorch.pytorch.distributed.sharding_plan import of_a_rank, require_split, torn_blocks
+from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.memory import require_memory
+from llorch.pytorch.model import TorchModel
+from llorch.torchrun import ranks_here
+
+WHOLE_ONLY = ("block", "experts")  # leaves that are wrong on a part
+
+
+class ParallelModel(TorchModel):
+    """A model of which every rank runs its part: all ranks call the same methods in the same order."""
+
+    def __init__(self, weights: Weights, target: Target, module: CausalLM, mesh: DeviceMesh) -> None:
+        """Take a module whose matrices were cut as they were loaded; ranks of `dp` do the same as each other."""
+        super().__init__(weights, target, parallelize(module, mesh["tp"]))
+        self.ranks = mesh["tp"]
+
+    @property
+    def where(self) -> str:
+        """What it runs on, `torch-cpu-float32-tp2`."""
+        return named_on(self.target, self.ranks)
+
+    def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
+        """Refuse it (ValueError): the factors would have to be cut, too."""
+        raise ValueError("tensor parallel: generation cannot split an adapter; merge it first with llorch lora merge")
+
+    def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
+        """An empty cache for the heads of this rank."""
+        kind = {"dtype": self.target.dtype, "device": self.target.device}
+        config = of_a_rank(self.config, self.ranks.size())
+        return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
+
+    def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
+        made = super()._fast(decoding, adapters)
+        made.agree = of_the_first(self.ranks)
+        return made
+
+
+def of_the_first(ranks: DeviceMesh) -> Agree:
+    """What lets every rank go on with the tokens that the first one chose, and their log probabilities."""
+
+    def agree(token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat((token.double(), logprob))  # a float64 holds every id
+        dist.broadcast(both, group=ranks.get_group(), group_src=0)
+        token_of_first, logprob_of_first = both.chunk(2)
+        return token_of_first.to(token.dtype), logprob_of_first
+
+    return agree
+
+
+def load_parallel(
+    path_or_name: str | Path,
+    mesh: DeviceMesh,
+    *,
+    dtype: str = "float32",
+    kernels: Kernels = "auto",
+    residency: Residency = "auto",
+    n_tokens: int = 1024,
+) -> ParallelModel:
+    """Open a model on the CPU of which this rank keeps its part; a weight is whole only until it is cut.
+
+    Args:
+        path_or_name: As in `llorch.load`; the same on every rank.
+        mesh: With an axis `tp`.
+        dtype: Of weights and activations.
+        kernels: See `load_torch`.
+        residency: See `load_torch`; `auto` decodes matrices whose blocks the ranks do not divide.
+        n_tokens: Tokens of context to keep memory for.
+
+    Returns:
+        The model, to be asked by all ranks for the same.
+
+    Raises:
+        ValueError: The ranks do not divide the model, or with `packed` its blocks.
+        MemoryError: The parts of the ranks of this machine would not fit together.
+    """
+    at, n_ranks = target("cpu", dtype, kernels), axes_of(mesh)["tp"]
+    compute_as_named(at)
+    weights = open_weights(find(path_or_name))
+    require_split(weights.config, n_ranks)
+    room: Any = {"n_tokens": n_tokens, "n_ranks": n_ranks, "n_here": len(ranks_here(n_ranks))}
+    room["from_blocks"] = any(kind.startswith("packed") for kind in own_leaves(at))
+    residency = _divided(weights, residency, n_ranks)
+    chosen = Ranks(mesh).first(lambda: require_memory(weights, at, residency, **room))  # before any takes what is free
+    load = load_packed if chosen == "packed" else load_dense
+    module = load(weights, dtype=at.dtype, device=at.device, cut=cut_for(weights.config, mesh))
+    speed_up(module, at, "sdpa", compiled=False, without=WHOLE_ONLY)
+    return ParallelModel(weights, at, module, mesh)
+
+
+def _divided(weights: Weights, residency: Residency, n_ranks: int) -> Residency:
+    """Where matrices may lie: decoded where ranks do not divide their blocks."""
+    torn = torn_blocks(weights, n_ranks)
+    if torn and residency == "packed":
+        raise ValueError(f"tensor parallel: {torn}; use --weights decoded")
+    return "decoded" if torn else residency

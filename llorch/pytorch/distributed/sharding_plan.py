@@ -1,0 +1,73 @@
+"""What of a model each of the ranks has that share its layers: which weights are cut, and where that cannot be.
+
+Of q, k, v, gate and up a rank has some output rows, so that it has whole heads and a part of the inner width; of o and
+down the input columns that belong to them. Experts are dealt out one by one. Everything else is whole on every rank.
+"""
+
+from dataclasses import replace
+
+from llorch.architecture import Layer
+from llorch.config import ModelConfig
+from llorch.files import Weights
+from llorch.files.tensor_names import inventory
+from llorch.pytorch.paths import path_of
+from llorch.pytorch.stored_kinds import block_size, kind_of
+
+_FEED = ("mlp", "mlp.shared_expert")
+COLUMNS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    *(f"{m}.{p}_proj" for m in _FEED for p in ("gate", "up")),
+)  # fmt: skip
+ROWS = ("self_attn.o_proj", *(f"{module}.down_proj" for module in _FEED))
+EXPERTS = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
+
+
+def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
+    """Why the layers of a model cannot be split over so many ranks."""
+    if n_ranks == 1:
+        return None
+    if any(layer not in (Layer(), Layer(experts=True)) for layer in config.layers):
+        return f"expected dense layers or layers with experts, got layers of {config.family}"
+    sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads}
+    if not all(config.layer(i).experts for i in range(config.n_layers)):
+        sizes["inner width"] = config.intermediate_size
+    if config.experts is not None:
+        sizes["width of the shared expert"] = config.experts.shared_size
+        if config.experts.n_experts < n_ranks:
+            return f"expected at least {n_ranks} experts, one for each rank, got {config.experts.n_experts}"
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]
+    return f"expected sizes divisible by {n_ranks} ranks, got {', '.join(uneven)}" if uneven else None
+
+
+def require_split(config: ModelConfig, n_ranks: int) -> None:
+    """Refuse (ValueError) what `cannot_split`."""
+    if reason := cannot_split(config, n_ranks):
+        raise ValueError(f"tensor parallel: {reason}")
+
+
+def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
+    """Why matrices cannot be cut as they are packed: a column cut must fall between two blocks."""
+    for row in inventory(weights.config).values():
+        kind, path = kind_of(weights, row.name), path_of(row.name).removesuffix(".weight")
+        if kind is not None and path.endswith(EXPERTS) and n_ranks > 1:
+            return f"{row.name}: packed experts cannot be split"
+        if kind is not None and cut_axis(path_of(row.name)) == 1:
+            size = block_size(weights, row.name)
+            if row.shape[-1] // size % n_ranks:
+                n_blocks = f"{row.shape[-1] // size} blocks of {size} columns ({kind.name})"
+                return f"{row.name}: expected a number of blocks divisible by {n_ranks} ranks, got {n_blocks}"
+    return None
+
+
+def cut_axis(path: str) -> int | None:
+    """Along which axis a weight is cut, by its attribute path; None: no rank has a part of it."""
+    matrix, _, kind = path.rpartition(".")
+    if matrix.endswith((*COLUMNS, *EXPERTS)):
+        return 0
+    return 1 if matrix.endswith(ROWS) and kind != "bias" else None
+
+
+def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
+    """The heads and the inner width that a rank has, as its cache and its memory are to hold them."""
+    sizes = {name: getattr(config, name) // n_ranks for name in ("n_heads", "n_kv_heads", "intermediate_size")}
+    return replace(config, **sizes)

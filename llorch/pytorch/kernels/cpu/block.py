@@ -1,0 +1,183 @@
+"""The leaves of the CPU put in place, and a whole block for a few tokens in one call, where nobody observes its stages.
+
+Decoding one token calls some 16 leaves per block, each of which costs Python a few microseconds. `cpu_block.c` calls
+the same compiled functions in the same order, so the result has the same bits, which a test holds. With an observer,
+many tokens or a leaf that is not one of these, the block is what it is on the page.
+"""
+
+import ctypes
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llorch.pytorch.cache import Cache, PassPlacement
+from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
+from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
+from llorch.pytorch.kernels.cpu.experts import CpuExperts, CpuQuantisedExperts
+from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
+from llorch.pytorch.kernels.cpu.library import pointer
+from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
+from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.kernels.packing import KIND_NAMES
+
+MOST = 64  # rows of a block in one call, where its leaves take any number
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("codes", "d", "scales", "more", "bias")),
+        *((name, _LONG) for name in ("kind", "out", "width")),
+    )
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in PROJECTIONS),
+        *((name, _LONG) for name in ("half", "fixed", "heads", "kv_heads", "head_dim")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("cos", "sin", "slots", "visible", "pages", "keys", "values")),
+        *((name, _LONG) for name in ("batch", "seq", "ctx", "n_slots")),
+    )
+
+
+class CpuBlock(Block):
+    """A block with the leaves, and the attribute paths, of another one."""
+
+    def __init__(self, block: Block, library: ctypes.CDLL, *, fixed: bool = False) -> None:
+        """Take over the modules of a block whose leaves are in place; `fixed`: they are those of any number of rows."""
+        nn.Module.__init__(self)
+        self.fixed, self._most = fixed, MOST if fixed else FEW
+        self.mixer = block.mixer
+        for name, child in block.named_children():
+            setattr(self, name, child)
+        self.library = library
+        self._known: tuple[list[object], list[int], _Block | None] = [], [], None
+
+    def forward(self, x: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
+        """The residual stream after the layer."""
+        if keep is keep_nothing and x.shape[0] * x.shape[1] <= self._most:
+            keys, values = cache.keys[self.self_attn.layer], cache.values[self.self_attn.layer]
+            struct = self._described()
+            if struct is not None and keys.dtype == x.dtype:
+                return self._run(struct, x.contiguous(), place, cache.pages, keys, values)
+        return super().forward(x, place, cache, keep)
+
+    def _described(self) -> _Block | None:
+        """What the compiled function has to know, found anew when a leaf or a weight is another one or has moved."""
+        leaves = leaves_of(self)
+        where = addresses(leaves)
+        known_leaves, known_addresses, struct = self._known
+        if where == known_addresses and all(map(operator.is_, leaves, known_leaves)):
+            return struct
+        struct = describe(self, fixed=self.fixed) if can_describe(self, fixed=self.fixed) else None
+        self._known = leaves, where, struct
+        return struct
+
+    def _run(
+        self, struct: _Block, x: Tensor, place: PassPlacement, pages: Tensor | None, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        tensors = place.cos, place.sin, place.slots, place.visible, pages
+        held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        sizes = x.shape[0], x.shape[1], place.ctx, keys.stride(1) // keys.shape[3]
+        where = _Place(*map(pointer, (*held, keys, values)), *sizes)
+        y = torch.empty_like(x)
+        failed = self.library.llorch_block(ctypes.byref(struct), ctypes.byref(where), x.data_ptr(), y.data_ptr())
+        if failed == 1:
+            raise MemoryError(f"block: cannot allocate memory for {sizes[0] * sizes[1]} tokens")
+        if failed:
+            raise IndexError(f"cache: expected slots from 0 to {keys.shape[2] - 1}, got {place.slots.tolist()}")
+        return y
+
+
+def leaves_of(block: Block) -> list[object]:
+    """Everything that a block calls, in a fixed order."""
+    attention, mlp = block.self_attn, block.mlp
+    projections, rest = attention._modules, mlp._modules
+    return [
+        *(block._modules[name] for name in ("input_layernorm", "post_attention_layernorm")),
+        *(attention.q_norm, attention.k_norm, attention.rotate, attention.attend, mlp.act),
+        *(projections[name] for name in PROJECTIONS[:4]),
+        *(rest[name] for name in PROJECTIONS[4:]),
+    ]
+
+
+def addresses(leaves: list[object]) -> list[int]:
+    """Where the weights of some leaves lie."""
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    stores = (store for leaf in modules for store in (leaf._parameters, leaf._buffers))
+    return [0 if tensor is None else tensor.data_ptr() for store in stores for tensor in store.values()]
+
+
+def can_describe(block: Block, *, fixed: bool) -> bool:
+    """Whether the compiled function does what this block does."""
+    first, second, q_norm, k_norm, rotate, attend, act, *projections = leaves_of(block)
+    norms = [norm for norm in (first, second, q_norm, k_norm) if norm is not None]
+    kinds = (rotate, CpuRotate), (attend, CpuAttention), (act, CpuSwiglu)
+    return (
+        all(type(norm) is CpuRMSNorm for norm in norms)
+        and len({norm.eps for norm in norms if isinstance(norm, CpuRMSNorm)}) == 1
+        and all(type(leaf) is kind for leaf, kind in kinds)
+        and all(isinstance(leaf, CpuLinear | CpuQuantisedLinear) and leaf.fixed == fixed for leaf in projections)
+    )
+
+
+def describe(block: Block, *, fixed: bool) -> _Block:
+    """Addresses and sizes of the parts of a block, which must outlive what is returned."""
+    attention, first = block.self_attn, block.input_layernorm
+    half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
+    gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]
+    owners = [attention] * 4 + [block.mlp] * 3
+    matrices = [_Matrix(*getattr(owner, name).described()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
+    heads = [leaf.out_features // attention.head_dim for leaf in (attention.q_proj, attention.k_proj)]
+    return _Block(*gains, *matrices, half, fixed, *heads, attention.head_dim, first.eps)
+
+
+def cpu_leaves(
+    compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False
+) -> Mapping[str, Callable[[Any], Any]]:
+    """The leaves of the CPU by kind; without the compiled ones, products of oneDNN are left.
+
+    `fixed`: the compiled ones whose rows do not depend on their company, which none of oneDNN's promises.
+    """
+    if dtype not in KINDS:
+        return {}
+    if compiled is None:
+        return {"linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, None)}
+
+    def packed(leaf: Any) -> CpuQuantisedLinear:
+        return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled, fixed=fixed)
+
+    leaves: Mapping[str, Callable[[Any], Any]] = {
+        **{f"packed {kind}": packed for kind in KIND_NAMES},
+        "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled, fixed=fixed),
+        "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
+        "rotate": lambda plain: CpuRotate(compiled),
+        "attend": lambda plain: CpuAttention(compiled, None if fixed else plain),
+        "act": lambda plain: CpuSwiglu(compiled),
+        "conv": lambda leaf: CpuShortConv(leaf.weight, compiled),
+        "gated norm": lambda leaf: CpuGatedNorm(leaf.weight, leaf.eps, compiled),
+        "l2 norm": lambda plain: CpuL2Norm(compiled),
+        "delta rule": lambda plain: CpuDeltaRule(compiled),
+        "block": lambda block: CpuBlock(block, compiled, fixed=fixed) if block.is_dense else block,
+    }
+    return leaves if fixed else {**leaves, **_experts(compiled)}
+
+
+def _experts(compiled: ctypes.CDLL) -> Mapping[str, Callable[[Any], Any]]:
+    def packed(leaf: Any) -> CpuQuantisedExperts:
+        return CpuQuantisedExperts(leaf.fields, leaf.ggml_type, leaf.n_experts, compiled)
+
+    return {f"packed experts {kind}": packed for kind in KIND_NAMES} | {
+        "experts": lambda leaf: CpuExperts(leaf.weight, compiled)
+    }

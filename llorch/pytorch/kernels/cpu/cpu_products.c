@@ -1,0 +1,524 @@
+/* Products of a few rows with a packed matrix, those of experts with any, and the decoding of packed rows.
+ *
+ *     y = x W^T + bias        every sum in float32, rounded once when x is bfloat16
+ *
+ * A matrix is read once, whatever the number of rows: decoding is as fast as the memory. Each kind of matrix has one
+ * function that yields 32 elements of a row; sums and decoding are built on it. Layouts: llorch/pytorch/kernels/packing.py.
+ * Compiled with contraction off, so that decoded numbers have the bits of the torch twin; sums fuse on purpose. */
+
+#include "cpu_layer.h"
+#include "cpu_numbers.h"
+
+enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TABLE_4, TABLE_8 };
+enum { AHEAD = 4096 }; /* bytes to fetch early: the processor does not look beyond a page by itself */
+
+/* 32 elements of a row: codes times their scale, less a minimum. */
+enum { PARTS = RUN / LANES };
+typedef struct {
+    lanes part[PARTS];
+    float scale_a, scale_b, min; /* scales of the first sixteen and of the others */
+} run_of_32;
+
+typedef struct {
+    const void *codes, *d, *scales, *more; /* more: dmin of Q4_K, upper of Q6_K, offsets of a table, whose scales are `shared` */
+} fields;
+
+/* A table's part that all rows share. `way` names the instructions that turn codes of eight bits into numbers:
+ * EVEN numbers are integers in a row, from the first one on. */
+typedef struct {
+    int32_t runs, way, offset; /* runs of 32 that share a scale; 0: a run has two scales */
+    float factor, divisor;     /* of all numbers, applied last */
+    float values[256];
+} shared;
+enum way { LOOK_UP, SIGNED, E4M3, EVEN };
+enum offset { NO_OFFSET, ZERO, MINIMUM }; /* the meaning of `more` */
+
+static inline float from_f16(const void *array, long i) {
+#if defined(__F16C__) && defined(__AVX2__) /* what gcc takes for _Float16 waits for the number before: half of the speed */
+    return _cvtsh_ss(((const uint16_t *)array)[i]);
+#else
+    _Float16 x;
+    memcpy(&x, (const char *)array + 2 * i, 2);
+    return (float)x;
+#endif
+}
+
+static inline lanes from_int8(const int8_t *codes) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#elif defined(__AVX2__)
+    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = codes[i];
+    return v;
+#endif
+}
+
+/* 32 codes of four bits, less an offset: element 4 j + i is part j of word i. */
+static inline void four_bits(const uint8_t *codes, int offset, lanes *part) {
+#ifdef __AVX512F__
+    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
+    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(to16, _mm512_set1_epi32(offset)));
+    __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
+    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
+    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
+#elif defined(__AVX2__)
+    const __m256i mask = _mm256_set1_epi32(15), less = _mm256_set1_epi32(offset);
+    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
+    words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    for (int k = 0; k < PARTS; k++) {
+        __m256i code = _mm256_and_si256(_mm256_srli_epi32(words, 8 * k), mask);
+        part[k] = (lanes)_mm256_cvtepi32_ps(_mm256_sub_epi32(code, less));
+    }
+#else
+    uint32_t word[4];
+    memcpy(word, codes, sizeof word);
+    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = (float)((int)(word[e % 4] >> (e / 4 * 4) & 15) - offset);
+#endif
+}
+
+static inline lanes from_uint8(const uint8_t *codes) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#elif defined(__AVX2__)
+    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = codes[i];
+    return v;
+#endif
+}
+
+/* The numbers of 32 codes of four bits, in the order of `four_bits`. */
+static inline void look_up_four(const uint8_t *codes, const float *values, lanes *part) {
+#ifdef __AVX512F__
+    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
+    const __m512 numbers = _mm512_loadu_ps(values);
+    __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
+    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
+    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_loadu_ps(values), high = _mm256_loadu_ps(values + 8);
+    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
+    words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    for (int k = 0; k < PARTS; k++) {
+        __m256i code = _mm256_srli_epi32(words, 8 * k);
+        __m256 first = _mm256_permutevar8x32_ps(low, code), last = _mm256_permutevar8x32_ps(high, code);
+        part[k] = (lanes)_mm256_blendv_ps(first, last, _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
+    }
+#else
+    uint32_t word[4];
+    memcpy(word, codes, sizeof word);
+    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = values[word[e % 4] >> (e / 4 * 4) & 15];
+#endif
+}
+
+/* 32 E4M3 bytes, divided by 256: their bits are those of a float16 whose exponent is 8 too small. */
+static inline void e4m3_run(const uint8_t *codes, lanes *part) {
+#ifdef __AVX512F__
+    __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
+    part[0] = (lanes)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    part[1] = (lanes)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+#elif defined(__AVX2__) && defined(__F16C__)
+    for (int k = 0; k < PARTS; k += 2) {
+        __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(codes + LANES * k)));
+        __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
+        part[k] = (lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+        part[k + 1] = (lanes)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    }
+#else
+    for (int e = 0; e < RUN; e++) {
+        uint16_t half = (uint16_t)((codes[e] & 0x80) << 8 | (codes[e] & 0x7f) << 7);
+        part[e / LANES][e % LANES] = from_f16(&half, 0);
+    }
+#endif
+}
+
+static inline lanes look_up(const uint8_t *codes, const float *values) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)), values, 4);
+#elif defined(__AVX2__)
+    return (lanes)_mm256_i32gather_ps(values, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)), 4);
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = values[codes[i]];
+    return v;
+#endif
+}
+
+/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`. */
+static inline __attribute__((always_inline)) void table_run(enum kind kind, const fields *f, enum way way, long i,
+                                                            lanes *part) {
+    const shared *table = (const shared *)f->scales;
+    if (kind == TABLE_4) {
+        look_up_four((const uint8_t *)f->codes + 16 * i, table->values, part);
+        return;
+    }
+    const uint8_t *codes = (const uint8_t *)f->codes + RUN * i;
+    if (way == E4M3) e4m3_run(codes, part);
+    for (int k = 0; way != E4M3 && k < PARTS; k++) {
+        if (way == SIGNED) part[k] = from_int8((const int8_t *)codes + LANES * k);
+        else if (way == EVEN) part[k] = from_uint8(codes + LANES * k) + splat(table->values[0]);
+        else part[k] = look_up(codes + LANES * k, table->values);
+    }
+}
+
+static inline float unit_of(enum way way) {
+    return way == E4M3 ? 256 : 1;
+}
+
+/* Adds 16 times 32 upper codes of two bits: element 4 j + i is part j of the 16-bit word i. */
+static inline void add_two_bits(const uint8_t *upper, lanes *part) {
+#ifdef __AVX512F__
+    const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    const __m512 numbers = _mm512_setr4_ps(0, 16, 32, 48);
+    const __m512i three = _mm512_set1_epi32(3), second = _mm512_set1_epi32(8);
+    __m512i words = _mm512_broadcast_i32x4(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
+    __m512i first = _mm512_and_si512(_mm512_srlv_epi32(words, shift), three);
+    __m512i last = _mm512_and_si512(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, second)), three);
+    part[0] += (lanes)_mm512_permutexvar_ps(first, numbers);
+    part[1] += (lanes)_mm512_permutexvar_ps(last, numbers);
+#elif defined(__AVX2__)
+    __m256i words = _mm256_broadcastsi128_si256(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
+    words = _mm256_sllv_epi32(words, _mm256_setr_epi32(4, 4, 4, 4, 2, 2, 2, 2));
+    for (int k = 0; k < PARTS; k++)
+        part[k] += (lanes)_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, 4 * k), _mm256_set1_epi32(48)));
+#else
+    uint16_t word[4];
+    memcpy(word, upper, sizeof word);
+    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] += (float)(word[e % 4] >> (e / 4 * 2) & 3) * 16;
+#endif
+}
+
+static inline void scale_q4_k(const fields *f, long i, run_of_32 *r) {
+    const uint8_t *three = (const uint8_t *)f->scales + i / 2 * 3;
+    unsigned bits = (unsigned)three[0] | (unsigned)three[1] << 8 | (unsigned)three[2] << 16;
+    if (i % 2) bits >>= 12;
+    r->scale_a = r->scale_b = from_f16(f->d, i / 8) * (float)(bits & 63);
+    r->min = from_f16(f->more, i / 8) * (float)(bits >> 6 & 63);
+}
+
+static inline void run_q6_k(const fields *f, long i, run_of_32 *r) {
+    const int8_t *scales = (const int8_t *)f->scales + 2 * i;
+    float d = from_f16(f->d, i / 8);
+    four_bits((const uint8_t *)f->codes + 16 * i, 32, r->part);
+    add_two_bits((const uint8_t *)f->more + 8 * i, r->part);
+    r->scale_a = d * (float)scales[0], r->scale_b = d * (float)scales[1];
+}
+
+/* Elements 32 i to 32 i + 31 of a matrix, counted over all rows. */
+static inline __attribute__((always_inline)) run_of_32 run(enum kind kind, const fields *f, long i) {
+    run_of_32 r = {.min = 0};
+    if (kind == Q6_K) {
+        run_q6_k(f, i, &r);
+    } else if (kind == Q8_0) {
+        for (int k = 0; k < PARTS; k++) r.part[k] = from_int8((const int8_t *)f->codes + RUN * i + LANES * k);
+    } else {
+        four_bits((const uint8_t *)f->codes + 16 * i, kind == Q4_0 ? 8 : 0, r.part);
+    }
+    if (kind == Q4_K) scale_q4_k(f, i, &r);
+    if (kind == Q8_0 || kind == Q4_0) r.scale_a = r.scale_b = from_f16(f->d, i);
+    return r;
+}
+
+/* Adds the products of run i with the inputs at x. Where one scale holds for all, it is applied to their sum. */
+static inline __attribute__((always_inline)) lanes add_run(
+    enum kind kind, const fields *f, long i, const float *x, lanes sum) {
+    run_of_32 w = run(kind, f, i);
+    lanes inputs = load(x), products[2] = {w.part[0] * inputs};
+    for (int k = 1; k < PARTS; k++) {
+        lanes more = load(x + LANES * k), *to = products + (kind == Q6_K && k >= PARTS / 2);
+        *to = fma_lanes(w.part[k], more, *to);
+        inputs += more;
+    }
+    if (kind == Q4_K) sum = fma_lanes(inputs, splat(-w.min), sum);
+    if (kind == Q6_K) sum = fma_lanes(products[1], splat(w.scale_b), sum);
+    return fma_lanes(products[0], splat(w.scale_a), sum);
+}
+
+static inline __attribute__((always_inline)) float dot_packed(
+    enum kind kind, const fields *f, long row, const float *x, long in) {
+    const long n = in / RUN, first = row * n, bytes = kind == Q8_0 ? RUN : RUN / 2;
+    const char *codes = (const char *)f->codes + first * bytes;
+    lanes even = {0}, odd = {0};
+    long i = 0;
+    for (; i + 2 <= n; i += 2) {
+        __builtin_prefetch(codes + i * bytes + AHEAD);
+        even = add_run(kind, f, first + i, x + RUN * i, even);
+        odd = add_run(kind, f, first + i + 1, x + RUN * (i + 1), odd);
+    }
+    if (i < n) even = add_run(kind, f, first + i, x + RUN * i, even);
+    return sum_of(even + odd);
+}
+
+static inline __attribute__((always_inline)) lanes add_table_run(
+    enum kind kind, const fields *f, enum way way, long i, const float *x, lanes sum) {
+    lanes part[PARTS];
+    table_run(kind, f, way, i, part);
+    for (int k = 0; k < PARTS; k++) sum = fma_lanes(part[k], load(x + LANES * k), sum);
+    return sum;
+}
+
+/* Products of n runs, from run i on, with the inputs at x. */
+static inline __attribute__((always_inline)) lanes dot_group(
+    enum kind kind, const fields *f, enum way way, long i, long n, const float *x) {
+    const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
+    lanes even = {0}, odd = {0};
+    long r = 0;
+    for (; r + 2 <= n; r += 2) {
+        __builtin_prefetch((const char *)f->codes + (i + r) * bytes + AHEAD);
+        even = add_table_run(kind, f, way, i + r, x + RUN * r, even);
+        odd = add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), odd);
+    }
+    if (r < n) even = add_table_run(kind, f, way, i + r, x + RUN * r, even);
+    return n > 1 ? even + odd : even;
+}
+
+/* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each. */
+static inline __attribute__((always_inline)) lanes dot_groups(
+    enum kind kind, const fields *f, enum way way, long runs, long row, const float *x, long in) {
+    const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
+    const float *d = (const float *)f->d + first;
+    lanes even = {0}, odd = {0};
+    long g = 0;
+    for (; g + 2 <= n; g += 2) {
+        if (runs == 1) __builtin_prefetch((const char *)f->codes + (first + g) * bytes + AHEAD);
+        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g);
+        even = fma_lanes(one, splat(d[g]), even);
+        lanes next = dot_group(kind, f, way, (first + g + 1) * runs, runs, x + RUN * runs * (g + 1));
+        odd = fma_lanes(next, splat(d[g + 1]), odd);
+    }
+    if (g < n) even = fma_lanes(dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g), splat(d[g]), even);
+    return even + odd;
+}
+
+/* Adds the products of run i, whose halves have scales of their own, with the inputs at x. */
+static inline __attribute__((always_inline)) void add_halves(
+    enum kind kind, const fields *f, enum way way, long i, const float *x, lanes *sums) {
+    const float *d = (const float *)f->d + 2 * i;
+    lanes part[PARTS], products[2];
+    table_run(kind, f, way, i, part);
+    for (int k = 0; k < PARTS; k++) {
+        lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
+        *to = k % (PARTS / 2) ? fma_lanes(part[k], input, *to) : part[k] * input;
+    }
+    for (int half = 0; half < 2; half++) sums[half] = fma_lanes(products[half], splat(d[half]), sums[half]);
+}
+
+/* A row whose groups have sixteen elements. */
+static inline __attribute__((always_inline)) lanes dot_halves(
+    enum kind kind, const fields *f, enum way way, long row, const float *x, long in) {
+    const long n = in / RUN, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
+    lanes even[2] = {{0}}, odd[2] = {{0}};
+    long i = 0;
+    for (; i + 2 <= n; i += 2) {
+        __builtin_prefetch((const char *)f->codes + (first + i) * bytes + AHEAD);
+        add_halves(kind, f, way, first + i, x + RUN * i, even);
+        add_halves(kind, f, way, first + i + 1, x + RUN * (i + 1), odd);
+    }
+    if (i < n) add_halves(kind, f, way, first + i, x + RUN * i, even);
+    return even[0] + even[1] + odd[0] + odd[1];
+}
+
+static inline __attribute__((always_inline)) lanes dot_way(
+    enum kind kind, const fields *f, enum way way, long row, const float *x, long in) {
+    const long runs = ((const shared *)f->scales)->runs;
+    switch (runs) {
+    case 0: return dot_halves(kind, f, way, row, x, in);
+    case 1: return dot_groups(kind, f, way, 1, row, x, in);
+    case 2: return dot_groups(kind, f, way, 2, row, x, in);
+    case 4: return dot_groups(kind, f, way, 4, row, x, in);
+    default: return dot_groups(kind, f, way, runs, row, x, in);
+    }
+}
+
+static inline long columns_of_group(const shared *table) {
+    return table->runs ? RUN * table->runs : RUN / 2;
+}
+
+/* Offsets of a row times the sums of the inputs of each group. */
+static inline lanes dot_offsets(const fields *f, long row, const float *sums, long n) {
+    const int is_zero = ((const shared *)f->scales)->offset == ZERO;
+    const float *d = (const float *)f->d + row * n, *more = (const float *)f->more + row * n;
+    lanes total = {0};
+    for (long g = 0; g < n; g += LANES) {
+        lanes offset = load_some(more + g, n - g);
+        if (is_zero) offset *= -load_some(d + g, n - g);
+        total = fma_lanes(offset, load_some(sums + g, n - g), total);
+    }
+    return total;
+}
+
+/* sums: of the inputs of each group, where a table has offsets. */
+static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
+    const shared *table = (const shared *)f->scales;
+    lanes total;
+    if (kind == TABLE_4) total = dot_way(TABLE_4, f, LOOK_UP, row, x, in);
+    else if (table->way == SIGNED) total = dot_way(TABLE_8, f, SIGNED, row, x, in);
+    else if (table->way == E4M3) total = dot_way(TABLE_8, f, E4M3, row, x, in) * unit_of(E4M3);
+    else if (table->way == EVEN) total = dot_way(TABLE_8, f, EVEN, row, x, in);
+    else total = dot_way(TABLE_8, f, LOOK_UP, row, x, in);
+    if (sums) total += dot_offsets(f, row, sums, in / columns_of_group(table));
+    return sum_of(total) * table->factor / table->divisor;
+}
+
+/* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
+static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
+    const shared *table = (const shared *)f->scales;
+    if (kind < TABLE_4 || table->offset == NO_OFFSET) return NULL;
+    const long size = columns_of_group(table), n = rows * in / size;
+    float *sums = malloc(sizeof(float) * (size_t)n);
+    *lacking = sums == NULL;
+    for (long g = 0; sums && g < n; g++) {
+        lanes total = {0};
+        for (long i = 0; i < size; i += LANES) total += load(x + g * size + i);
+        sums[g] = sum_of(total);
+    }
+    return sums;
+}
+
+static inline float dot(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
+    switch (kind) {
+    case F32: return dot_f32((const float *)f->codes + row * in, x, in);
+    case BF16: return dot_bf16((const uint16_t *)f->codes + row * in, x, in);
+    case Q8_0: return dot_packed(Q8_0, f, row, x, in);
+    case Q4_0: return dot_packed(Q4_0, f, row, x, in);
+    case Q4_K: return dot_packed(Q4_K, f, row, x, in);
+    case TABLE_4:
+    case TABLE_8: return dot_table(kind, f, row, x, sums, in);
+    default: return dot_packed(Q6_K, f, row, x, in);
+    }
+}
+
+static int product_f32(int kind, const fields *f, const float *x, float *y, long rows, long out, long in) {
+    int lacking = 0;
+    float *sums = sums_of_groups(kind, f, x, rows, in, &lacking);
+    if (lacking) return 1;
+    const long groups = sums ? in / columns_of_group((const shared *)f->scales) : 0;
+#pragma omp parallel for schedule(static) if (out * in > 1 << 14)
+    for (long r = 0; r < out; r++)
+        for (long m = 0; m < rows; m++)
+            y[m * out + r] = dot(kind, f, r, x + m * in, sums ? sums + m * groups : NULL, in);
+    free(sums);
+    return 0;
+}
+
+static void copy_as(int from_half, const void *x, int to_half, void *y, long n) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store_as(to_half, y, i, load_as(from_half, x, i));
+    for (; i < n; i++) store_one(to_half, y, i, load_one(from_half, x, i));
+}
+
+int llorch_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                   const void *x, const void *bias, void *y, long rows, long out, long in) {
+    const fields f = {codes, d, scales, more};
+    if (!half) {
+        if (product_f32(kind, &f, x, y, rows, out, in)) return 1;
+        for (long i = 0; bias && i < rows * out; i++) ((float *)y)[i] += ((const float *)bias)[i % out];
+        return 0;
+    }
+    float *wide = malloc(sizeof(float) * (size_t)rows * (size_t)(in + out));
+    if (!wide) return 1;
+    float *sums = wide + rows * in;
+    copy_as(1, x, 0, wide, rows * in);
+    int lacking = product_f32(kind, &f, wide, sums, rows, out, in);
+    for (long i = 0; bias && i < rows * out; i++) sums[i] += from_bf16(((const uint16_t *)bias)[i % out]);
+    copy_as(0, sums, 1, y, rows * out);
+    free(wide);
+    return lacking;
+}
+
+int llorch_expert_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                          const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
+                          long in) {
+    const fields f = {codes, d, scales, more};
+    long given = rows / share;
+    float *wide = malloc(sizeof(float) * (size_t)given * (size_t)in);
+    if (!wide) return 1;
+    for (long m = 0; m < rows; m++)
+        if (ids[m] < 0 || ids[m] >= experts) {
+            free(wide);
+            return 2;
+        }
+    copy_as(half, x, 0, wide, given * in);
+    int lacking = 0;
+    float *sums = sums_of_groups(kind, &f, wide, given, in, &lacking);
+    const long groups = sums ? in / columns_of_group((const shared *)scales) : 0;
+#pragma omp parallel for schedule(static)
+    for (long i = 0; i < rows * out; i++) {
+        long m = i / out, row = ids[m] * out + i % out;
+        store_one(half, y, i, dot(kind, &f, row, wide + m / share * in, sums ? sums + m / share * groups : NULL, in));
+    }
+    free(sums);
+    free(wide);
+    return lacking;
+}
+
+static inline __attribute__((always_inline)) void decode(
+    enum kind kind, const fields *f, long first, long n, int half, void *y) {
+    for (long i = 0; i < n; i++) {
+        run_of_32 w = run(kind, f, first + i);
+        for (int k = 0; k < PARTS; k++) w.part[k] = w.part[k] * (k < PARTS / 2 ? w.scale_a : w.scale_b) - w.min;
+#ifdef __AVX512BF16__ /* which takes the smallest of numbers for zero: they do not occur, as scales are float16 */
+        if (half) {
+            _mm512_storeu_si512((uint16_t *)y + RUN * i,
+                                (__m512i)_mm512_cvtne2ps_pbh((__m512)w.part[1], (__m512)w.part[0]));
+            continue;
+        }
+#endif
+        for (int k = 0; k < PARTS; k++) store_as(half, y, RUN * i + LANES * k, w.part[k]);
+    }
+}
+
+static inline __attribute__((always_inline)) void decode_table(
+    enum kind kind, const fields *f, enum way way, long first, long n, int half, void *y) {
+    const shared *table = (const shared *)f->scales;
+    const float *d = (const float *)f->d, *more = (const float *)f->more;
+    for (long i = 0; i < n; i++) {
+        lanes part[PARTS];
+        table_run(kind, f, way, first + i, part);
+        for (int k = 0; k < PARTS; k++) {
+            long g = table->runs ? (first + i) / table->runs : 2 * (first + i) + (k >= PARTS / 2);
+            if (table->offset == ZERO) part[k] -= splat(more[g]);
+            part[k] *= splat(d[g] * unit_of(way));
+            if (table->offset == MINIMUM) part[k] += splat(more[g]);
+            if (table->factor != 1) part[k] *= splat(table->factor);
+            if (table->divisor != 1) part[k] /= splat(table->divisor);
+            store_as(half, y, RUN * i + LANES * k, part[k]);
+        }
+    }
+}
+
+static void decode_eight(const fields *f, long first, long n, int half, void *y) {
+    switch (((const shared *)f->scales)->way) {
+    case SIGNED: decode_table(TABLE_8, f, SIGNED, first, n, half, y); break;
+    case E4M3: decode_table(TABLE_8, f, E4M3, first, n, half, y); break;
+    case EVEN: decode_table(TABLE_8, f, EVEN, first, n, half, y); break;
+    default: decode_table(TABLE_8, f, LOOK_UP, first, n, half, y);
+    }
+}
+
+void llorch_decode_runs(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                        void *y, long first, long n) {
+    const fields f = {codes, d, scales, more};
+    switch (kind) {
+    case Q8_0: decode(Q8_0, &f, first, n, half, y); break;
+    case Q4_0: decode(Q4_0, &f, first, n, half, y); break;
+    case Q4_K: decode(Q4_K, &f, first, n, half, y); break;
+    case TABLE_4: decode_table(TABLE_4, &f, LOOK_UP, first, n, half, y); break;
+    case TABLE_8: decode_eight(&f, first, n, half, y); break;
+    default: decode(Q6_K, &f, first, n, half, y);
+    }
+}
+
+void llorch_decode(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                   void *y, long first, long n, long in) {
+    long runs = in / RUN, bytes = in * (half ? 2 : 4);
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < n; r++)
+        llorch_decode_runs(kind, codes, d, scales, more, half, (char *)y + r * bytes, (first + r) * runs, runs);
+}

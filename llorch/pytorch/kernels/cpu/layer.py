@@ -1,0 +1,113 @@
+"""What a layer does beside its products, on the CPU: each is one pass over its input, in `cpu_layer.c`.
+
+Decoding one token is some 25 small torch operations per layer, each of which costs more in calls than in work. The
+twins are the functions of `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from llorch.pytorch.cache import Cache, PassPlacement, Visible
+from llorch.pytorch.causal_lm import Context, Heads, Keep
+
+HALF = {torch.float32: 0, torch.bfloat16: 1}
+FEW = 4  # tokens up to which attention is done here; more go to what was there before
+
+
+class CpuRMSNorm(nn.Module):
+    """See `llorch.pytorch.causal_lm.rms_norm`."""
+
+    def __init__(self, weight: Tensor, eps: float, library: ctypes.CDLL) -> None:
+        """Take over the gain of a plain norm, in the dtype of the run."""
+        super().__init__()
+        self.weight, self.eps, self.library = weight, eps, library
+
+    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Normalise the last axis."""
+        x, weight = x.contiguous(), self.weight
+        y, width = torch.empty_like(x), len(weight)
+        sizes = x.numel() // width, width
+        self.library.llorch_rms_norm(HALF[x.dtype], x.data_ptr(), weight.data_ptr(), self.eps, y.data_ptr(), *sizes)
+        return y
+
+
+class CpuRotate:
+    """See `llorch.pytorch.causal_lm.rotate_and_cache`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Keep the compiled functions."""
+        self.library = library
+
+    def __call__(
+        self, q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
+    ) -> tuple[Heads, Context, Context]:
+        """Rotate queries and keys, write keys and values into the cache, give back the whole context."""
+        q, k = keep("q_rope", self.turned(q, place)), keep("k_rope", self.turned(k, place))
+        self.append(cache.keys[layer], k, place)
+        self.append(cache.values[layer], v, place)
+        keys, values = cache.context(layer, place)
+        return q, keep("k_cache", keys), keep("v_cache", values)
+
+    def turned(self, x: Heads, place: PassPlacement) -> Heads:
+        """Rotate every head by the angle of its token's position."""
+        x, cos, sin = x.contiguous(), place.cos.contiguous(), place.sin.contiguous()
+        batch, seq, heads, head_dim = x.shape
+        y = torch.empty_like(x)
+        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+        self.library.llorch_rope(HALF[x.dtype], *pointers, batch * seq, heads, cos.shape[-1], head_dim)
+        return y
+
+    def append(self, store: Tensor, new: Heads, place: PassPlacement) -> None:
+        """Write the keys or values of the new tokens into their slots; a store may have one row for all sequences."""
+        new, slots = new.to(store.dtype).contiguous(), place.slots.contiguous()
+        batch, seq, kv_heads, head_dim = new.shape
+        rows = len(store)
+        sizes = rows, batch * seq // rows, kv_heads, store.stride(1) // head_dim, head_dim * new.element_size()
+        if self.library.llorch_append(new.data_ptr(), store.data_ptr(), slots.data_ptr(), *sizes):
+            raise IndexError(f"cache: expected slots from 0 to {store.shape[2] - 1}, got {slots.tolist()}")
+
+
+class CpuAttention:
+    """Attention in `cpu_attention.c`; many tokens are left to another leaf, such as torch's fused attention."""
+
+    def __init__(self, library: ctypes.CDLL, many: Any | None) -> None:
+        """Keep the compiled functions and the leaf that stands here now; without one all tokens are attended to here.
+
+        Then no token depends on its company.
+        """
+        self.library, self.many = library, many
+
+    def __call__(self, q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
+        """softmax(q k^T / sqrt(head_dim)) v; scores and probabilities are not made, so nobody can observe them."""
+        batch, seq, heads, head_dim = q.shape
+        if self.many is not None and batch * seq > FEW:
+            return self.many(q, keys, values, visible, keep)
+        kv_heads, ctx = keys.shape[1:3]
+        q, mask = q.contiguous(), None if visible is None else visible.contiguous()
+        y = torch.empty_like(q)
+        pointers = q.data_ptr(), keys.data_ptr(), values.data_ptr(), None, None if mask is None else mask.data_ptr()
+        sizes = batch, seq, heads, kv_heads, ctx, head_dim, *keys.stride()[:2]
+        if self.library.llorch_attend(HALF[q.dtype], *pointers, y.data_ptr(), *sizes):
+            raise MemoryError(f"attention: cannot allocate memory for the scores of {ctx} tokens")
+        return y
+
+
+class CpuSwiglu:
+    """See `llorch.pytorch.causal_lm.swiglu`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Keep the compiled functions."""
+        self.library = library
+
+    def __call__(
+        self, gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]
+    ) -> Float[Tensor, "*rows inter"]:
+        """Compute gate / (1 + exp(-gate)) * up, rounded once."""
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        self.library.llorch_swiglu(HALF[gate.dtype], gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
+        return y

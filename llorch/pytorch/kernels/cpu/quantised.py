@@ -1,0 +1,101 @@
+"""Products with a packed matrix on the CPU: few rows straight from the blocks, many by decoding a tile at a time.
+
+The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` is the twin of the decoding here, bit for bit.
+"""
+
+import ctypes
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from llorch.files.quant import GGMLType
+from llorch.files.quantised.codes import E4M3, INT8
+from llorch.pytorch.kernels.cpu.library import pointer
+from llorch.pytorch.kernels.cpu.linear import TILE, product
+from llorch.pytorch.kernels.packing import RUN, Fields, Kind, Table, values_of, width
+from llorch.pytorch.kernels.quantised_linear import PackedMatrix
+
+KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
+TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
+_LOOK_UP, _SIGNED, _E4M3, _EVEN = range(4)  # `way` in cpu_products.c
+HALF = {torch.float32: 0, torch.bfloat16: 1}
+_MORE = ("upper", "dmin", "zero", "minimum")  # a kind has one of these at most
+FEW = 8  # rows up to which decoding in registers, once per row, is faster than a tile in memory
+
+
+def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
+    """Lay out what all rows share, as `shared` in cpu_products.c has it."""
+    group = width(fields, table) // fields["d"].shape[-1]
+    offset = 1 if "zero" in fields else 2 if "minimum" in fields else 0
+    integers = torch.tensor([group // RUN, _way(table, fields), offset], dtype=torch.int32)
+    factors = torch.tensor([1.0 if one is None else one for one in (table.factor, table.divisor)])
+    return torch.cat((integers.view(torch.float32), factors, values_of(table, torch.device("cpu"))))
+
+
+def _way(table: Table, fields: Fields) -> int:
+    values = values_of(table, torch.device("cpu"))
+    if table.values == INT8.tobytes():
+        return _SIGNED
+    if table.values == E4M3.tobytes() and "zero" not in fields:
+        return _E4M3
+    return _EVEN if torch.equal(values, values[0].round() + torch.arange(len(values))) else _LOOK_UP
+
+
+class CpuQuantisedLinear(PackedMatrix):
+    """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
+
+    def __init__(
+        self, fields: Fields, ggml_type: Kind, bias: Tensor | None, library: ctypes.CDLL, *, fixed: bool = False
+    ) -> None:
+        """Take over the fields of a packed layer, or of an embedding that it shares them with.
+
+        `fixed`: rows are multiplied by the decoded matrix however few they are, so none depends on its company.
+        """
+        super().__init__(fields, ggml_type)
+        self.bias, self.fixed = bias, fixed
+        self.library = library
+        self._kind = TABLE_KINDS[ggml_type.name] if isinstance(ggml_type, Table) else KINDS[ggml_type]
+        self._shared = shared_by_rows(ggml_type, fields) if isinstance(ggml_type, Table) else None
+        self._found: tuple[int | None, ...] = ()
+        self._found_for: object = None
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in the dtype of `x`; sums are float32 and rounded once."""
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        if rows > FEW and not self.fixed:
+            return self._many(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        sizes = rows, self.out_features, self.in_features
+        multiply = self.library.llorch_fixed_product if self.fixed else self.library.llorch_product
+        if multiply(*self.matrix_of(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes):
+            raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
+        return y
+
+    def _many(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
+        step = max(1, TILE // self.in_features)
+        tile = x.new_empty(min(step, self.out_features), self.in_features)
+        made = []
+        for start in range(0, self.out_features, step):
+            rows = tile[: self.out_features - start]
+            sizes = start, len(rows), self.in_features
+            self.library.llorch_decode(*self.matrix_of(x.dtype), rows.data_ptr(), *sizes)
+            bias = None if self.bias is None else self.bias[start : start + step]
+            made.append(product(x, rows, bias))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
+        """What the compiled functions want to know of the matrix; found once, until the fields are moved."""
+        buffers = self._buffers
+        if buffers["codes"] is not self._found_for:
+            more = next((buffers[name] for name in _MORE if name in buffers), None)
+            scales = buffers.get("scales") if self._shared is None else self._shared
+            self._found = tuple(map(pointer, (buffers["codes"], buffers["d"], scales, more)))
+            self._found_for = buffers["codes"]
+        return self._kind, *self._found, HALF[dtype]
+
+    def described(self) -> tuple[int | None, ...]:
+        """Addresses and sizes as `cpu_block.c` wants them."""
+        kind, *found, _ = self.matrix_of(torch.float32)
+        return *found, pointer(self.bias), kind, self.out_features, self.in_features

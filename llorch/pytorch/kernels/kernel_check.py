@@ -1,0 +1,288 @@
+"""One leaf of ours tried on a device: its results beside torch's, both against float64, and its time beside torch's.
+
+Every leaf is given examples of small odd shapes and of the shapes of an 8B model. It may be four times as far from the
+results in float64 as torch's own leaf or, where that is more, as four roundings to the dtype and the sums of float32
+before them may be: one wrong element is far more.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from llorch.bench import SHAPES
+from llorch.config import ModelConfig
+from llorch.generate import Job
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
+from llorch.pytorch.decoding import Decoding, size_class
+from llorch.pytorch.device import Target
+from llorch.pytorch.kernels.packing import KIND_NAMES, Kind
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
+from llorch.pytorch.kernels.table import Leaves, put_leaves
+from llorch.pytorch.random_weights import kind_named, random_fields, random_model
+from llorch.pytorch.sampling import Needs
+from llorch.sampling import SamplingSettings
+
+TIMES = 4  # torch's own error, or steps of the dtype
+SUM = 64 * torch.finfo(torch.float32).eps  # what the order of some thousand additions may change
+ODD = replace(
+    SHAPES["llama-3-8b"], hidden_size=256, intermediate_size=48, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=32,
+    vocab_size=37,
+)  # fmt: skip
+USUAL = {
+    "cuda": replace(SHAPES["llama-3-8b"], n_layers=1, intermediate_size=8192, vocab_size=1000),
+    "cpu": replace(SHAPES["qwen2.5-0.5b"], n_layers=1, vocab_size=1000),
+}
+CTX = 64
+
+Clock = Callable[[Callable[[], object]], float]  # seconds that a call takes
+
+
+@dataclass(frozen=True)
+class KernelVerdict:
+    """What a trial found."""
+
+    off: float  # largest error, as a part of what is allowed
+    slow: float  # time of ours / time of torch's; NaN: not asked for
+    died: str = ""  # why there is no result
+
+    def fault(self, *, timed: bool) -> str:
+        """Why the leaf is left out; empty where it is not."""
+        if self.died:
+            return self.died
+        if not self.off <= 1:
+            return f"differs by {self.off:.3g} times the tolerance"
+        return f"takes {self.slow:.3g} times as long as torch" if timed and not self.slow <= 1 else ""
+
+
+@dataclass(frozen=True)
+class KernelExample:
+    """A leaf of torch's, and what it is called with."""
+
+    plain: Any
+    inputs: Callable[[torch.dtype], Sequence[tuple]]  # the same numbers in any dtype; the first are those of decoding
+    call: Callable[..., Tensor | tuple[Tensor, ...]] = lambda leaf, *given: leaf(*given)
+    wide: torch.dtype = torch.float64  # in which torch's leaf is the truth
+
+
+@torch.no_grad()
+def tried(kind: str, leaves: Leaves, at: Target, clock: Clock) -> KernelVerdict:
+    """Try a kind of leaf of a table; with a leaf that raises, that is the result."""
+    try:
+        off, slow = 0.0, math.nan
+        for config in (ODD, USUAL[at.device.type]):
+            example = example_of(kind, config, at)
+            off = max(off, _off(example, _ours(kind, leaves, example.plain), at.dtype))
+            ours = _ours(kind, leaves, example.plain)  # another: recorded steps are those of one decoding
+            slow = clock(_decoding(example, ours, at.dtype)) / clock(_decoding(example, example.plain, at.dtype))
+    except Exception as error:  # whatever a compiler or a driver raises
+        if at.device.type == "cuda":
+            torch.cuda.synchronize(at.device)  # raises again where the device is lost to this process, which then ends
+        return KernelVerdict(
+            math.inf, math.nan, f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        )
+    return KernelVerdict(off, slow)
+
+
+def _ours(kind: str, leaves: Leaves, plain: Any) -> Any:
+    """A leaf made of a copy, which shares the weights; a block is tried in a model with all leaves."""
+    if isinstance(plain, nn.Module):
+        plain = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
+    if kind != "block":
+        return leaves[kind](plain)
+    put_leaves(plain, {name: make for name, make in leaves.items() if name != "graph"})
+    return plain
+
+
+def _off(example: KernelExample, ours: Any, dtype: torch.dtype) -> float:
+    plain = copy.deepcopy(example.plain)
+    exact = _results(example, plain.to(example.wide) if isinstance(plain, nn.Module) else plain, example.wide)
+    near, got = (_results(example, leaf, dtype) for leaf in (example.plain, ours))
+    floor = TIMES * torch.finfo(dtype).eps + SUM
+    return max(
+        distance / max(TIMES * theirs, floor)
+        for a, b, truth in zip(got, near, exact, strict=True)
+        for distance, theirs in zip(_distances(a, truth, b.dtype), _distances(b, truth, b.dtype), strict=True)
+    )
+
+
+def _results(example: KernelExample, leaf: Any, dtype: torch.dtype) -> list[Tensor]:
+    made = [example.call(leaf, *given) for given in example.inputs(dtype)]
+    return [tensor for one in made for tensor in (one if isinstance(one, tuple) else (one,))]
+
+
+def _distances(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Of the whole, and of the worst element beside the largest; infinite where the results have another form."""
+    if got.shape != exact.shape or got.dtype is not dtype or not got.isfinite().all():
+        return math.inf, math.inf
+    off, size = got.double() - exact.double(), exact.double()
+    return float(off.norm() / size.norm()), float(off.abs().max() / size.abs().max())
+
+
+def _decoding(example: KernelExample, leaf: Any, dtype: torch.dtype) -> Callable[[], object]:
+    given = example.inputs(dtype)[0]
+    return lambda: example.call(leaf, *given)
+
+
+def seconds(device: torch.device, kind: str) -> Clock:
+    """What takes the time of a call of a kind of leaf: Triton's own on CUDA, of a recorded call.
+
+    Recorded, because steps of decoding are, and because a host takes longer to launch a small kernel than it runs:
+    unrecorded, the one that saves no launch would seem the faster. What records itself is timed as it is called.
+    """
+    if device.type != "cuda":
+        return _least
+    from triton.testing import do_bench
+
+    from llorch.pytorch.kernels.triton.graph import recorded
+
+    def median(call: Callable[[], object]) -> float:
+        return cast(float, do_bench(call, warmup=10, rep=50, return_mode="median"))
+
+    return median if kind == "graph" else lambda call: median(recorded(call, warm_up=call).replay)
+
+
+def _least(call: Callable[[], object]) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(20))
+
+
+class Numbers:
+    """Random numbers in a dtype, on a device."""
+
+    def __init__(self, at: Target) -> None:
+        """Begin with the same ones every time."""
+        self.at, self.generator = at, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Of size 1."""
+        return torch.randn(*shape, generator=self.generator).to(self.at.device, self.at.dtype)
+
+
+def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
+    """Examples of a kind of leaf, at the shapes of a model."""
+    if kind in _EXAMPLES:
+        return _EXAMPLES[kind](config, at)
+    if (name := kind.removeprefix("packed ")) in KIND_NAMES:
+        return _packed(config, at, kind_named(name))
+    from llorch.pytorch.kernels import family_examples  # which is made of what stands here
+
+    return family_examples.example_of(kind, config, at)
+
+
+def _of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:
+    """An example of a leaf that is given tensors only."""
+    return KernelExample(plain, lambda dtype: [tuple(tensor.to(dtype) for tensor in given) for given in inputs])
+
+
+def _norm(config: ModelConfig, at: Target) -> KernelExample:
+    numbers, plain = Numbers(at), RMSNorm(config.hidden_size, config.rms_norm_eps)
+    plain.weight = nn.Parameter(1 + numbers(config.hidden_size) / 2, requires_grad=False)
+    return _of(plain, *((numbers(rows, 1, config.hidden_size),) for rows in (1, 5)))
+
+
+def _linear(config: ModelConfig, at: Target) -> KernelExample:
+    numbers, width, out = Numbers(at), config.hidden_size, config.intermediate_size
+    plain = nn.Linear(width, out, device="meta")
+    plain.weight = nn.Parameter(numbers(out, width), requires_grad=False)
+    plain.bias = nn.Parameter(numbers(out), requires_grad=False)
+    return _of(plain, *((numbers(rows, 1, width),) for rows in (1, 3, 8, 9)))
+
+
+def _packed(config: ModelConfig, at: Target, ggml_type: Kind) -> KernelExample:
+    numbers, width = Numbers(at), -(-config.hidden_size // 256) * 256
+    torch.manual_seed(0)
+    plain = QuantisedLinear(random_fields((config.intermediate_size, width), ggml_type, at.device), ggml_type)
+    return _of(plain, *((numbers(rows, width),) for rows in (1, 2, 8, 40, 300)))
+
+
+def _act(config: ModelConfig, at: Target) -> KernelExample:
+    numbers, width = Numbers(at), config.intermediate_size
+    return _of(swiglu, *((4 * numbers(rows, 1, width), numbers(rows, 1, width)) for rows in (1, 5)))
+
+
+def _attend(config: ModelConfig, at: Target) -> KernelExample:
+    numbers, heads, width = Numbers(at), (config.n_heads, config.n_kv_heads), config.head_dim
+    given = [(numbers(2, 1, heads[0], width), *(numbers(2, heads[1], ctx, width) for _ in "kv")) for ctx in (512, 33)]
+    slots = torch.arange(33, device=at.device)
+    seen = slots <= torch.tensor([20, 3], device=at.device)[:, None, None, None]
+
+    def inputs(dtype: torch.dtype) -> list[tuple]:
+        wide = [tuple(tensor.to(dtype) for tensor in one) for one in given]
+        return [(*one, mask, keep_nothing) for one, mask in ((wide[0], None), (wide[1], None), (wide[1], seen))]
+
+    return KernelExample(sdpa_attention, inputs)
+
+
+def _rotate(config: ModelConfig, at: Target) -> KernelExample:
+    numbers, kv = Numbers(at), config.n_kv_heads
+    heads = {seq: [numbers(2, seq, n, config.head_dim) for n in (config.n_heads, kv, kv)] for seq in (1, 5)}
+    positions = {1: [[5], [3]], 5: [[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]]}
+
+    def inputs(dtype: torch.dtype) -> list[tuple]:
+        made = []
+        for seq, given in heads.items():
+            cache = Cache(config, batch=2, n_slots=9, dtype=dtype, device=at.device)
+            place = cache.place(torch.tensor(positions[seq], device=at.device), ctx=7)
+            made.append((*(tensor.to(dtype) for tensor in given), 0, place, cache, keep_nothing))
+        return made
+
+    return KernelExample(rotate_and_cache, inputs)
+
+
+def _block(config: ModelConfig, at: Target) -> KernelExample:
+    """A whole model of one layer, which reads a padded prompt and goes on."""
+    model = random_model(config, at)
+    use_sdpa(model)
+    ids = torch.arange(12, device=at.device).view(2, 6)
+
+    def inputs(dtype: torch.dtype) -> list[tuple]:
+        cache = Cache(config, batch=2, n_slots=9, dtype=dtype, device=at.device)
+        prompt = [[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]]
+        model_inputs = []
+        for new, positions in ((ids[:, 5:], [[5], [3]]), (ids[:, :5], prompt), (ids[:, 5:], [[5], [3]])):
+            model_inputs.append((new, cache.place(torch.tensor(positions, device=at.device), ctx=9), cache))
+        return model_inputs
+
+    def logits(module: CausalLM, new: Tensor, *given: Any) -> Tensor:
+        return module(new, *given)[:, -1]
+
+    return KernelExample(model, inputs, logits)
+
+
+def _graph(config: ModelConfig, at: Target) -> KernelExample:
+    """Some steps of one sequence, replayed and one by one; these are the truth, in the dtype itself."""
+    model = random_model(config, at)
+    use_sdpa(model)
+
+    def inputs(dtype: torch.dtype) -> list[tuple]:
+        cache = Cache(config, batch=1, n_slots=CTX, dtype=dtype, device=at.device)
+        decoding = Decoding(model, cache, Needs.of([SamplingSettings()]), n_end_ids=1)
+        decoding.begin([Job([1, 2, 3], CTX // 2, SamplingSettings(), frozenset())], chunk=CTX)
+        return [(decoding,)]
+
+    def steps(replay: Callable[[Decoding, int], None], decoding: Decoding) -> Tensor:
+        decoding.n.zero_()
+        decoding.positions.fill_(3)  # behind the prompt again: a clock that goes on and on would run out of slots
+        for _ in range(4):
+            replay(decoding, 8)
+        return torch.cat([tensor.flatten().double() for tensor in decoding.state])
+
+    return KernelExample(lambda decoding, ctx: decoding.step(size_class(ctx, CTX)), inputs, steps, wide=at.dtype)
+
+
+_EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
+    "norm": _norm, "linear": _linear, "rotate": _rotate, "attend": _attend, "act": _act, "block": _block,
+    "graph": _graph,
+}  # fmt: skip

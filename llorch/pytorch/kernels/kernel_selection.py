@@ -1,0 +1,177 @@
+"""Which leaves of ours a model gets on a device: on CUDA those that have proved themselves there.
+
+Before they are first used on a device, each is tried in a process of its own (see `kernel_check`), as a kernel
+that reads what is not its own ends the whole process, and one that waits for itself never ends. Results are kept for
+this very device, driver, torch, Triton and source. The leaves of the CPU, whose compiled part has run on many, are
+tried when the user asks for ours by name.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from llorch.errors import CheckpointMismatch
+from llorch.memory import keep_freed_memory
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.device import Target, compute_as_named, target
+from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
+from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
+from llorch.pytorch.kernels.sdpa import use_sdpa
+from llorch.pytorch.kernels.table import Leaves, leaves_for, put_leaves
+
+logger = logging.getLogger(__name__)
+
+Attention = Literal["sdpa", "eager"]
+PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in it
+
+
+@cache
+def own_leaves(at: Target) -> Leaves:
+    """Ours for a target, by its `kernels`: none (torch), all (own), those that are right and no slower (auto).
+
+    CheckpointMismatch where one is wrong that was asked for by name.
+    """
+    if at.kernels == "torch":
+        return {}
+    leaves, asked = leaves_for(at.device, at.dtype, required=at.kernels == "own"), at.kernels == "own"
+    if not leaves or (at.device.type == "cpu" and not asked):
+        return leaves
+    found = verdicts(at, list(leaves))
+    faults = {kind: fault for kind in leaves if (fault := found[kind].fault(timed=not asked))}
+    told = "; ".join(f"{kind} {fault}" for kind, fault in faults.items())
+    if faults and asked:
+        raise CheckpointMismatch(f"kernels own, {at} on {device_name(at.device)}: {told}; use --kernels auto")
+    if faults:
+        logger.warning(
+            "kernels: on %s in %s torch's kernels replace llorch's, because of: %s", device_name(at.device), at, told
+        )
+    return {kind: make for kind, make in leaves.items() if kind not in faults}
+
+
+def speed_up(
+    module: CausalLM, at: Target, attention: Attention, *, compiled: bool, without: Sequence[str] = ()
+) -> None:
+    """Put faster leaves in place of the page's, but for some kinds; what torch.compile is to fuse stays as it is."""
+    if attention == "sdpa":
+        use_sdpa(module)
+    leaves = {kind: make for kind, make in own_leaves(at).items() if kind not in without}
+    on_cpu = at.device.type == "cpu"
+    if compiled:
+        leaves = {kind: make for kind, make in leaves.items() if kind.startswith("packed") and not on_cpu}
+    if leaves and on_cpu:
+        keep_freed_memory()
+    put_leaves(module, leaves)
+
+
+def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelVerdict]:
+    """What was found of some kinds of leaves, now or, unless it is to be found anew, by an earlier process."""
+    folder = private_folder()
+    kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
+    found = {} if kept is None or anew else _read(kept)
+    if not found.keys() >= {*kinds}:
+        found = try_apart(at, kinds)
+        if kept is not None:
+            _keep(kept, found)
+    return found
+
+
+def try_apart(
+    at: Target, kinds: Sequence[str], *, program: Sequence[str] = ("-m", __name__)
+) -> dict[str, KernelVerdict]:
+    """Try leaves in another process, and those after one that ended it in the next process."""
+    found: dict[str, KernelVerdict] = {}
+    with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
+        results = Path(folder) / "results"
+        while left := [kind for kind in kinds if kind not in found]:
+            how = _run([sys.executable, *program, str(results), str(at.device), at.dtype_name, *left])
+            found |= _read(results)
+            if all(kind in found for kind in left):
+                break
+            culprit = next(kind for kind in left if kind not in found)
+            found[culprit] = KernelVerdict(float("inf"), float("nan"), how)
+    return found
+
+
+def _run(command: Sequence[str]) -> str:
+    """Run a process to its end; says how that was."""
+    root = str(Path(__file__).parents[3])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        return f"the check did not end within {PATIENCE:.0f} s"
+    words = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()]
+    return f"the process of the check ended with status {done.returncode}: {(words or ['no message'])[-1][:200]}"
+
+
+def main(results: str, device: str, dtype: str, *kinds: str) -> None:
+    """What the other process does: a line of results for each leaf, as soon as it is tried."""
+    at = target(device, dtype)
+    compute_as_named(at)
+    leaves = leaves_for(at.device, at.dtype, required=True)
+    for kind in kinds:
+        verdict = tried(kind, leaves, at, seconds(at.device, kind))
+        with Path(results).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({kind: asdict(verdict)}) + "\n")
+
+
+def _read(file: Path) -> dict[str, KernelVerdict]:
+    """Results that were kept; none where they cannot be read, as those of a damaged file."""
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return {kind: KernelVerdict(**values) for line in lines for kind, values in line.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(file: Path, found: Mapping[str, KernelVerdict]) -> None:
+    """Write results so that another process sees all of them or none; where that cannot be, they are found again."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
+            made.write(json.dumps({kind: asdict(verdict) for kind, verdict in found.items()}) + "\n")
+        Path(made.name).replace(file)
+    except OSError:
+        return
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _name(at: Target) -> str:
+    """What decides the results: the device with its driver, who compiles, the dtype, and every source of this path."""
+    if at.device.type == "cpu":
+        where = identity(find_compiler() or [])
+    else:
+        from triton import __version__ as triton
+
+        where = repr((device_name(at.device), driver(), torch.version.cuda, triton))
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+    return digest(repr((where, at.dtype_name, torch.__version__)).encode(), *sources)
+
+
+def driver() -> str:
+    """The version of the driver, as Linux tells it."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        from torch.utils.collect_env import get_nvidia_driver_version, run
+
+        return str(get_nvidia_driver_version(run))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

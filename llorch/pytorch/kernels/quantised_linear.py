@@ -1,0 +1,137 @@
+"""Leaves of the torch model whose matrix stays packed: a linear layer and an embedding.
+
+`multiply` is what makes the product. The one here, the twin of all others, decodes a tile of rows and multiplies it
+with what torch has; kernels take its place from outside. The matrix is frozen, so its gradient is never made; that of
+the input is, from tiles too, whatever made the product.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from llorch.pytorch.kernels.packing import Fields, Kind, decode, width
+
+Multiply = Callable[[Tensor, Fields, Kind, Tensor | None], Tensor]
+
+_INTEGERS = {torch.float16: torch.int16, torch.float32: torch.int32}
+TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for the product to be efficient
+
+
+class PackedMatrix(nn.Module):
+    """The fields of a packed matrix.
+
+    They are kept as integers, so that `.to(dtype)` of a model leaves them alone: its format fixes the dtype of a scale.
+    """
+
+    def __init__(self, fields: Fields, ggml_type: Kind) -> None:
+        """Keep fields made by `pack`; matrices that are given the same ones share them."""
+        super().__init__()
+        self.ggml_type = ggml_type
+        self.out_features = len(fields["codes"])
+        self.in_features = width(fields, ggml_type)
+        self._dtypes = {name: field.dtype for name, field in fields.items()}
+        for name, field in fields.items():
+            self.register_buffer(name, field.view(_INTEGERS.get(field.dtype, field.dtype)))
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        """The fields as `pack` made them, views of the buffers."""
+        return {name: self.get_buffer(name).view(dtype) for name, dtype in self._dtypes.items()}
+
+    def extra_repr(self) -> str:
+        """What torch prints of the module."""
+        return f"{self.ggml_type.name}, out_features={self.out_features}, in_features={self.in_features}"
+
+
+class QuantisedLinear(PackedMatrix):
+    """A linear layer, with the interface of `nn.Linear`."""
+
+    def __init__(self, fields: Fields, ggml_type: Kind) -> None:
+        """Start without a bias, which is set as the parameter `bias`."""
+        super().__init__(fields, ggml_type)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None)
+        self.multiply: Multiply = multiply_by_tiles
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in the dtype of `x`."""
+        flat = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and x.requires_grad:
+            y: Any = FrozenProduct.apply(flat, self)
+        else:
+            y = self.multiply(flat, self.fields, self.ggml_type, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class Reordered(nn.Module):
+    """A packed layer whose columns lie otherwise in its file than inputs come; blocks cannot be cut to move them."""
+
+    def __init__(self, leaf: nn.Module, columns: Int[Tensor, " in"]) -> None:
+        """Wrap a layer; `columns` says where each input belongs."""
+        super().__init__()
+        self.leaf = leaf
+        self.order: Tensor
+        self.register_buffer("order", columns.argsort())
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply what was put in order."""
+        return self.leaf(x[..., self.order])
+
+
+class FrozenProduct(torch.autograd.Function):
+    """The product of a `QuantisedLinear`; nothing is kept for the backward pass, which decodes the matrix again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+        """Multiply by what the layer multiplies with."""
+        ctx.layer = layer
+        return layer.multiply(x, layer.fields, layer.ggml_type, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the input."""
+        return back_by_tiles(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
+
+
+class QuantisedEmbedding(PackedMatrix):
+    """An embedding, with the interface of `nn.Embedding`; only the rows that are asked for are decoded."""
+
+    def __init__(self, fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> None:
+        """Keep the fields; rows are handed out in `dtype`."""
+        super().__init__(fields, ggml_type)
+        self.dtype = dtype
+
+    def forward(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows in"]:
+        """Decode some rows."""
+        return decode({name: field[ids] for name, field in self.fields.items()}, self.ggml_type).to(self.dtype)
+
+
+def multiply_by_tiles(
+    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "rows out"]:
+    """Compute x @ decode(fields).T + bias, a tile of the matrix, rounded to the dtype of `x`, at a time."""
+    y = x.new_empty(len(x), len(fields["codes"]))
+    for part, tile in tiles(fields, ggml_type, x.dtype):
+        y[:, part] = linear(x, tile, None if bias is None else bias[part])
+    return y
+
+
+def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: Kind) -> Float[Tensor, "rows in"]:
+    """Compute grad @ decode(fields), the gradient of a product's input; tiles are summed in at least float32."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=wide)
+    for part, tile in tiles(fields, ggml_type, grad.dtype):
+        total += grad[:, part] @ tile
+    return total.to(grad.dtype)
+
+
+def tiles(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+    """Decode a matrix, `TILE` elements at a time, rounded to `dtype`: which rows, and the rows."""
+    n_rows, step = len(fields["codes"]), max(1, TILE // width(fields, ggml_type))
+    for start in range(0, n_rows, step):
+        part = slice(start, min(start + step, n_rows))
+        yield part, decode({name: field[part] for name, field in fields.items()}, ggml_type).to(dtype)

@@ -1,0 +1,83 @@
+"""Faster leaves in place of the page's: a table for each device says which there are, one walk puts them in.
+
+A leaf is whatever the page calls: a norm, a projection, the rotation, attention, the activation, a whole block. Ours
+has the interface of the plain one and shares its weights. A table goes from the kind of a leaf to what makes ours of a
+plain one; leaving a kind out of it leaves torch's in the model. `graph` makes what replays steps of decoding.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from llorch.errors import MissingDevice, MissingExtra
+from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention, rotate_and_cache
+from llorch.pytorch.kernels.cpu.block import cpu_leaves
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.models.delta_net import GatedDeltaNet, GatedNorm, ShortConv
+from llorch.pytorch.models.experts import ExpertLinear, ExpertsModule, QuantisedExperts
+
+Leaves = Mapping[str, Callable[[Any], Any]]
+
+
+def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> Leaves:
+    """All of ours for a device and a dtype; where something they need is absent, it is named if they are required."""
+    if device.type == "cpu":
+        compiled = library()
+        if required and compiled is None:
+            raise MissingDevice("kernels own: the CPU kernels are not built; install a C compiler or use auto")
+        return cpu_leaves(compiled, dtype)
+    if dtype is torch.float64:  # the kernels compute in float32
+        return {}
+    if find_spec("triton") is None:
+        if required:
+            raise MissingExtra("torch", "triton")
+        return {}
+    from llorch.pytorch.kernels.triton.leaves import LEAVES  # imports triton, which torch for the CPU comes without
+
+    return LEAVES
+
+
+def put_leaves(model: CausalLM, leaves: Leaves) -> None:
+    """Put ours in place of the plain leaves, for inference.
+
+    The page's own attention stays, because someone wants its stages.
+    """
+    for module in list(model.modules()):
+        for name, leaf in module.named_children():
+            setattr(module, name, faster(leaf, leaves))
+        if isinstance(module, MLP | ExpertsModule) and "act" in leaves:
+            module.act = leaves["act"](module.act)
+        if isinstance(module, Attention):
+            if "rotate" in leaves and module.rotate is rotate_and_cache:
+                module.rotate = leaves["rotate"](module.rotate)
+            if "attend" in leaves and module.attend is not attention:
+                module.attend = leaves["attend"](module.attend)
+        if isinstance(module, GatedDeltaNet):
+            for name, kind in (("l2_norm", "l2 norm"), ("rule", "delta rule")):
+                if kind in leaves:
+                    setattr(module, name, leaves[kind](getattr(module, name)))
+    if "block" in leaves:
+        model.model.layers = nn.ModuleList(map(leaves["block"], model.model.layers))
+
+
+def faster(leaf: nn.Module, leaves: Leaves) -> nn.Module:
+    """Ours for a norm, a projection or the like; any other module, or one whose kind is not in the table, as it is."""
+    make = leaves.get(_kind(leaf))
+    return leaf if make is None else make(leaf)
+
+
+def _kind(leaf: nn.Module) -> str:
+    if isinstance(leaf, QuantisedLinear):
+        return f"packed {leaf.ggml_type.name}"
+    if isinstance(leaf, QuantisedExperts):
+        return f"packed experts {leaf.ggml_type.name}"
+    return next((kind for plain, kind in _KINDS.items() if isinstance(leaf, plain)), "")
+
+
+_KINDS: Mapping[type[nn.Module], str] = {
+    RMSNorm: "norm", nn.Linear: "linear", ExpertLinear: "experts", ShortConv: "conv", GatedNorm: "gated norm",
+}  # fmt: skip

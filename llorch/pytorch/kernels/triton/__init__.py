@@ -1,0 +1,11 @@
+"""Leaves of the torch model for a CUDA device, none of which is used before it has proved itself there.
+
+In: tensors of the page's leaves on a device. Out: the same results, faster. `leaves` is the table of all; read `fused`
+first (norm, rotation, activation), then `dense_matvec`, `decode_attention`, `quantised_matvec`, `quantised`, and
+`graph`, which records a step of decoding. What is tried before a model gets them stands in `kernels.kernel_check`.
+
+Functions under `triton.jit` are compiled from their source, not called. The checks of types that tests hook into every
+function of llorch must leave them alone, so `no_type_check` stands below every `triton.jit`. The compiler runs when one
+is first called on a device. What only it finds (a name with two shapes in two branches) passes in the interpreter, so
+that a test compiles every kernel for a device; that takes none.
+"""

@@ -1,0 +1,121 @@
+"""A row of activations times a dense matrix, which is read once: what decoding a token consists of.
+
+A program takes some rows of the matrix and all of their columns, so that no sum is split between programs. A thread
+loads 16 bytes of each of its rows and uses the same inputs for all. Sums are float32, rounded once. The twin is
+`torch.nn.functional.linear`, which also takes whatever has more rows: on an H100 its tensor cores are as fast for two
+and faster for any more.
+
+Projections of one input (queries, keys and values; gate and up) are made in one launch: alone, the key projection of a
+model with grouped heads is over before the memory is busy.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+MOST_TOGETHER = 3  # matrices of one launch
+_PROGRAMS = 512  # about four for each multiprocessor of a large device
+_WARPS = 8
+
+
+class DenseLinear(nn.Module):
+    """A linear layer for inference, with the interface of `nn.Linear`."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Share the parameters of a plain one, in float32, bfloat16 or float16."""
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.out_features, self.in_features = layer.out_features, layer.in_features
+        self.together: SharedInputProducts | None = None
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in the dtype of the weights."""
+        if x.numel() > self.in_features:
+            return linear(x, self.weight, self.bias)
+        return multiply_row(x, [self])[0] if self.together is None else self.together.product(self, x)
+
+
+class SharedInputProducts(threading.local):
+    """Linear layers of the same input: when the first is asked for its product, all are made.
+
+    Each thread of the host has its own (this is what `threading.local` does): two that run one model ask in turn.
+    """
+
+    def __init__(self, layers: Sequence[DenseLinear]) -> None:
+        """Join at most `MOST_TOGETHER` layers of one width and dtype, all with a bias or none."""
+        self._layers = layers
+        self._input: Tensor | None = None
+        self._products: dict[DenseLinear, Tensor] = {}
+        for layer in layers:
+            layer.together = self
+
+    def product(self, layer: DenseLinear, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The product of a layer, made now or with that of another for this very tensor; asked again, made again."""
+        if x is not self._input or layer not in self._products:
+            products = multiply_row(x, self._layers)
+            self._input, self._products = x, dict(zip(self._layers, products, strict=True))
+        product = self._products.pop(layer)
+        if not self._products:
+            self._input = None
+        return product
+
+
+def multiply_row(x: Float[Tensor, "*one in"], layers: Sequence[DenseLinear]) -> list[Tensor]:
+    """Compute x @ weight.T + bias of the layers that `SharedInputProducts` takes in one launch."""
+    x, width = x.contiguous(), x.shape[-1]
+    sizes = [layer.out_features for layer in layers]
+    products = [x.new_empty(*x.shape[:-1], size) for size in sizes]
+    weights = [layer.weight for layer in layers]
+    biases = [product if layer.bias is None else layer.bias for layer, product in zip(layers, products, strict=True)]
+    rows = _rows_per_program(sum(sizes))
+    span = 16 // x.element_size()
+    launch: Any = _multiply[(sum(triton.cdiv(size, rows) for size in sizes),)]
+    launch(
+        x, *_three(weights), *_three(biases), *_three(products), width, *(*sizes, 0, 0)[:MOST_TOGETHER],
+        BIAS=layers[0].bias is not None, ROWS=rows,
+        COLUMNS=min(_WARPS * 32 * span, max(span, triton.next_power_of_2(width))), SPAN=span, num_warps=_WARPS,
+    )  # fmt: skip
+    return products
+
+
+def _three(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Pointers for all places of the kernel; those beyond the last tensor are never read."""
+    return [*tensors, *[tensors[0]] * (MOST_TOGETHER - len(tensors))]
+
+
+def _rows_per_program(n_out: int) -> int:
+    """Two, which share the inputs and whose loads are on their way at once; one where programs would be too few."""
+    return 2 if n_out >= 2 * _PROGRAMS else 1
+
+
+@triton.jit(do_not_specialize=["size0", "size1", "size2"])
+@no_type_check
+def _multiply(
+    x, weight0, weight1, weight2, bias0, bias1, bias2, y0, y1, y2, width, size0, size1, size2,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    weight, bias, y, size = weight0, bias0, y0, size0
+    tiles0, tiles1 = tl.cdiv(size0, ROWS), tl.cdiv(size1, ROWS)
+    if tile >= tiles0 + tiles1:
+        weight, bias, y, size, tile = weight2, bias2, y2, size2, tile - tiles0 - tiles1
+    elif tile >= tiles0:
+        weight, bias, y, size, tile = weight1, bias1, y1, size1, tile - tiles0
+    row = (tile.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]  # three axes, as all: others change threads
+    within = tl.arange(0, COLUMNS // SPAN)[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    total = tl.zeros((ROWS, COLUMNS // SPAN, 1), tl.float32)
+    for first in range(0, width, COLUMNS):
+        column = first + within
+        w = tl.load(weight + row * width + column, mask=(row < size) & (column < width), other=0)
+        inputs = tl.load(x + column, mask=column < width, other=0)
+        total += tl.sum(w.to(tl.float32) * inputs.to(tl.float32), 2, keep_dims=True)  # within a thread
+    sums = tl.sum(total, 1, keep_dims=True)  # (ROWS, 1, 1)
+    if BIAS:
+        sums += tl.load(bias + row, mask=row < size, other=0).to(tl.float32)
+    tl.store(y + row, sums.to(y.dtype.element_ty), mask=row < size)

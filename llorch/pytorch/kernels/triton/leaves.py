@@ -1,0 +1,53 @@
+"""The table of what runs on CUDA instead of torch's own; importing it imports Triton."""
+
+from llorch.files.quant import GGMLType
+from llorch.pytorch.causal_lm import Block
+from llorch.pytorch.kernels.packing import KIND_NAMES
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.table import Leaves
+from llorch.pytorch.kernels.triton.decode_attention import decode_attention
+from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts
+from llorch.pytorch.kernels.triton.fused import FusedRMSNorm, rotate_and_cache, swiglu
+from llorch.pytorch.kernels.triton.graph import GraphedSteps
+from llorch.pytorch.kernels.triton.quantised import multiply
+from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen
+from llorch.pytorch.models.experts import QuantisedExperts
+
+
+def packed(leaf: QuantisedLinear) -> QuantisedLinear:
+    """A packed layer that multiplies by kernels, also where its gradient is wanted."""
+    leaf.multiply = multiply
+    return leaf
+
+
+def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
+    """Multiply packed matrices of experts by kernels; a table's few rows have none, so the twin multiplies them."""
+    leaf.multiply = multiply
+    if isinstance(leaf.ggml_type, GGMLType):
+        leaf.multiply_chosen = multiply_chosen
+    return leaf
+
+
+def joined(block: Block) -> Block:
+    """A block whose projections of one input are made in one launch, where they are dense and ours."""
+    if not block.is_dense:
+        return block
+    attention, mlp = block.self_attn, block.mlp
+    for projections in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        dense = [layer for layer in projections if isinstance(layer, DenseLinear)]
+        if len(dense) > 1:
+            SharedInputProducts(dense)
+    return block
+
+
+LEAVES: Leaves = {
+    "norm": FusedRMSNorm,
+    "linear": DenseLinear,
+    **{f"packed {kind}": packed for kind in KIND_NAMES},
+    **{f"packed experts {kind}": packed_experts for kind in KIND_NAMES},
+    "rotate": lambda plain: rotate_and_cache,
+    "attend": lambda plain: decode_attention,
+    "act": lambda plain: swiglu,
+    "block": joined,
+    "graph": lambda plain: GraphedSteps(),
+}

@@ -1,0 +1,1 @@
+"""Torch modules of blocks that are not dense: delta nets, experts, windows."""

@@ -1,0 +1,179 @@
+"""Many feed-forward parts, of which a router chooses a few for each token: the MoE models of Qwen.
+
+The softmax over all experts and the sum of what the chosen ones make are at least float32. Equal probabilities: the
+expert with the lower number is chosen, as in NumPy.
+
+Source: transformers `modeling_qwen2_moe.py`, Qwen2MoeSparseMoeBlock; `modeling_qwen3_moe.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from llorch.config import ModelConfig
+from llorch.pytorch.causal_lm import MLP, Hidden, Keep, swiglu, widened
+from llorch.pytorch.kernels.packing import Fields, Kind, decode
+from llorch.pytorch.kernels.quantised_linear import Multiply, PackedMatrix, QuantisedLinear, multiply_by_tiles
+
+Chosen = Int[Tensor, "batch seq topk"]
+PerExpert = Float[Tensor, "batch seq _topk _width"]  # or 1 for all of a token
+MultiplyChosen = Callable[[Tensor, Tensor, Fields, Kind, int], Tensor]
+
+
+class SparseMoe(nn.Module):
+    """Route each token to a few experts, add up what they make, and what the shared expert makes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the modules of one layer."""
+        super().__init__()
+        hidden, kind = config.hidden_size, config.experts
+        assert kind is not None
+        self.n_chosen, self.norm_topk_prob = kind.n_experts_per_token, kind.norm_topk_prob
+        self.gate: Any = nn.Linear(hidden, kind.n_experts, bias=False)
+        self.experts = ExpertsModule(kind.n_experts, hidden, kind.expert_size)
+        self.shared_expert = SharedExpert(hidden, kind.shared_size) if kind.shared_size else None
+        self.shared_expert_gate: Any = nn.Linear(hidden, 1, bias=False) if kind.shared_gate else None
+        self.softmax: Any = softmax
+        self.sigmoid: Any = torch.sigmoid
+        self.normalised: Any = normalised
+        self.mixed: Any = mixed
+
+    def forward(self, h: Hidden, keep: Keep) -> Hidden:
+        """What the feed-forward part adds to the residual stream."""
+        logits = keep("router_logits", self.gate(h))
+        probs = keep("router_probs", self.softmax(widened(logits)))
+        ids = keep("topk_ids", probs.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_chosen])
+        weights = probs.gather(-1, ids)
+        if self.norm_topk_prob:
+            weights = self.normalised(weights)
+        weights = keep("topk_weights", weights.to(h.dtype))
+        out = self.mixed(self.experts(h, ids, keep), weights)
+        if self.shared_expert is not None:
+            shared = widened(self.shared_expert(h, keep))
+            if self.shared_expert_gate is not None:
+                shared = keep("shared_gate", self.sigmoid(widened(self.shared_expert_gate(h)))) * shared
+            out = out + shared
+        return keep("moe_out", out.to(h.dtype))
+
+
+class ExpertsModule(nn.Module):
+    """SwiGLU of every expert, three matrices each, of which a token uses those of its experts."""
+
+    def __init__(self, n_experts: int, hidden: int, size: int) -> None:
+        """Build the modules."""
+        super().__init__()
+        self.gate_proj: Any = ExpertLinear(n_experts, hidden, size)
+        self.up_proj: Any = ExpertLinear(n_experts, hidden, size)
+        self.down_proj: Any = ExpertLinear(n_experts, size, hidden)
+        self.act: Any = swiglu
+
+    def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
+        """What each of the chosen experts makes of its token, or of its share of it."""
+        x = h if h.dim() > ids.dim() else h[:, :, None]  # (batch, seq, 1 or topk, hidden)
+        gate, up = keep("expert_gate", self.gate_proj(x, ids)), keep("expert_up", self.up_proj(x, ids))
+        return keep("expert_out", self.down_proj(keep("expert_act", self.act(gate, up)), ids))
+
+
+class ExpertLinear(nn.Module):
+    """One matrix per expert; those of the chosen experts are read and no others."""
+
+    def __init__(self, n_experts: int, n_in: int, n_out: int) -> None:
+        """Start with the matrices of nobody."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
+
+    def forward(self, x: PerExpert, ids: Chosen) -> PerExpert:
+        """Multiply the row of each choice, or the one row of its token, by the matrix of the chosen expert."""
+        if reads_nothing_back(x, ids, len(self.weight)):
+            return (self.weight[ids] @ x.expand(*ids.shape, -1)[..., None])[..., 0]
+        return grouped(lambda expert, rows: linear(rows, self.weight[expert]), x, ids, len(self.weight))
+
+    @property
+    def n_experts(self) -> int:
+        """How many there are."""
+        return len(self.weight)
+
+    def expert(self, number: int) -> nn.Linear:
+        """One of them, a view."""
+        n_out, n_in = self.weight.shape[1:]
+        leaf = nn.Linear(n_in, n_out, bias=False, device="meta")
+        leaf.weight = nn.Parameter(self.weight[number], requires_grad=False)
+        return leaf
+
+
+class QuantisedExperts(PackedMatrix):
+    """One packed matrix per expert, in fields of all, one below the other; only chosen ones are decoded."""
+
+    def __init__(self, fields: Fields, ggml_type: Kind, n_experts: int) -> None:
+        """Keep fields made by `pack` of all rows."""
+        super().__init__(fields, ggml_type)
+        self.n_experts = n_experts
+        self.multiply: Multiply = multiply_by_tiles
+        self.multiply_chosen: MultiplyChosen = multiply_decoded
+
+    def forward(self, x: PerExpert, ids: Chosen) -> PerExpert:
+        """As `ExpertLinear`."""
+        if reads_nothing_back(x, ids, self.n_experts) and not (torch.is_grad_enabled() and x.requires_grad):
+            inputs = x.flatten(0, -2).contiguous()
+            made = self.multiply_chosen(inputs, ids.flatten(), self.fields, self.ggml_type, self.n_experts)
+            return made.unflatten(0, ids.shape)
+        return grouped(lambda expert, rows: self.expert(expert)(rows), x, ids, self.n_experts)
+
+    def expert(self, number: int) -> QuantisedLinear:
+        """One of them, a view."""
+        n = self.out_features // self.n_experts
+        fields = {name: field[number * n : (number + 1) * n] for name, field in self.fields.items()}
+        leaf = QuantisedLinear(fields, self.ggml_type)
+        leaf.multiply = self.multiply
+        return leaf
+
+
+class SharedExpert(MLP):
+    """The feed-forward part that every token has."""
+
+    def forward(self, h: Hidden, keep: Keep) -> Hidden:
+        """As that of the dense page, by other names."""
+        gate, up = keep("shared_ffn_gate", self.gate_proj(h)), keep("shared_ffn_up", self.up_proj(h))
+        return keep("shared_out", self.down_proj(keep("shared_ffn_act", self.act(gate, up))))
+
+
+def reads_nothing_back(x: PerExpert, ids: Chosen, n_experts: int) -> bool:
+    """Whether the host may not ask which experts are chosen, because a step is recorded, or need not, for few rows."""
+    return x.is_cuda and (ids.shape[1] == 1 or ids.numel() <= n_experts)
+
+
+def multiply_decoded(
+    x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: Kind, n_experts: int
+) -> Float[Tensor, "choices out"]:
+    """Multiply each row, which is that of some choices in succession, by the matrix of the expert chosen."""
+    chosen = {name: field.unflatten(0, (n_experts, -1))[ids].flatten(0, 1) for name, field in fields.items()}
+    matrices = decode(chosen, ggml_type).to(x.dtype).unflatten(0, (len(ids), -1))
+    return (matrices @ x.repeat_interleave(len(ids) // len(x), dim=0)[..., None])[..., 0]
+
+
+def grouped(multiply: Callable[[int, Tensor], Tensor], x: PerExpert, ids: Chosen, n_experts: int) -> PerExpert:
+    """Call `multiply` once for each expert that is chosen, with all of its rows; there may be none."""
+    flat = ids.flatten()
+    order, counts = flat.argsort(stable=True), flat.bincount(minlength=n_experts).tolist()
+    rows = x.expand(*ids.shape, -1).flatten(0, -2)[order].split(counts)
+    made = [multiply(expert, some) for expert, some in enumerate(rows) if len(some)] or [multiply(0, rows[0])]
+    return torch.cat(made)[order.argsort()].unflatten(0, ids.shape)
+
+
+def softmax(logits: Float[Tensor, "*rows experts"]) -> Float[Tensor, "*rows experts"]:
+    """Along the last axis."""
+    return logits.softmax(-1)
+
+
+def normalised(weights: Float[Tensor, "*rows topk"]) -> Float[Tensor, "*rows topk"]:
+    """Divide by the sum along the last axis."""
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def mixed(made: PerExpert, weights: Float[Tensor, "batch seq topk"]) -> Hidden:
+    """The weighted sum over the experts of a token, in at least float32."""
+    return (widened(weights)[..., None, :] @ widened(made))[..., 0, :]

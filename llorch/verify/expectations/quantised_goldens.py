@@ -1,0 +1,116 @@
+"""The goldens of checkpoint 13: what ggml's C functions make of blocks and activations, llama.cpp's stages of models.
+
+The file `blocks` holds blocks of every type beside their decoded numbers, `rounding` rows of activations beside the
+bytes that they are rounded to, `<model>` every stage of one of the models in `quantised_models`.
+There is no tolerance among them: all are derived, see `quantised_limits`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.builtin import missing_golden
+from llorch.engines import stored_route
+from llorch.files.quant import GGMLType
+from llorch.places import Pass
+from llorch.verify.expectations.quantised_models import MODELS
+from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.goldens import EngineOutput
+
+FOLDER = "quantised"
+CASE = "near"
+ROUNDED_TO = ("F16", "BF16", "Q8_0", "Q8_1", "Q8_K")
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class QuantisedGolden:
+    """The stored goldens.
+
+    Attributes:
+        blocks: `<type>.blocks` (uint8, one block per row) and `<type>.values` (float32).
+        rounding: `<type>.rows` (float32) and `<type>.<variant>` (uint8, one block per row).
+        traces: Model to its stages.
+        files: Model to the `fingerprint` of its file.
+        case: The tokens of all models.
+        provenance: Where all this comes from.
+    """
+
+    blocks: Arrays
+    rounding: Arrays
+    traces: Mapping[str, Arrays]
+    files: Mapping[str, str]
+    case: Pass
+    provenance: Mapping[str, object]
+
+    def evidence(self, model: str) -> dict[str, EngineOutput]:
+        """What a verifier is given for one model."""
+        none, route = np.empty(0), stored_route(self.provenance, "llamacpp")
+        return {"llamacpp": EngineOutput({CASE: self.traces[model]}, none, probabilities={}, greedy=none, route=route)}
+
+
+def types() -> list[GGMLType]:
+    """All types of matrices of the models, in the order of their first one."""
+    return list(dict.fromkeys(kind for recipe in MODELS.values() for kind in sorted(recipe.types)))
+
+
+def save(folder: Path, golden: QuantisedGolden) -> None:
+    """Write goldens; the same content gives the same bytes.
+
+    Args:
+        folder: Made when absent.
+        golden: What to store.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, arrays in {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces}.items():
+        write_arrays(folder / f"{name}{SUFFIX}", arrays)
+    record = {"case": asdict(golden.case), "files": golden.files, "provenance": golden.provenance}
+    (folder / "golden.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> QuantisedGolden:
+    """Read stored goldens.
+
+    Args:
+        folder: Written by `save`.
+
+    Returns:
+        The goldens.
+
+    Raises:
+        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+        ValueError: A part of one is missing.
+    """
+    arrays = ("blocks", "rounding", *MODELS)
+    for name in ("golden.json", *(f"{name}{SUFFIX}" for name in arrays)):
+        if not (folder / name).is_file():
+            raise missing_golden(folder / name)
+    record = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
+    blocks, rounding, *traces = (read_arrays(folder / f"{name}{SUFFIX}") for name in arrays)
+    _require(folder, record, blocks, rounding)
+    return QuantisedGolden(
+        blocks=blocks,
+        rounding=rounding,
+        traces=dict(zip(MODELS, traces, strict=True)),
+        files=record["files"],
+        case=Pass(tuple(record["case"]["ids"]), record["case"]["first_position"]),
+        provenance=record["provenance"],
+    )
+
+
+def _require(folder: Path, record: Mapping, blocks: Arrays, rounding: Arrays) -> None:
+    wanted = {f"{kind.name}.{part}" for kind in types() for part in ("blocks", "values")}
+    missing = sorted(
+        MODELS.keys() - record["files"].keys()
+        | wanted - blocks.keys()
+        | {f"{kind}.rows" for kind in ROUNDED_TO} - rounding.keys()
+    )
+    if missing:
+        raise ValueError(
+            f"golden {folder}: expected every model, type and rounding, missing: {', '.join(missing[:5])}; "
+            "run reference_outputs/regenerate.py"
+        )

@@ -1,0 +1,264 @@
+"""Reproducible mode: hashes of logits, whatever the company of a prompt and however it is cut."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reproducible_runs
+import torch
+from command_line import REPOSITORY
+from reproducible_runs import (
+    CPU,
+    DTYPES,
+    LENGTHS,
+    Runner,
+    hashes_in_company,
+    hashes_when_cut,
+    runner,
+    sha256,
+    verdict,
+)
+
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.model import load
+from llorch.pytorch.batch_invariant import reproducible
+from llorch.pytorch.batch_invariant.fixed_order import FixedNorm, exp, softmax, swiglu, tree_sum
+from llorch.pytorch.batch_invariant.reproducible import FixedRows, make_reproducible
+from llorch.pytorch.causal_lm import RMSNorm, keep_nothing
+from llorch.pytorch.causal_lm import swiglu as plain_swiglu
+from llorch.pytorch.kernels.cpu.linear import CpuLinear
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.lora import leaves
+from llorch.verify.expectations.quantised_models import write_model
+
+
+@pytest.fixture
+def fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Half of the prompts, still more rows than a wide tile has: torch takes its time without our leaves."""
+    monkeypatch.setattr(reproducible_runs, "LENGTHS", LENGTHS[: len(LENGTHS) // 2])
+    return len(LENGTHS) // 2
+
+
+@pytest.mark.slow_cases("bfloat16-micro-qwen3-torch", "float32-micro-llama-torch")
+@pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
+def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name, own, request):
+    n_prompts = len(LENGTHS) if own else request.getfixturevalue("fewer_prompts")
+    assert verdict(dtype, name, own=own)[:2] == (n_prompts, 1)
+
+
+IN_THREADS = [("float32", "micro-qwen3"), ("bfloat16", "micro-llama")]
+TWO_THREADS = """
+import json, sys, torch
+from reproducible_runs import verdict
+torch.set_num_threads(2)
+print(json.dumps([verdict(*given) for given in json.loads(sys.argv[1])]))
+"""
+
+
+@cache
+def verdicts_with_two_threads() -> list[tuple[int, int, str]]:
+    """Verdicts of a process whose threads do not wait by spinning, which they must be told before torch is loaded."""
+    paths = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests/support")))
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS, json.dumps(IN_THREADS)], capture_output=True, text=True, timeout=600,
+        check=True, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2", "PYTHONPATH": paths},
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("dtype", "name"), IN_THREADS)
+def test_two_threads_give_the_bits_of_one(dtype, name):
+    company, cut, digest = verdicts_with_two_threads()[IN_THREADS.index((dtype, name))]
+    assert (company, cut) == (len(LENGTHS), 1)
+    prompt = (runner(name, DTYPES[dtype]).prompts()[3] * 4)[:140]
+    assert sha256(runner(name, DTYPES[dtype]).passes(prompt, 140)) == digest
+
+
+@pytest.mark.usefixtures("fewer_prompts")
+def test_without_a_compiler_no_bit_depends_on_company_either(monkeypatch):
+    monkeypatch.setattr(reproducible, "library", lambda: None)
+    run = runner("micro-qwen3")
+    assert {type(part) for part in run.model.modules()} >= {CpuLinear, FixedRows, FixedNorm}
+    assert len(hashes_when_cut(run, run.prompts()[3])) == 1
+    assert all(len(seen) == 1 for seen in hashes_in_company(run))
+
+
+def test_the_plain_model_does_not_pass_this_test():
+    plain = runner(fixed=False)
+    assert any(len(seen) > 1 for seen in hashes_in_company(plain))
+    assert len(hashes_when_cut(plain, plain.prompts()[3])) > 1
+
+
+def test_reproducible_logits_are_as_close_to_the_truth_as_the_plain_ones():
+    prompt = runner().prompts()[3]
+    model = load("micro-qwen2")
+    model.weights = model.weights.astype(np.float64)
+    truth = torch.from_numpy(model.forward(prompt))
+    error = {
+        fixed: float((runner(fixed=fixed).passes(prompt, len(prompt)) - truth).norm() / truth.norm())
+        for fixed in (True, False)
+    }
+    assert error[True] < max(1.5 * error[False], 1e-6)
+
+
+@pytest.mark.slow_cases("torch-bfloat16", "torch-float32")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
+def test_packed_weights_are_reproducible_too(own, dtype, tmp_path: Path):
+    model = load_packed(open_weights(write_model("Q4_K", tmp_path)), dtype=dtype, device=CPU)
+    make_reproducible(model, own=own)
+    run = Runner(model, dtype)
+    prompt = run.prompts()[3]
+    assert hashes_when_cut(run, prompt) == {sha256(run.batch([run.prompts()[0], prompt], "right")[1])}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_no_bit_of_a_logit_depends_on_the_company_on_cuda(dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+
+    device = torch.device("cuda", 0)
+    model = load_dense(open_weights(builtin_path("micro-qwen3")), dtype=dtype, device=device)
+    make_reproducible(model)
+    run = Runner(model, dtype, device)
+    assert run.passes([1, 2], 2).device == device
+    assert [len(seen) for seen in hashes_in_company(run)] == [1] * len(LENGTHS)
+    assert len(hashes_when_cut(run, run.prompts()[3])) == 1
+
+
+class Planted(torch.nn.Linear):
+    """A projection that adds the terms of some rows in another order, as some libraries do; all sums are our own."""
+
+    def __init__(self, some_rows: Callable[[torch.Tensor], torch.Tensor], n_in: int, n_out: int, **kwargs: Any) -> None:
+        super().__init__(n_in, n_out, **kwargs)
+        self.some_rows, self.seen = some_rows, []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(input))
+        terms = input.float()[:, None] * self.weight.float()  # (rows, out, in)
+        made, rows = tree_sum(terms), self.some_rows(input)
+        if rows.any():
+            made[rows] = tree_sum(terms[rows].unflatten(-1, (2, -1)).mT.flatten(-2))
+        return (made + self.bias.float()).to(input.dtype)
+
+
+HABITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the rows that a kernel adds in another order
+    "odd rows": lambda x: torch.arange(len(x)) % 2 == 1,
+    "the last row of eight": lambda x: torch.arange(len(x)) % 8 == 7,
+    "rows above zeros": lambda x: (x.roll(-1, 0) == 0).all(1),
+    "odd rows, with two threads": lambda x: torch.arange(len(x)) % torch.get_num_threads() == 1,
+}
+TILES = {  # rows added in another order: the numbers of rows with which the projection may be called
+    "none": (lambda x: torch.zeros(len(x), dtype=torch.bool), {128, 8}),
+    "all of a wide product": (lambda x: torch.full([len(x)], len(x) > 100), {8}),
+    "the last eight of a wide product": (lambda x: torch.arange(len(x)) >= 120, {8}),
+} | {habit: (rows, {1}) for habit, rows in HABITS.items()}
+HALF_TOO = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@pytest.mark.plain_cases(
+    "10-none-float32",
+    "2-none-bfloat16",
+    "2-odd rows, with two threads-bfloat16",
+    "2-the last eight of a wide product-bfloat16",
+)
+@HALF_TOO
+@pytest.mark.parametrize("habit", TILES)
+@pytest.mark.parametrize("n_out", [2, 10])
+def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits(habit, dtype, n_out, monkeypatch):
+    monkeypatch.setattr(reproducible, "_FOUND", {})
+    monkeypatch.setattr(reproducible, "ENOUGH", 16)  # results that show habits as plain as these
+    torch.manual_seed(0)
+    some_rows, sizes = TILES[habit]
+    leaf = Planted(some_rows, 64, n_out, dtype=dtype)
+    fixed, x = reproducible.FixedRows(leaf), torch.randn(3, 50, 64).to(dtype)
+    with torch.no_grad():
+        fixed(x)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # as if (real ones spin): it is tried again
+        fixed(x)
+        leaf.seen.clear()
+        together = fixed(x)
+        assert set(leaf.seen) == sizes
+        assert torch.equal(torch.cat([fixed(row) for row in x.flatten(0, 1).split(1)]), together.flatten(0, 1))
+        torch.testing.assert_close(together, torch.nn.functional.linear(x, leaf.weight, leaf.bias))
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+@pytest.mark.parametrize("habit", HABITS)
+def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.MonkeyPatch):
+    def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        leaf = Planted(HABITS[habit], *reversed(weight.shape))
+        leaf.weight, leaf.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
+        return leaf(x)
+
+    monkeypatch.setattr(leaves, "linear", planted)
+    monkeypatch.setattr(reproducible, "_FOUND", {})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, weight = torch.randn(9, 64), torch.randn(r, 64)
+    with torch.no_grad():
+        alone = torch.cat([leaves.fixed_product(row, weight) for row in x.split(1)])
+        assert torch.equal(leaves.fixed_product(x, weight), alone)
+
+
+@pytest.mark.parametrize("head_dim", [6, 16])  # MKL's product of 64 keys with 6 columns differs by place on AVX2
+@pytest.mark.parametrize("habit", ["of the library", "odd rows"])
+def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    def planted(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        made, other = torch.matmul(tile, block), torch.matmul(tile.flip(-1), block.flip(-2))
+        return torch.where(torch.arange(tile.shape[-2])[:, None] % 2 == 1, other, made)
+
+    monkeypatch.setattr(reproducible, "_FOUND", {})
+    if habit != "of the library":
+        monkeypatch.setattr(reproducible, "matmul", planted)
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(1, *of, head_dim, generator=generator) for of in ((70, 6), (2, 70), (2, 70)))
+    whole = reproducible.attention(q, keys, values, None, keep_nothing)
+    for n in range(1, 70):
+        visible = (torch.arange(70) <= n).view(1, 1, 1, 70)
+        assert torch.equal(
+            reproducible.attention(q[:, n : n + 1], keys, values, visible, keep_nothing)[0, 0], whole[0, n]
+        )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])
+def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tolerance):
+    x = torch.linspace(-86, 86, 100_001, dtype=dtype)
+    want = np.exp(x.numpy().astype(np.longdouble))
+    assert float(np.abs((exp(x).numpy() - want) / want).max()) < tolerance
+    ends = exp(torch.tensor([-math.inf, -1000.0, 0.0, math.inf, math.nan], dtype=dtype))
+    assert ends[:3].tolist() == [0.0, 0.0, 1.0]
+    assert ends[3].isfinite()
+    assert ends[4].isnan()
+
+
+def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
+    x = torch.randn(40, 37, generator=torch.Generator().manual_seed(0))  # a width that no vector register divides
+    norm = FixedNorm(RMSNorm(37, 1e-6))
+    for function in (norm, lambda rows: swiglu(rows, rows)):
+        assert torch.equal(torch.cat([function(row) for row in x.split(1)]), function(x))
+    assert not torch.equal(torch.cat([plain_swiglu(row, row) for row in x.split(1)]), plain_swiglu(x, x))
+
+
+def test_tree_sum_takes_any_width():
+    for width in (1, 2, 3, 7, 64, 100):
+        x = torch.arange(2 * width, dtype=torch.float64).view(2, width)
+        assert tree_sum(x).tolist() == x.sum(-1).tolist()
+
+
+def test_softmax_gives_masked_keys_exactly_nothing_and_ignores_how_many_follow():
+    row = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
+    longer = torch.nn.functional.pad(row, (0, 100), value=-math.inf)
+    assert torch.equal(softmax(longer)[:, :70], softmax(row))
+    assert torch.equal(softmax(longer)[:, 70:], torch.zeros(5, 100))
+    torch.testing.assert_close(softmax(row), row.softmax(-1))

@@ -1,0 +1,154 @@
+"""A model split over ranks: every stage of it against the truth, and mistakes of splitting at their stages."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_programs import invoke_on_mesh
+from mesh_runs import judged
+from refusals import assert_cli_refuses, assert_tells, refuses
+
+from llorch.architecture import Layer
+from llorch.builtin import builtin_path
+from llorch.errors import EngineDied
+from llorch.files import open_weights
+from llorch.pytorch.distributed.launch import on_ranks, start
+from llorch.pytorch.distributed.sharding_plan import cannot_split, of_a_rank
+from llorch.torchrun import is_rank
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+SIZES: Any = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66, "hidden_size": 40, "head_dim": 8,
+    "vocab_size": 99, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow_cases("micro-qwen2-2")
+@pytest.mark.parametrize(
+    ("model", "n_ranks"),
+    [
+        ("micro-qwen2", 2),  # biases, tied
+        ("micro-qwen2-moe", 2),  # seven experts: four and three; a shared one
+        pytest.param("micro-qwen3-moe", 2, marks=pytest.mark.slow),
+        pytest.param("micro-llama3", 4, marks=pytest.mark.slow),
+        pytest.param("micro-llama", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_stage_of_a_split_model_is_that_of_the_truth(model: str, n_ranks: int):
+    n_rows, n_failed, failed = on_ranks(n_ranks, judged, model, n_ranks, "float64")
+    assert (n_failed, failed) == (0, [])
+    assert n_rows > 800
+
+
+@pytest.mark.live
+def test_a_model_with_norms_of_heads_is_split_between_them(tmp_path: Path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
+    model.save_pretrained(tmp_path)
+    n_rows, n_failed, failed = on_ranks(3, judged, tmp_path, 3, "float64")
+    assert (n_failed, failed) == (0, [])
+    assert n_rows > 800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_dtypes_stay_within_the_limits_of_one_process(dtype: str):
+    assert on_ranks(2, judged, "micro-llama", 2, dtype)[1:] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("plant", "model", "stage"),
+    [
+        ("unsummed", "micro-llama", "attn_out"),
+        pytest.param("averaged", "micro-llama", "attn_out", marks=pytest.mark.slow),
+        pytest.param("other rank", "micro-llama", "q_proj", marks=pytest.mark.slow),
+        pytest.param("experts of all ranks", "micro-qwen3-moe", "expert_gate", marks=pytest.mark.slow),
+        pytest.param("experts of another rank", "micro-qwen3-moe", "expert_gate", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_of_splitting_goes_red_where_it_is_made(plant: str, model: str, stage: str):
+    _, n_failed, failed = on_ranks(2, judged, model, 2, "float64", plant)
+    assert n_failed > 100
+    assert next(where for mode, where in failed if mode == "isolated") == stage
+
+
+def killed(rank: str) -> int:
+    if os.environ["RANK"] == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(start({"tp": 2}).size())  # where the others wait
+
+
+def raises() -> None:
+    raise ValueError("on every rank")
+
+
+@pytest.mark.slow_cases("0")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_dies_ends_the_run(rank: str):
+    with refuses(EngineDied, f"rank {rank} of 2", "Signal 9 (SIGKILL)"):
+        on_ranks(2, killed, rank)
+
+
+def test_what_the_first_rank_returns_is_returned_and_an_error_is_the_end():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert on_ranks(2, os.getenv, "RANK") == "0"
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    with pytest.raises(EngineDied, match="on every rank"):
+        on_ranks(2, raises)
+    assert not is_rank()
+
+
+def of_another_size() -> str:
+    try:
+        start({"dp": 2, "tp": 3})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_mesh_of_another_size_than_there_are_ranks_is_refused():
+    assert_tells(on_ranks(2, of_another_size), "mesh", expected=("6 ranks", "dp=2 x tp=3"), got=2)
+
+
+def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
+    config = open_weights(builtin_path("micro-qwen3")).config
+    assert cannot_split(config, 1) is None
+    assert_tells(str(cannot_split(config, 2)), expected="2 ranks", got=("heads 15", "KV heads 3"))
+    assert_tells(str(cannot_split(config, 3)), expected="3 ranks", got=224)
+    hybrid = open_weights(builtin_path("micro-qwen3.5")).config
+    assert cannot_split(hybrid, 1) is None
+    assert_tells(str(cannot_split(hybrid, 2)), expected="layers", got="qwen3_5")
+    part = of_a_rank(config, 3)
+    assert (part.n_heads, part.n_kv_heads, part.head_dim, part.layer(0)) == (5, 1, config.head_dim, Layer())
+
+
+@pytest.mark.slow
+def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
+    done = invoke_on_mesh(tmp_path, "verify", "--mesh", "tp=2", "micro-qwen3-moe", "--dtype", "float64")
+    assert (done.exit_code, done.stdout.count("1 model, ")) == (0, 1), done.stderr
+    assert "micro-qwen3-moe   torch-cpu-float64-tp2" in done.stdout
+    assert done.stdout.rstrip().endswith(" 0 failed, 1 backend not run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (
+            ("--mesh", "tp=2", "micro-qwen3"),
+            ("micro-qwen3", "--mesh tp=2", "2 ranks", "heads 15"),
+        ),
+        (("--mesh", "tp=0"), ("dp=N,tp=M", "'tp=0'")),
+        (("--mesh", "tp=2", "--device", "cuda"), ("--mesh", "--device")),
+        (("--mesh", "tp=2", "quantised"), ("quantised", "--mesh tp=2", "packed")),
+    ],
+)
+def test_what_cannot_run_on_a_mesh_is_one_line(arguments: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path):
+    assert_cli_refuses(invoke_on_mesh(tmp_path, "verify", *arguments), 2, *facts)

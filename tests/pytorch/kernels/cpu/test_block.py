@@ -1,0 +1,205 @@
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from refusals import refuses
+from torch import Tensor, nn
+
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.pytorch.batch_invariant.reproducible import make_reproducible
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.kernels.cpu.block import CpuBlock
+from llorch.pytorch.kernels.cpu.layer import FEW
+from llorch.pytorch.kernels.cpu.linear import CpuLinear
+from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.kernels.sdpa import use_sdpa
+from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
+from llorch.pytorch.serving.pages import PAGE
+from llorch.verify.expectations.quantised_models import write_model
+
+CPU = torch.device("cpu")
+FIRST = 50
+
+
+def fitted(name: str, dtype: torch.dtype) -> CausalLM:
+    model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
+    use_sdpa(model)
+    put_leaves(model, leaves_for(CPU, dtype, required=False))
+    return model
+
+
+def reproducible(name: str, dtype: torch.dtype) -> CausalLM:
+    model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
+    make_reproducible(model)
+    return model
+
+
+def observe(name: str, array: Tensor) -> Tensor:
+    return array
+
+
+def continued(model: CausalLM, dtype: torch.dtype, keep: Callable[[str, Tensor], Tensor], seq: int = 1) -> Tensor:
+    """Logits of some steps of a ragged batch of two, after a prompt."""
+    cache = Cache(model.config, batch=2, n_slots=20, dtype=dtype, device=CPU, first_position=FIRST)
+    ids = torch.arange(40).view(2, 20)
+    positions = FIRST + torch.arange(20).expand(2, 20) - torch.tensor([[0], [2]])
+    positions[1, :2] = -1
+    made = [model(ids[:, :8], cache.place(positions[:, :8], ctx=8), cache, keep=keep)]
+    for start in range(8, 20, seq):
+        new = slice(start, start + seq)
+        made.append(model(ids[:, new], cache.place(positions[:, new], ctx=start + seq), cache, keep=keep))
+    return torch.cat(made, dim=1)
+
+
+def blocks(model: CausalLM) -> list[CpuBlock]:
+    return [cast(CpuBlock, layer) for layer in model.model.layers]
+
+
+def parts(model: CausalLM) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__module__.startswith("llorch.pytorch.kernels.cpu")]
+
+
+@pytest.mark.parametrize("seq", [1, FEW // 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
+@torch.no_grad()
+def test_a_block_in_one_call_has_the_bits_of_its_leaves(name, dtype, seq):
+    model = fitted(name, dtype)
+    got, want = continued(model, dtype, keep_nothing, seq), continued(model, dtype, observe, seq)
+    assert all(block._known[2] is not None for block in blocks(model))  # it was used
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3"])
+@torch.no_grad()
+def test_so_has_a_reproducible_one_of_many_tokens(name, dtype):
+    model = reproducible(name, dtype)
+    got, want = continued(model, dtype, keep_nothing, 4), continued(model, dtype, observe, 2)
+    assert all(block._known[2] is not None for block in blocks(model))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "seq"), [(fitted, 1), (reproducible, 1), (reproducible, 5)])
+@torch.no_grad()
+def test_a_block_that_reads_pages_has_the_bits_of_one_whose_context_is_gathered(make, seq, dtype):
+    model, made = make("micro-qwen3", dtype), []
+    filled, pages = (2 * PAGE - 3, 60), ((5, 2, 4), (1, 3))
+    for keep in (keep_nothing, observe):
+        cache = PagedCache(model.config, n_pages=5, n_states=2, n_positions=3 * PAGE, dtype=dtype, device=CPU)
+        for row, (n, own) in enumerate(zip(filled, pages, strict=True)):
+            model(torch.arange(row, row + n)[None], cache.begin([SequenceRow(own, row, 0)], n), cache)
+        for step in range(3):  # into the next page
+            rows = [
+                SequenceRow(own, row, n + step * seq) for row, (n, own) in enumerate(zip(filled, pages, strict=True))
+            ]
+            ids = torch.arange(2 * seq).view(2, seq) + step
+            made.append(model(ids, cache.begin(rows, seq), cache, keep=keep))
+            assert cache.pages is not None
+        made.append(torch.cat([store for pool in cache._pools for store in pool]))
+    assert all(torch.equal(got, want) for got, want in zip(made[:4], made[4:], strict=True))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@torch.no_grad()
+def test_a_block_with_leaves_of_another_mode_is_that_of_its_leaves(fixed):
+    model = reproducible("micro-llama", torch.float32) if fixed else fitted("micro-llama", torch.float32)
+    block, leaf = blocks(model)[0], blocks(model)[0].mlp.up_proj
+    block.mlp.up_proj = CpuLinear(leaf.weight, leaf.bias, leaf.library, fixed=not leaf.fixed)
+    continued(model, torch.float32, keep_nothing)
+    assert [block._known[2] is None for block in blocks(model)] == [True, *[False] * (len(blocks(model)) - 1)]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+@torch.no_grad()
+def test_a_packed_block_in_one_call_has_the_bits_of_its_leaves(kind, tmp_path):
+    path = write_model(kind, tmp_path)
+    model = load_packed(open_weights(path), dtype=torch.float32, device=CPU)
+    use_sdpa(model)
+    put_leaves(model, leaves_for(CPU, torch.float32, required=True))
+    assert any(isinstance(part, CpuQuantisedLinear) for part in parts(model))
+    got, want = (continued(model, torch.float32, keep) for keep in (keep_nothing, observe))
+    assert torch.equal(got, want)
+
+
+@torch.no_grad()
+def test_a_batch_without_a_mask_goes_on_as_with_one():
+    model = fitted("micro-llama", torch.float32)
+    cache = Cache(model.config, batch=1, n_slots=6, dtype=torch.float32, device=CPU)
+    ids = torch.arange(6)[None]
+    whole = model(ids, cache.place(ids, ctx=6, causal=True), cache)
+    for step in range(6):
+        place = cache.place(ids[:, step : step + 1], ctx=step + 1, causal=True)
+        row = model(ids[:, step : step + 1], place, cache)[0, 0]
+        torch.testing.assert_close(row, whole[0, step], rtol=1e-4, atol=1e-5)
+
+
+class Doubled(nn.Module):
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.leaf = leaf
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.leaf(x)
+
+
+def double_a_leaf(block: CpuBlock) -> None:
+    block.mlp.down_proj = Doubled(block.mlp.down_proj)
+
+
+def replace_a_function(block: CpuBlock) -> None:
+    block.mlp.act = torch.mul
+
+
+def move_a_weight(block: CpuBlock) -> None:
+    block.mlp.down_proj.weight.data = 2 * block.mlp.down_proj.weight.data
+
+
+@pytest.mark.parametrize("change", [double_a_leaf, replace_a_function, move_a_weight])
+@torch.no_grad()
+def test_what_is_put_in_place_later_is_noticed(change: Callable[[CpuBlock], None]):
+    model = fitted("micro-llama", torch.float32)
+    before = continued(model, torch.float32, keep_nothing)
+    change(blocks(model)[1])
+    after = continued(model, torch.float32, keep_nothing)
+    assert not torch.allclose(after, before)
+    assert torch.equal(after, continued(model, torch.float32, observe))
+
+
+@torch.no_grad()
+def test_a_slot_that_does_not_exist_is_refused():
+    model = fitted("micro-llama", torch.float32)
+    cache = Cache(model.config, batch=1, n_slots=6, dtype=torch.float32, device=CPU, first_position=10)
+    with refuses(IndexError, where="cache", expected=(0, 6), got="[[-1]]"):
+        model(torch.zeros(1, 1, dtype=torch.int64), cache.place(torch.tensor([[9]]), ctx=1), cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes_keep_the_leaves_of_the_page(dtype):
+    assert parts(fitted("micro-llama", dtype)) == []
+
+
+def test_paths_of_modules_and_weights_stay_those_of_transformers():
+    plain = load_dense(open_weights(builtin_path("micro-qwen2")), dtype=torch.float32, device=CPU)
+    names, modules = list(plain.state_dict()), {name for name, _ in plain.named_modules()}
+    put_leaves(plain, leaves_for(CPU, torch.float32, required=True))
+    assert list(plain.state_dict()) == names
+    assert {name for name, _ in plain.named_modules()} == modules
+
+
+def test_without_a_compiler_products_still_go_to_onednn(monkeypatch):
+    monkeypatch.setattr("llorch.pytorch.kernels.table.library", lambda: None)
+    model = fitted("micro-llama", torch.float32)
+    assert {type(part) for part in parts(model)} == {CpuLinear}
+    monkeypatch.undo()
+    with torch.no_grad():
+        got, want = (continued(m, torch.float32, keep_nothing) for m in (model, fitted("micro-llama", torch.float32)))
+    assert float((got - want).norm() / want.norm()) < 1e-5
+    assert np.isfinite(got.numpy()).all()

@@ -1,0 +1,243 @@
+import ctypes
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from refusals import assert_tells, refuses
+from torch import nn
+from torch.nn.functional import linear
+
+from llorch.pytorch.kernels.cpu import library as cpu_library
+from llorch.pytorch.kernels.cpu import linear as cpu_linear
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.linear import CpuLinear
+
+SHAPES = [(96, 64), (7, 37), (260, 896)]  # rows and widths that fill no whole vector, too
+ROWS = [1, 3, 8, 9, 40]
+
+
+def parameter(*shape: int, dtype: torch.dtype, seed: int) -> nn.Parameter:
+    numbers = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return nn.Parameter(torch.from_numpy(numbers).to(dtype), requires_grad=False)
+
+
+def layer(shape: tuple[int, int], dtype: torch.dtype, *, bias: bool = True, compiled: bool = True) -> CpuLinear:
+    weight, out = parameter(*shape, dtype=dtype, seed=1), shape[0]
+    return CpuLinear(weight, parameter(out, dtype=dtype, seed=2) if bias else None, library() if compiled else None)
+
+
+def truth(x: torch.Tensor, leaf: CpuLinear) -> torch.Tensor:
+    return linear(x.double(), leaf.weight.double(), None if leaf.bias is None else leaf.bias.double())
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def test_the_kernels_are_built_on_this_machine():
+    assert library() is not None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_products_are_exact_to_float32_rounding(shape, rows, compiled, bias):
+    leaf = layer(shape, torch.float32, bias=bias, compiled=compiled)
+    x = parameter(rows, shape[1], dtype=torch.float32, seed=3)
+    got = leaf(x)
+    assert got.dtype == torch.float32
+    assert error(got, truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_products_are_no_worse_than_those_of_torch(shape, rows, bias):
+    leaf = layer(shape, torch.bfloat16, bias=bias)
+    x = parameter(rows, shape[1], dtype=torch.bfloat16, seed=3)
+    got, want = leaf(x), truth(x, leaf)
+    assert got.dtype == torch.bfloat16
+    assert error(got, want) <= 1.01 * error(linear(x, leaf.weight, leaf.bias), want)
+
+
+def test_a_few_bfloat16_rows_are_the_exact_sums_rounded_once():
+    leaf = layer((260, 896), torch.bfloat16)
+    x = parameter(2, 896, dtype=torch.bfloat16, seed=3)
+    exact = truth(x, leaf)
+    off = (leaf(x).double() - exact).abs() / exact.abs()
+    assert off.max() <= 2**-8 * 1.001  # half a step of eight bits, and the float32 sum under it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leading_axes_and_strides_of_the_input_do_not_matter(dtype):
+    leaf = layer((96, 64), dtype)
+    x = parameter(2, 64, 3, dtype=dtype, seed=3).transpose(1, 2)  # (2, 3, 64), not contiguous
+    got = leaf(x)
+    assert got.shape == (2, 3, 96)
+    assert error(got, truth(x, leaf)) < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_processor_or_a_torch_without_such_products_of_onednn_gets_others(dtype, bias, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr(cpu_linear, "TILE", 100 * 896)  # so that 260 rows of weights are three tiles
+    leaf = layer((260, 896), dtype, bias=bias)
+    x = parameter(40, 896, dtype=dtype, seed=3)
+    assert leaf(x).dtype == dtype
+    assert error(leaf(x), truth(x, leaf)) <= 1.01 * max(error(linear(x, leaf.weight, leaf.bias), truth(x, leaf)), 1e-7)
+
+
+def test_what_onednn_multiplies_is_tried(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    assert cpu_linear.onednn_multiplies.__wrapped__(torch.float32)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse)
+    assert not cpu_linear.onednn_multiplies.__wrapped__(torch.float32)
+
+
+def test_infinity_and_nan_come_through_a_bfloat16_product():
+    leaf = layer((96, 64), torch.bfloat16, bias=False)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x[0, 0], x[1, 0] = torch.inf, torch.nan
+    got = leaf(x)
+    assert got[0].isinf().all()
+    assert got[1].isnan().all()
+
+
+def test_an_input_of_another_dtype_is_refused():
+    leaf = layer((96, 64), torch.float32)
+    with refuses(ValueError, expected="torch.float32", got="torch.bfloat16"):
+        leaf(torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+def test_a_machine_without_a_compiler_is_told_once_and_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(cpu_library, "find_compiler", lambda: None)
+    cpu_library.library.cache_clear()
+    try:
+        assert [library(), library()] == [None, None]
+    finally:
+        cpu_library.library.cache_clear()
+    (line,) = caplog.messages
+    assert_tells(line, "CPU", "compiler")
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path):
+    compiler = script(tmp_path / "cc", "echo 'cc: error: no -fopenmp here' >&2\nexit 1")
+    with refuses(cpu_library.NotBuilt, f"{compiler}: cc: error: no -fopenmp here"):
+        cpu_library.build([compiler], tmp_path / "made.so")
+
+
+def test_a_compiler_named_by_the_environment_comes_first(tmp_path, monkeypatch):
+    compiler = script(tmp_path / "my cc", "")
+    monkeypatch.setenv("CC", f"'{compiler}' gcc -pipe")
+    assert cpu_library.find_compiler() == [compiler, "gcc", "-pipe"]
+    monkeypatch.setenv("CC", "nowhere gcc")
+    assert cpu_library.find_compiler() == [shutil.which("cc")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library as a compiler makes it on this machine, in little time: no product of it is used."""
+    command, path = cpu_library.find_compiler(), tmp_path_factory.mktemp("made") / "made.so"
+    assert command is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_library, "FLAGS", ("-O0", *cpu_library.FLAGS[1:]))
+        cpu_library.build(command, path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def counted(made, tmp_path, monkeypatch) -> Callable[[], int]:
+    """Put a compiler that has its result ready behind another command, and provide a cache of its own.
+
+    Returns:
+        A function that tells how often was compiled.
+    """
+    log, ready = tmp_path / "log", tmp_path / "ready.so"
+    ready.write_bytes(made)
+    copy = f'while [ "$1" != -o ]; do shift; done\ncp "{ready}" "$2"'
+    wrapper = script(tmp_path / "ccache", f'case "$*" in *--version*) exec "$@" ;; esac\necho >> "{log}"\n{copy}')
+    monkeypatch.setenv("CC", f"{wrapper} cc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda: len(log.read_text()) if log.exists() else 0
+
+
+def fresh() -> ctypes.CDLL | None:
+    """The library as a new process gets it."""
+    return cpu_library.library.__wrapped__()
+
+
+@pytest.mark.slow
+def test_what_was_built_is_kept_for_the_next_process(counted, tmp_path):
+    assert [fresh() is None, fresh() is None, counted()] == [False, False, 1]
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:4096], lambda data: b"", lambda data: data[:-40] + data[-39:]])
+def test_a_damaged_library_is_built_anew(damage, counted, tmp_path):
+    fresh()
+    (file,) = (tmp_path / "cache" / "llorch").iterdir()
+    whole = file.read_bytes()
+    file.unlink()  # it is mapped
+    file.write_bytes(damage(whole))
+    assert fresh() is not None
+    assert counted() == 2
+    assert cpu_library.is_sealed(file)
+
+
+def test_another_source_compiler_or_processor_has_another_name(counted, monkeypatch):
+    command = cpu_library.find_compiler() or []
+    names = {cpu_library.identity(command), cpu_library.identity([*command, "-g"])}
+    monkeypatch.setattr(cpu_library, "_processor", lambda: ["another"])
+    names.add(cpu_library.identity(command))
+    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-g"))
+    assert len({*names, cpu_library.identity(command)}) == 4
+
+
+@pytest.mark.parametrize("what", ["others may write to it", "no folder", "not loadable"])
+def test_without_a_private_folder_to_load_from_every_process_builds(what, counted, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "llorch"
+    if what == "no folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    else:
+        folder.mkdir(parents=True)
+        folder.chmod(0o777 if what == "others may write to it" else 0o700)
+    if what == "not loadable":
+        refuse_to_load_from(folder, monkeypatch)
+    assert [fresh() is None, fresh() is None] == [False, False]
+    assert counted() == (4 if what == "not loadable" else 2)
+    assert not folder.exists() or [*folder.iterdir()] == []
+
+
+def test_a_machine_that_loads_from_no_folder_says_so_and_goes_on(counted, monkeypatch, caplog):
+    refuse_to_load_from(Path("/"), monkeypatch)
+    assert fresh() is None
+    (line,) = caplog.messages
+    assert_tells(line, "CPU")
+    assert line.endswith("failed to map segment from shared object")
+
+
+def refuse_to_load_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system mounted noexec does."""
+    load = ctypes.CDLL
+
+    def refusing(name: str) -> ctypes.CDLL:
+        if Path(name).is_relative_to(folder):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(cpu_library.ctypes, "CDLL", refusing)

@@ -1,0 +1,95 @@
+"""Products whose sums have one order: a row has the same bits in any company, from any build of the C files."""
+
+import ctypes
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from llorch.pytorch.kernels.cpu import library as cpu_library
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.linear import CpuLinear
+from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
+from llorch.pytorch.kernels.packing import decode
+from llorch.pytorch.random_weights import random_fields
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+SHAPES = [(96, 64), (7, 37), (45, 1056), (33, 2100)]  # outs and widths that fill no vector, tile or part of a sum, too
+ROWS = 300  # more than a block of rows that stays in a cache
+BUILDS = {  # without AMX, with shorter registers, in plain C
+    "native": None, "no tiles": ("-march=native", "-mno-amx-bf16"), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
+}  # fmt: skip
+PARTS = ("cpu_products.c", "cpu_fixed.c")  # all that products of fixed order need
+FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    flags = BUILDS[request.param]
+    if flags is None:
+        return cast(ctypes.CDLL, library())
+    if request.param == "AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("NOT RUN: this processor has no AVX2")
+    target, patch = tmp_path_factory.mktemp("build") / "made.so", pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(cpu_library, "FLAGS", [flag for flag in cpu_library.FLAGS if "native" not in flag] + [*flags])
+        context.setattr(cpu_library, "SOURCES", [path for path in cpu_library.SOURCES if path.name in PARTS])
+        context.setattr(cpu_library, "SIGNATURES", {name: cpu_library.SIGNATURES[name] for name in FUNCTIONS})
+        try:
+            cpu_library.build(cpu_library.find_compiler() or [], target)
+        except cpu_library.NotBuilt as error:  # of another processor
+            pytest.skip(f"NOT RUN: {error}")
+        return cpu_library.declared(ctypes.CDLL(str(target)))
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).to(dtype)
+
+
+def assert_alone(leaf: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, whole: torch.Tensor) -> None:
+    """Every row has the bits that it has alone, and in passes of other sizes."""
+    assert torch.equal(torch.cat([leaf(row) for row in x[:40].split(1)]), whole[:40])
+    for size in (3, 16, 31, 70):
+        assert torch.equal(torch.cat([leaf(rows) for rows in x.split(size)]), whole), size
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_bits_that_it_has_alone(shape, bias, dtype, compiled):
+    weight = numbers(*shape, dtype=dtype, seed=1)
+    leaf = CpuLinear(weight, numbers(shape[0], dtype=dtype, seed=2) if bias else None, compiled, fixed=True)
+    x = numbers(ROWS, shape[1], dtype=dtype, seed=3)
+    whole = leaf(x)
+    assert_alone(leaf, x, whole)
+    assert leaf(x[:0]).shape == (0, shape[0])
+    exact = linear(x.double(), weight.double(), None if leaf.bias is None else leaf.bias.double())
+    assert whole.dtype == dtype
+    near = linear(x, weight, leaf.bias).double()
+    assert (whole.double() - exact).norm() <= max(1.01 * (near - exact).norm(), 3e-7 * exact.norm())
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_packed_matrix_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
+    torch.manual_seed(0)
+    fields = random_fields((45, 2304), kind, torch.device("cpu"))
+    leaf = CpuQuantisedLinear(fields, kind, numbers(45, dtype=dtype, seed=2), compiled, fixed=True)
+    x = numbers(80, 2304, dtype=dtype, seed=3)
+    whole = leaf(x)
+    assert_alone(leaf, x, whole)
+    assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), leaf.bias, compiled, fixed=True)(x), whole)
+
+
+@DTYPES
+def test_infinity_and_nan_stay_in_their_row(dtype, compiled):
+    leaf = CpuLinear(numbers(40, 64, dtype=dtype, seed=1), None, compiled, fixed=True)
+    x = numbers(20, 64, dtype=dtype, seed=3)
+    x[3, 0], x[5, 0] = torch.inf, torch.nan
+    got = leaf(x)
+    assert got[3].isinf().all()
+    assert got[5].isnan().all()
+    assert got.isfinite().all(1).sum() == 18

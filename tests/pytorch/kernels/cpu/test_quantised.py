@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+import torch
+from packed_matrices import TABLES, packed_table
+from torch import nn
+from torch.nn.functional import linear
+
+from llorch.files.quant import BLOCK_SIZES
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.quantised import FEW, HALF, KINDS, CpuQuantisedLinear
+from llorch.pytorch.kernels.packing import decode, pack
+from llorch.verify.expectations.quantised_models import random_blocks
+
+ROWS = [1, 3, FEW, FEW + 1, 40]
+OUT = 70
+SHAPES = [
+    (name, width) for width in (192, 768) for name, (_, group, _) in TABLES.items() if width % (group or width) == 0
+]
+
+
+def layer(ggml_type, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
+    blocks = random_blocks(ggml_type, OUT * width // BLOCK_SIZES[ggml_type][0], key=ggml_type.name)
+    fields = pack(torch.from_numpy(blocks.reshape(OUT, -1)), ggml_type)
+    compiled = library()
+    assert compiled is not None
+    return CpuQuantisedLinear(fields, ggml_type, bias_of(dtype) if bias else None, compiled)
+
+
+def bias_of(dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.from_numpy(np.linspace(-1, 1, OUT)).to(dtype), requires_grad=False)
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(rows).standard_normal((rows, width))).to(dtype)
+
+
+def truth(x: torch.Tensor, leaf: CpuQuantisedLinear) -> torch.Tensor:
+    weight = decode(leaf.fields, leaf.ggml_type).double()
+    return linear(x.double(), weight, None if leaf.bias is None else leaf.bias.double())
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_float32_products_are_exact_to_float32_rounding(ggml_type, rows, bias):
+    leaf = layer(ggml_type, torch.float32, bias=bias)
+    x = inputs(rows, 768, torch.float32)
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matrix(ggml_type, rows):
+    leaf = layer(ggml_type, torch.bfloat16)
+    x = inputs(rows, 768, torch.bfloat16)
+    decoded = decode(leaf.fields, ggml_type).bfloat16()
+    assert error(leaf(x), truth(x, leaf)) <= 1.01 * error(linear(x, decoded, leaf.bias), truth(x, leaf))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_decoding_has_the_bits_of_the_twin(ggml_type, dtype):
+    leaf = layer(ggml_type, dtype)
+    got = torch.empty(OUT - 3, 768, dtype=dtype)
+    leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
+    want = decode(leaf.fields, ggml_type)[3:].to(dtype)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ggml_type", list(KINDS)[:2], ids=lambda kind: kind.name)
+def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type):
+    leaf = layer(ggml_type, torch.float32, width=9 * 32)
+    x = inputs(1, 9 * 32, torch.float32)
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+def test_a_matrix_of_many_tiles_is_multiplied_as_a_whole(monkeypatch):
+    monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
+    leaf = layer(next(iter(KINDS)), torch.float32)
+    x = inputs(FEW + 1, 768, torch.float32)
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+def test_leading_axes_and_strides_of_the_input_do_not_matter():
+    leaf = layer(next(iter(KINDS)), torch.float32, width=32 * 8)
+    x = inputs(2 * 256, 3, torch.float32).view(2, 256, 3).transpose(1, 2)  # (2, 3, 256), not contiguous
+    got = leaf(x)
+    assert got.shape == (2, 3, OUT)
+    assert error(got, truth(x, leaf)) < 1e-6
+
+
+def table_layer(name: str, dtype: torch.dtype, *, width: int = 768) -> CpuQuantisedLinear:
+    fields, table = packed_table(name, OUT, width)
+    compiled = library()
+    assert compiled is not None
+    return CpuQuantisedLinear(fields, table, bias_of(dtype), compiled)
+
+
+def size_of(x: torch.Tensor, leaf: CpuQuantisedLinear) -> torch.Tensor:
+    """Bound the terms of a product; values and offsets are summed apart."""
+    weight = decode(leaf.fields, leaf.ggml_type).double().abs().amax(-1)
+    return x.double().abs().sum(-1, keepdim=True) * 2 * weight + 1
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("name", "width"), SHAPES)
+def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows, width):
+    leaf = table_layer(name, torch.float32, width=width)
+    x = inputs(rows, width, torch.float32)
+    assert ((leaf(x).double() - truth(x, leaf)).abs() <= width * 2.0**-24 * size_of(x, leaf)).all()
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", TABLES)
+def test_bfloat16_products_with_a_table_are_no_worse_than_those_of_torch_with_a_decoded_matrix(name, rows):
+    leaf = table_layer(name, torch.bfloat16)
+    x = inputs(rows, 768, torch.bfloat16)
+    decoded = decode(leaf.fields, leaf.ggml_type).bfloat16()
+    assert error(leaf(x), truth(x, leaf)) <= 1.01 * error(linear(x, decoded, leaf.bias), truth(x, leaf))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", TABLES)
+def test_decoding_a_table_has_the_bits_of_the_twin(name, dtype):
+    leaf = table_layer(name, dtype)
+    got = torch.empty(OUT - 3, 768, dtype=dtype)
+    leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
+    want = decode(leaf.fields, leaf.ggml_type)[3:].to(dtype)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

@@ -1,0 +1,294 @@
+"""Kernels that prove themselves: what a trial finds, what is kept of it, and which leaves a model then gets."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import invoke
+from quick_interpreter import prepare_once_a_launch
+from refusals import assert_tells, refuses
+from torch import Tensor, nn
+
+import llorch
+from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra
+from llorch.pytorch.decoding import Decoding
+from llorch.pytorch.device import Target, target
+from llorch.pytorch.kernels import kernel_check, kernel_selection
+from llorch.pytorch.kernels import table as all_leaves
+from llorch.pytorch.kernels.kernel_check import KernelVerdict, tried
+from llorch.pytorch.kernels.kernel_selection import try_apart, verdicts
+from llorch.pytorch.kernels.packing import KIND_NAMES
+from llorch.pytorch.kernels.table import leaves_for
+
+own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the results of the function
+
+CPU = torch.device("cpu")
+ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
+QUICK = ("norm", "rotate", "attend", "act")  # in Triton's interpreter
+EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
+EVERY_KIND = pytest.mark.parametrize("kind", ALL)
+RIGHT, WRONG, SLOW = KernelVerdict(0.5, 0.9), KernelVerdict(7.0, 0.9), KernelVerdict(0.5, 1.4)
+
+
+def even(call: Callable[[], object]) -> float:
+    """A clock that stands still."""
+    return 1.0
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernel_check.USUAL, "cpu", kernel_check.ODD)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_leaves_of_the_cpu_pass_the_trial(kind: str, dtype: str):
+    at = target("cpu", dtype)
+    assert tried(kind, leaves_for(CPU, at.dtype, required=True), at, even).fault(timed=True) == ""
+
+
+@pytest.mark.slow_cases("attend", "rotate")
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in ALL])
+def test_triton_leaves_pass_the_trial(kind: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("NOT RUN: the interpreter is off where there is a device")
+    from llorch.pytorch.kernels.triton.leaves import LEAVES
+
+    prepare_once_a_launch(monkeypatch)
+    assert {*LEAVES} == {*ALL, *EXPERTS, "graph"}
+    assert tried(kind, LEAVES, target(), even).fault(timed=True) == ""
+
+
+class OneWrong(nn.Module):
+    """A leaf with one wrong element in all of what it makes."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, *given: Any) -> Any:
+        made = self.plain(*given)
+        first = (made if isinstance(made, Tensor) else made[0]).clone()
+        first.view(-1)[-1] += first.abs().max() / 8
+        return first if isinstance(made, Tensor) else (first, *made[1:])
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_wrong_element_is_found(kind: str, dtype: str):
+    found = tried(kind, {kind: OneWrong}, target("cpu", dtype), even)
+    assert 1 < found.off < math.inf
+    assert_tells(found.fault(timed=False), f"{found.off:.3g}")
+
+
+@pytest.mark.parametrize(
+    ("broken", "facts"),
+    [
+        (lambda plain: lambda x: plain(x).double(), ("inf",)),
+        (lambda plain: lambda x: plain(x)[:1], ("inf",)),
+        (lambda plain: lambda x: plain(x) * math.nan, ("inf",)),
+        (lambda plain: lambda x: 1 / 0, ("ZeroDivisionError", "division by zero")),
+    ],
+    ids=["of another dtype", "of another shape", "nan", "an error"],
+)
+def test_what_is_no_result_fails_the_trial(broken: Callable, facts: tuple[str, ...]):
+    found = tried("norm", {"norm": broken}, target("cpu", "bfloat16"), even)
+    assert found.off == math.inf
+    assert_tells(found.fault(timed=False), *facts)
+
+
+@pytest.mark.parametrize(("skipped", "right"), [(0, True), (1, False)])
+def test_replayed_steps_are_compared_with_steps_one_by_one(skipped: int, right: bool):
+    def replay(decoding: Decoding, ctx: int) -> None:
+        for _ in range(1 + skipped):
+            decoding.step(kernel_check.CTX)
+
+    assert (tried("graph", {"graph": lambda plain: replay}, target(), even).fault(timed=True) == "") is right
+
+
+def test_steps_are_timed_as_often_as_a_clock_wants_and_a_recording_is_of_one_decoding():
+    class Recorded:
+        decoding: Decoding | None = None
+
+        def __call__(self, decoding: Decoding, ctx: int) -> None:
+            self.decoding = self.decoding or decoding
+            assert decoding is self.decoding
+            decoding.step(kernel_check.CTX)
+
+    def often(call: Callable[[], object]) -> float:
+        return float(
+            len([call() for _ in range(kernel_check.CTX // 2)])
+        )  # of four steps: twice the slots that there are
+
+    assert tried("graph", {"graph": lambda plain: Recorded()}, target(), often).fault(timed=True) == ""
+
+
+def test_a_leaf_that_takes_longer_counts_where_speed_is_asked_for():
+    times = iter([3.0, 2.0] * 2)
+    found = tried("norm", leaves_for(CPU, torch.float32, required=True), target(), lambda call: next(times))
+    assert found.fault(timed=False) == ""
+    assert found.slow == 1.5
+    assert_tells(found.fault(timed=True), "1.5")
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_to_launch_is_no_time_of_a_leaf():
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+    at = target("cuda")
+    x = torch.zeros(1, device=at.device)
+
+    def many() -> None:
+        for _ in range(200):
+            x.add_(1)
+
+    assert kernel_check.seconds(at.device, "norm")(many) < 0.7 * kernel_check.seconds(at.device, "graph")(many)
+
+
+def test_a_leaf_that_ends_its_process_is_named_and_the_others_are_tried_all_the_same():
+    program = """
+import json, os, sys
+results, device, dtype, *kinds = sys.argv[1:]
+for kind in kinds:
+    if kind == "bad":
+        print("CUDA error: illegal access", file=sys.stderr, flush=True)
+        os._exit(7)
+    open(results, "a").write(json.dumps({kind: {"off": 0.1, "slow": 0.5, "died": ""}}) + "\\n")
+"""
+    found = try_apart(target(), ["a", "bad", "b"], program=["-c", program])
+    assert [found[kind].fault(timed=True) for kind in ("a", "b")] == ["", ""]
+    assert_tells(found["bad"].fault(timed=False), 7, "CUDA error: illegal access")
+
+
+def test_a_leaf_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_selection, "PATIENCE", 0.5)
+    found = try_apart(target(), ["waits"], program=["-c", "import time; time.sleep(60)"])
+    assert_tells(found["waits"].died, "0 s")
+
+
+@pytest.mark.slow
+def test_the_process_of_trials_tries_leaves():
+    found = try_apart(target(), ["norm", "rotate"])
+    assert {kind: one.fault(timed=False) for kind, one in found.items()} == {"norm": "", "rotate": ""}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Trials that were made, in a cache of their own."""
+    made: list[str] = []
+
+    def one_more(at: Target, kinds: list[str]) -> dict[str, KernelVerdict]:
+        made.extend(kinds)
+        return dict.fromkeys(kinds, KernelVerdict(0.5, math.nan))
+
+    monkeypatch.setattr(kernel_selection, "try_apart", one_more)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return made
+
+
+def test_results_are_kept_for_the_same_device_and_source(
+    counted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for at in (target(), target(), target("cpu", "bfloat16")):
+        assert verdicts(at, ["norm"])["norm"].fault(timed=False) == ""
+    assert counted == ["norm"] * 2
+    (file, _) = sorted((tmp_path / "llorch").glob("kernels-*.json"))
+    for damaged in (b"", b"{", b'{"norm": {"way": 1}}', file.read_bytes()[:-9], b"\xff"):
+        for kept in (tmp_path / "llorch").iterdir():
+            kept.write_bytes(damaged)
+        verdicts(target(), ["norm"])
+    assert counted == ["norm"] * 7
+    monkeypatch.setattr(kernel_selection, "identity", lambda command: "another processor")
+    verdicts(target(), ["norm"])
+    verdicts(target(), ["norm"], anew=True)
+    assert counted == ["norm"] * 9
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, KernelVerdict]], None]:
+    """A CUDA device whose kernels were found to be this and that."""
+
+    def put(found: dict[str, KernelVerdict]) -> None:
+        monkeypatch.setattr(kernel_selection, "leaves_for", lambda *a, **k: {kind: nn.Identity for kind in found})
+        monkeypatch.setattr(kernel_selection, "verdicts", lambda at, kinds: found)
+        monkeypatch.setattr(kernel_selection, "device_name", lambda device: "NVIDIA H100")
+
+    return put
+
+
+def cuda(kernels: Any) -> Target:
+    return Target(torch.device("cuda", 0), torch.float32, kernels)
+
+
+def test_auto_takes_what_is_right_and_no_slower_and_says_in_a_line_what_it_leaves_out(on_a_device, caplog):
+    on_a_device({"norm": RIGHT, "act": WRONG, "linear": SLOW})
+    assert [*own_leaves(cuda("auto"))] == ["norm"]
+    (line,) = caplog.messages
+    assert_tells(line, "NVIDIA H100", "torch-cuda-float32", where="kernels")
+    of_act, of_linear = line.rpartition(":")[2].split(";")
+    assert_tells(of_act, "act", 7)
+    assert_tells(of_linear, "linear", 1.4)
+    assert own_leaves(cuda("torch")) == {}
+
+
+def test_own_takes_slow_ones_and_refuses_wrong_ones(on_a_device, caplog):
+    on_a_device({"norm": RIGHT, "linear": SLOW})
+    assert [*own_leaves(cuda("own"))] == ["norm", "linear"]
+    on_a_device({"norm": RIGHT, "act": WRONG})
+    with refuses(CheckpointMismatch, "NVIDIA H100", "act", 7, "--kernels auto", where="kernels own") as caught:
+        own_leaves(cuda("own"))
+    assert "norm" not in str(caught.value)
+    assert caplog.messages == []
+
+
+def test_without_what_compiles_them_there_are_none_of_ours(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(all_leaves, "find_spec", lambda name: None)
+    monkeypatch.setattr(all_leaves, "library", lambda: None)
+    device = torch.device("cuda", 0)
+    assert leaves_for(device, torch.float32, required=False) == leaves_for(device, torch.float64, required=True) == {}
+    with refuses(MissingExtra, "triton"):
+        leaves_for(device, torch.float32, required=True)
+    assert [*leaves_for(CPU, torch.float32, required=False)] == ["linear"]
+    with refuses(MissingDevice, "C compiler"):
+        leaves_for(CPU, torch.float32, required=True)
+
+
+@pytest.mark.parametrize(("kernels", "ours"), [("torch", False), ("auto", True)])
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_a_model_has_the_kernels_that_were_asked_for(kernels: Any, ours: bool, mode: Any):
+    model = llorch.load_torch("micro-llama", kernels=kernels, mode=mode)
+    assert any(".cpu." in type(module).__module__ for module in model.module.modules()) is ours
+    assert model.target.kernels == kernels
+
+
+@pytest.mark.slow
+def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
+    code = (
+        "import sys, llorch, llorch.pytorch.bench, llorch.verify.runners.torch\n"
+        "[*llorch.load_torch('micro-llama').generate([1], max_tokens=2)]\n"
+        "print([name for name in sys.modules if name.startswith(('triton', 'llorch.pytorch.kernels.triton'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
+def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.verify.expectations.kernels.verdicts", lambda at, kinds, anew: {"norm": verdict})
+    monkeypatch.setattr("llorch.cli.on_torch.TorchBackend.stored", lambda self, model: iter(()))
+    result = invoke("verify", "micro-llama3", "--kernels", "own", "--dtype", "float32", "--json")
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (row["model"], row["stage"], row["verdict"]) == ("kernels", "norm", "FAIL" if status else "PASS")
+    assert (result.exit_code == 1) is (status == 1)
+
+
+def test_kernels_have_three_names():
+    with refuses(ValueError, where="kernels", expected=("auto", "torch", "own"), got="'all'"):
+        target("cpu", "float32", "all")

@@ -1,0 +1,80 @@
+"""Models of every family on a CUDA device: logits, and answers through recorded steps, beside float64 on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+import torch
+from families import FAMILIES, random_folder
+
+from llorch.convert import convert
+from llorch.files.quant import GGMLType
+from llorch.generate import IdsOnly
+from llorch.pytorch.kernels.triton.graph import GraphedSteps
+from llorch.pytorch.model import TorchModel, load_torch
+
+IDS = np.arange(70) * 7 % 104
+EVEN: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "head_dim": 64,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {}, "own": {"kernels": "own"}, "torch": {"kernels": "torch"}, "eager": {"attention": "eager"},
+    "reproducible": {"mode": "reproducible"}, "float64": {"dtype": "float64"},
+}  # fmt: skip
+
+
+def opened(path: Path, **how: Any) -> TorchModel:
+    if how.get("device") == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+    model = load_torch(path, **how)
+    vars(model)["tokenizer"] = IdsOnly()
+    return model
+
+
+def answers(model: TorchModel) -> list[list[int]]:
+    """Of three prompts alone, and of all in a batch that is narrowed on its way."""
+    prompts, most = [IDS[:n].tolist() for n in (3, 20, 9)], [30, 8, 16]
+    made = [[t.id for t in model.generate(p, max_tokens=n)] for p, n in zip(prompts, most, strict=True)]
+    batch: list[list[int]] = [[], [], []]
+    for at, token in model.generate_batch(prompts, max_tokens=most):
+        batch[at].append(token.id)
+    return made + batch
+
+
+def require_same(path: Path, *, off: float, **how: Any) -> TorchModel:
+    truth, model = opened(path, dtype="float64", residency=how.get("residency", "auto")), opened(path, **how)
+    want = truth.forward(IDS)
+    assert np.linalg.norm(model.forward(IDS) - want) < off * np.linalg.norm(want)
+    assert answers(model) == answers(truth)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_folder(request.param, tmp_path_factory.mktemp("families"), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_answers_as_in_float64(folder: Path, way: str):
+    require_same(folder, device="cuda", off=1e-13 if way == "float64" else 1e-5, **WAYS[way])
+
+
+@pytest.mark.plain_cases("qwen3_moe-Q4_0-own", "qwen3_moe-Q8_0-torch")
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["own", "torch"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_packed_experts_answer_as_in_float64(family: str, kind: str, kernels: str, tmp_path: Path):
+    folder = random_folder(family, tmp_path / "hf", 3, **EVEN)
+    path = convert(folder, tmp_path / "packed.gguf", ggml_type=GGMLType[kind]).target
+    model = require_same(path, device="cuda", kernels=kernels, residency="packed", off=1e-5)
+    decoding = model._spare
+    assert decoding is not None
+    assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")

@@ -1,0 +1,170 @@
+"""The Triton kernels against their twin: on the CUDA device if there is one, else in Triton's interpreter.
+
+The interpreter cuts bfloat16 off where a device rounds, and cannot multiply tiles of it; those run on a device only.
+"""
+
+import os
+
+import pytest
+import torch
+from packed_matrices import TABLES, activations, packed_matrix, packed_table
+
+from llorch.files.quant import GGMLType
+from llorch.pytorch.kernels.packing import PACKERS, decode
+from llorch.pytorch.models.experts import multiply_decoded
+
+pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
+
+from llorch.pytorch.kernels.triton import quantised
+from llorch.pytorch.kernels.triton.quantised import decode_to, multiply, multiply_by_decoded_tiles
+from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen, multiply_few_rows
+
+EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
+SHAPES = [(1, 256), (7, 768)]  # rows are odd, and the runs of 768 columns are no power of two
+TABLE_SHAPES = [
+    (name, (rows, width))
+    for rows, width in ((3, 96), (7, 768))
+    for name, (_, group, _) in TABLES.items()
+    if width % (group or width) == 0
+]
+NARROW = [GGMLType.Q8_0, GGMLType.Q4_0]  # their rows may be any number of runs
+ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of a number, at most
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+TILED = [("interpreter", torch.float32), ("interpreter", torch.float16)]
+TILED += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in ULP]
+
+
+@pytest.fixture(params=["interpreter", CUDA])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "interpreter":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("NOT RUN: the interpreter is off where there is a device")
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: needs a CUDA device")
+    return "cuda"
+
+
+@pytest.fixture
+def wide_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step take more columns in the interpreter, where steps are what a product costs; 24 runs are 1.5 steps."""
+    if device == "cpu":
+        monkeypatch.setattr(quantised, "_TILE_FLOAT32", (32, 16))
+        monkeypatch.setattr(quantised, "_TILE", (64, 16))
+
+
+def assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Sums of K terms in any order are off by K * 2^-24 of the sum of their sizes; the result is rounded once more.
+
+    A term is w * x, or, where the kernel sums codes and minima apart, as large as the largest weight of its row.
+    """
+    assert got.shape == (len(x), len(weight))
+    assert got.dtype is x.dtype
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().abs().sum(-1, keepdim=True) * 2 * weight.double().abs().amax(-1)
+    allowed = x.shape[1] * 2.0**-24 * size + ULP[x.dtype] * want.abs()
+    assert ((got.double() - want).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@EVERY_TYPE
+def test_few_rows_are_multiplied_straight_from_the_blocks(ggml_type, shape, rows, dtype, device):
+    n_out, n_in = shape
+    fields, x = packed_matrix(ggml_type, n_out, n_in, device), activations(rows, n_in, dtype, device)
+    bias = torch.linspace(-1, 1, n_out).to(device, dtype) if rows > 1 else None
+    got = multiply_few_rows(x, fields, ggml_type, bias)
+    assert got.device.type == x.device.type
+    assert_close(got, x, decode(fields, ggml_type), bias)
+
+
+@pytest.mark.parametrize("one", [1, 3], ids=lambda one: f"{one} inputs of 3 choices")
+@EVERY_TYPE
+def test_each_row_is_multiplied_by_the_matrix_of_its_expert(ggml_type, one, device):
+    fields, x = packed_matrix(ggml_type, 5 * 2, 256, device), activations(2 * one, 256, torch.float32, device)
+    ids = torch.tensor([4, 0, 2, 2, 1, 4], device=device)
+    for multiply_some in (multiply_chosen, multiply_decoded):
+        got = multiply_some(x, ids, fields, ggml_type, 5)
+        for made, row, expert in zip(got, x.repeat_interleave(3 // one, 0), ids, strict=True):
+            assert_close(made[None], row[None], decode(fields, ggml_type)[2 * expert : 2 * expert + 2], None)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("n_in", [32, 96, 4896])
+@pytest.mark.parametrize("ggml_type", NARROW, ids=lambda kind: kind.name)
+def test_rows_of_any_number_of_runs_are_multiplied(ggml_type, n_in, device):
+    fields, x = packed_matrix(ggml_type, 3, n_in, device), activations(2, n_in, torch.float32, device)
+    weight = decode(fields, ggml_type)
+    assert_close(multiply_few_rows(x, fields, ggml_type, None), x, weight, None)
+    assert_close(multiply_by_decoded_tiles(x, fields, ggml_type, None), x, weight, None)
+    assert torch.equal(decode_to(fields, ggml_type, torch.float32), weight)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
+@pytest.mark.parametrize("rows", [5, 17, 70])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@EVERY_TYPE
+def test_some_rows_are_multiplied_by_tiles_decoded_to_their_dtype(ggml_type, shape, rows, dtype, device):
+    n_out, n_in = shape
+    fields, x = packed_matrix(ggml_type, n_out, n_in, device), activations(rows, n_in, dtype, device)
+    bias = torch.linspace(-1, 1, n_out).to(device, dtype) if rows > 5 else None
+    got = multiply_by_decoded_tiles(x, fields, ggml_type, bias)
+    assert_close(got, x, decode(fields, ggml_type).to(dtype), bias)
+
+
+@pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@EVERY_TYPE
+def test_a_matrix_is_decoded_to_the_bits_of_the_twin(ggml_type, shape, dtype, device):
+    fields = packed_matrix(ggml_type, shape[0], shape[1], device)
+    got, want = decode_to(fields, ggml_type, dtype), decode(fields, ggml_type).to(dtype)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("name", "shape"), TABLE_SHAPES, ids=str)
+def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
+    n_out, n_in = shape
+    fields, table = packed_table(name, n_out, n_in, device)
+    got, want = decode_to(fields, table, torch.float32), decode(fields, table)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", TABLES)
+def test_few_rows_are_multiplied_by_a_table(name, rows, device):
+    fields, table = packed_table(name, 7, 768, device)
+    x, bias = activations(rows, 768, torch.float32, device), torch.linspace(-1, 1, 7).to(device)
+    assert_close(multiply(x, fields, table, bias), x, decode(fields, table), bias)
+
+
+@pytest.mark.slow_cases("interpreter-1", "interpreter-2", "interpreter-3", "interpreter-32")
+@pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
+def test_every_number_of_rows_has_its_way(rows, device):
+    fields, x = packed_matrix(GGMLType.Q4_K, 40, 256, device), activations(rows, 256, torch.float32, device)
+    bias = torch.linspace(-1, 1, 40).to(device)
+    assert_close(multiply(x, fields, GGMLType.Q4_K, bias), x, decode(fields, GGMLType.Q4_K), bias)
+
+
+def test_a_matrix_larger_than_the_scratch_is_multiplied_in_parts(device, monkeypatch):
+    monkeypatch.setattr(quantised, "SCRATCH", 9 * 256)
+    fields, x = packed_matrix(GGMLType.Q6_K, 40, 256, device), activations(300, 256, torch.float32, device)
+    bias = torch.linspace(-1, 1, 40).to(device)
+    assert_close(multiply(x, fields, GGMLType.Q6_K, bias), x, decode(fields, GGMLType.Q6_K), bias)
+
+
+def test_float64_is_multiplied_in_float64(device):
+    fields, x = packed_matrix(GGMLType.Q4_0, 5, 256, device), activations(1, 256, torch.float64, device)
+    want = x @ decode(fields, GGMLType.Q4_0).double().T
+    torch.testing.assert_close(multiply(x, fields, GGMLType.Q4_0, None), want, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("field", ["codes", "scales", "d", "dmin"])
+def test_another_bit_in_any_field_is_seen(field, device):
+    fields, x = packed_matrix(GGMLType.Q4_K, 3, 256, device), activations(1, 256, torch.float32, device)
+    weight = decode(fields, GGMLType.Q4_K)
+    fields[field].view(torch.uint8)[1, 0] ^= 0x10
+    with pytest.raises(AssertionError):
+        assert_close(multiply_few_rows(x, fields, GGMLType.Q4_K, None), x, weight, None)

@@ -1,0 +1,101 @@
+"""The gated delta net in torch: the rule beside a loop, padding, passes, gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llorch.pytorch.models import delta_rule as module
+from llorch.pytorch.models.delta_net import ShortConv
+from llorch.pytorch.models.delta_rule import CHUNK, delta_rule
+
+K_HEADS, V_HEADS, KEY, VALUE = 2, 6, 8, 5
+
+
+def given(seq: int, *, strong: bool = True, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Queries, keys, values, beta, log decay of two sequences, and a state; some decays leave nothing."""
+    draw = torch.Generator().manual_seed(seq)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(random(2, seq, K_HEADS, KEY), dim=-1) for _ in "qk")
+    log_decay = -random(2, seq, V_HEADS).abs()
+    if strong:
+        log_decay = torch.where(random(2, seq, V_HEADS) > 1, log_decay - 316, log_decay)
+    state = random(2, V_HEADS, KEY, VALUE)
+    made = q, k, random(2, seq, V_HEADS, VALUE), random(2, seq, V_HEADS).sigmoid(), log_decay, state
+    return [tensor.to(dtype) for tensor in made]
+
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As the formula is written, head by head."""
+    out, state = torch.zeros_like(v), state.clone()
+    for b in range(len(q)):
+        for h in range(V_HEADS):
+            s = state[b, h]
+            for t in range(q.shape[1]):
+                key, query = (x[b, t, h // (V_HEADS // K_HEADS)] for x in (k, q))
+                s = s * log_decay[b, t, h].exp()
+                s = s + torch.outer(key, beta[b, t, h] * (v[b, t, h] - s.T @ key))
+                out[b, t, h] = s.T @ query / KEY**0.5
+            state[b, h] = s
+    return out, state
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("seq", [1, 3, CHUNK, CHUNK + 7])
+def test_few_and_many_tokens_follow_the_formula(seq: int) -> None:
+    for got, want in zip(delta_rule(*given(seq)), one_by_one(*given(seq)), strict=True):
+        assert off(got, want) < 1e-13
+
+
+def test_in_float32_what_follows_a_strong_decay_is_not_lost() -> None:
+    exact = given(CHUNK, dtype=torch.float32)
+    wide = [x.double() for x in exact]
+    for got, want in zip(delta_rule(*exact), one_by_one(*wide), strict=True):
+        assert off(got, want) < 3e-7
+
+
+def test_passes_of_any_length_give_one_state() -> None:
+    q, k, v, beta, log_decay, state = given(3 * CHUNK)
+    want, end = delta_rule(q, k, v, beta, log_decay, state)
+    made, start = [], 0
+    for stop in (1, CHUNK + 2, CHUNK + 5, 3 * CHUNK):
+        at = slice(start, stop)
+        out, state = delta_rule(q[:, at], k[:, at], v[:, at], beta[:, at], log_decay[:, at], state)
+        made.append(out)
+        start = stop
+    assert off(torch.cat(made, 1), want) < 1e-13
+    assert off(state, end) < 1e-13
+
+
+def test_gradients_flow_through_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 3)  # then five tokens are two chunks
+    leaves = [x[:1].requires_grad_() for x in given(5)]
+    assert torch.autograd.gradcheck(delta_rule, leaves)
+
+
+def test_a_convolution_passes_over_padding_anywhere() -> None:
+    torch.manual_seed(0)
+    conv = ShortConv(5, 4).double()
+    torch.nn.init.normal_(conv.weight)
+    x, before = torch.randn(1, 4, 5, dtype=torch.float64), torch.randn(1, 3, 5, dtype=torch.float64)
+    want, last = conv(x, before, None)
+    real = torch.tensor([[False, True, True, False, False, True, False, True]])
+    padded = torch.full((1, 8, 5), 1e9, dtype=torch.float64)
+    padded[real] = x[0]
+    got, state = conv(padded, before, real)
+    torch.testing.assert_close(got[real], want[0], rtol=0, atol=1e-15)
+    torch.testing.assert_close(state, last, rtol=0, atol=1e-15)
+
+
+def test_a_pass_of_padding_alone_changes_nothing() -> None:
+    conv, before = ShortConv(5, 4), torch.randn(2, 3, 5)
+    torch.nn.init.normal_(conv.weight)
+    _, last = conv(torch.randn(2, 2, 5), before, torch.zeros(2, 2, dtype=torch.bool))
+    assert torch.equal(last, before)

@@ -1,0 +1,126 @@
+"""Models with experts and delta nets on torch: beside NumPy's pages, in passes, in batches, in every mode."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import random_folder
+
+from llorch.cache import KVCache
+from llorch.families import forward
+from llorch.files import Weights, open_weights
+from llorch.generate import IdsOnly
+from llorch.pytorch.batch_invariant.reproducible import make_reproducible
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.decoding import recordable
+from llorch.pytorch.load import load_dense
+from llorch.pytorch.memory import predict
+from llorch.pytorch.model import TorchModel, load_torch
+
+pytestmark = pytest.mark.live  # transformers makes the models
+
+IDS = np.arange(70) * 7 % 104
+CPU = torch.device("cpu")
+PARTS = (1, 33, 3, 33)
+TWO = pytest.mark.parametrize("folder", ["qwen2_moe", "qwen3_5_moe"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_folder(request.param, tmp_path_factory.mktemp("families"), 3)
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> np.ndarray:
+    weights = open_weights(folder).astype(np.float64)
+    return forward(IDS, weights, KVCache(weights.config, np.float64))
+
+
+def opened(folder: Path, **how: str) -> TorchModel:
+    model = load_torch(folder, **how)  # pyright: ignore[reportArgumentType]
+    vars(model)["tokenizer"] = IdsOnly()
+    return model
+
+
+@torch.inference_mode()
+def run(module: CausalLM, parts: tuple[int, ...] = (70,), *, padded: bool = False) -> torch.Tensor:
+    """Logits of `IDS` in some passes, alone, or below another sequence with padding anywhere in both."""
+    dtype, made, done, rows = module.model.norm.weight.dtype, [], 0, 2 if padded else 1
+    cache = Cache(module.config, batch=rows, n_slots=75, dtype=dtype, device=CPU)
+    rng = np.random.default_rng(0)
+    for n in parts:
+        width = n + 4 if padded else n
+        own = np.sort(rng.permutation(width)[:n])
+        ids, positions = rng.integers(0, 104, (rows, width)), np.full((rows, width), -1)
+        ids[-1, own], positions[-1, own] = IDS[done : done + n], np.arange(done, done + n)
+        if padded:
+            positions[0, 1 : n + 1] = np.arange(done, done + n)
+        done += n
+        place = cache.place(torch.from_numpy(positions), ctx=done, causal=not padded)
+        made.append(module(torch.from_numpy(ids), place, cache)[-1, own])
+    return torch.cat(made)
+
+
+def off(got: np.ndarray | torch.Tensor, want: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["page", "reproducible"])
+@pytest.mark.parametrize(("parts", "padded"), [((70,), False), (PARTS, False), (PARTS, True)])
+def test_in_float64_logits_are_those_of_numpy(folder, truth, parts, padded, fixed):
+    module = load_dense(open_weights(folder), dtype=torch.float64, device=CPU)
+    if fixed:
+        make_reproducible(module)
+    assert off(run(module, parts, padded=padded), truth) < 1e-13
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_in_float32_every_leaf_is_close(folder, truth, kernels):
+    model = opened(folder, kernels=kernels)
+    assert off(model.forward(IDS), truth) < 1e-5
+    assert off(run(model.module, PARTS), truth) < 1e-5
+
+
+def test_memory_of_states_and_slots_is_counted(folder):
+    model = opened(folder)
+    need = predict(model.weights, model.target, "decoded", 1, 256)
+    assert sum(tensor.nbytes for tensor in model.new_cache(1, 256).tensors) <= need.cache
+    assert sum(p.nbytes for p in model.module.parameters()) <= need.weights
+
+
+@TWO
+def test_weights_whose_columns_come_in_another_order_are_laid_out_in_rows(folder, truth, monkeypatch):
+    read = Weights.read
+    monkeypatch.setattr(Weights, "read", lambda *given: np.asfortranarray(read(*given)))  # as reordering leaves them
+    assert off(run(opened(folder).module, PARTS), truth) < 1e-5
+
+
+@TWO
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reproducible_bits_do_not_depend_on_company_or_parts(folder, dtype):
+    module = load_dense(open_weights(folder), dtype=dtype, device=CPU)
+    make_reproducible(module)
+    alone = run(module)
+    assert torch.equal(run(module, PARTS), alone)
+    assert torch.equal(run(module, PARTS, padded=True), alone)
+
+
+@TWO
+def test_answers_of_a_batch_are_those_that_prompts_get_alone(folder):
+    model = opened(folder, mode="reproducible")
+    prompts, most = [IDS[:n].tolist() for n in (3, 20, 9)], [12, 2, 6]  # the batch is narrowed on its way
+    alone = [[t.id for t in model.generate(p, max_tokens=n)] for p, n in zip(prompts, most, strict=True)]
+    again = [t.id for t in model.generate(prompts[0], max_tokens=most[0])]  # in storage that was used
+    made = [[], [], []]
+    for at, token in model.generate_batch(prompts, max_tokens=most):
+        made[at].append(token.id)
+    assert made == alone
+    assert again == alone[0]
+
+
+@TWO
+def test_steps_that_ask_which_experts_are_chosen_are_not_recorded(folder):
+    assert recordable(opened(folder).module)
+    assert not recordable(opened(folder, mode="reproducible").module)
