@@ -9,34 +9,34 @@ print(llorch.compare(trace, other_trace))         first divergence
 model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 
-The rooms, in the order to read. Each imports those above it only; its first page says what enters and what leaves.
+The packages, in the order to read. Each imports only those above it. Its `__init__` names its input and its output.
 
-    config/                 hyperparameters, from either kind of file; `stages` the ordered table of what is computed,
-                            `places` where an array stands in a run, `comparison` how far two arrays are apart
-    hub/                    which file a name stands for; models of the Hugging Face hub
-    ops/                    one operation a file, forward beside backward, the formula on top
-    forward  backward       the reference, one screen each; `cache` its keys and values, `numerics` how it rounds
+    config/                 hyperparameters, from either kind of file; `stages` is the table of what is computed,
+                            `places` where an array is in a run, `comparison` how far two arrays are apart
+    hub/                    the file that a name means; models of the Hugging Face hub
+    ops/                    one operation a file, forward and backward, the formula on top
+    forward  backward       the reference, one screen each; `cache` has keys and values, `numerics` the rounding
     files/                  bytes to arrays and back: GGUF, Hugging Face folders, quantised blocks; `convert`
-    families/               pages beside `forward`, of models that are not dense: experts, delta nets, windows
+    families/               blocks of models that are not dense: experts, delta nets, windows
     tokenizer/              text to ids and back, chats
     sampling  generate      from logits to a token, and on; `model` loads, generates and traces
     lora/                   adapters: read, merge, export
     evaluate/               how well a model predicts a text, and how much a quantised model differs from its original
     train/                  data, loss, update, snapshots: a training run without its model
-    dumps/                  what a run of anybody's engine showed, as stages of the table
-    pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
-    engines/                engines of others, each in a process of its own: llama.cpp, transformers, PEFT
-    doctor/                 an adapter, judged by the programs that read it
-    verify/                 claims from goldens, runners, one judge
-    diagnosis/              the first wrong stage of an engine that gave a dump alone, and the mistake
-    machine/                packages, processor, engines and caches of this machine: what is broken, and its repair
-    learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is
-    serve/                  a server of the OpenAI interface for one model
+    dumps/                  values of any engine, as stages of the table
+    pytorch/                all of it on torch: models, kernels in C and Triton, batches, LoRA, the training loop
+    engines/                reference engines, each in a process of its own: llama.cpp, transformers, PEFT
+    doctor/                 checks of an adapter, by the programs that read it
+    verify/                 expected values from goldens, runners, one comparison
+    diagnosis/              the first wrong stage of an engine that gave only a dump, and the mistake
+    machine/                packages, processor, engines and caches of this machine, and the repair of each fault
+    learn/                  lessons: a learner's function replaces llorch's and is judged as llorch's is
+    serve/                  an OpenAI-compatible server for one model
     atlas/                  engines of others, each in an environment of its own, judged by their dumps
-    cli/                    what people type, a verb a file
+    cli/                    the verbs, one a file
 
-A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`; in an engine of others by what
-that wrote down: `llorch diagnose`.
+`llorch verify` finds a wrong line of llorch by the checkpoint of its stage. `llorch diagnose` finds the wrong stage of
+another engine by its dump.
 """
 
 from importlib import import_module

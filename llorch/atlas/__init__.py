@@ -1,1 +1,1 @@
-"""How far engines that others wrote are from the truth, stage by stage, and why."""
+"""Compare engines that others wrote with the float64 reference, stage by stage, and name the cause of each error."""

@@ -1,15 +1,15 @@
 """The command line: one module per verb, imported when the verb is used, each with its heavy imports inside.
 
-In come words, out come results on stdout and everything else (progress, warnings, errors) on stderr, and an exit code.
-A verb checks what goes together, calls the room that does the work, and prints; it computes nothing itself. In the
-order to read:
+Input: words. Output: results on stdout, everything else (progress, warnings, errors) on stderr, and an exit code. A
+verb checks which options go together, calls the package that does the work, and prints. The order to read:
 
-    verbs, options    groups of verbs and their help pages; what several verbs share on their command lines
-    inputs            a MODEL, a prompt, ids, a conversation, as users say them
-    outcome, output   every exception to a line and an exit code; where output goes; `tables` prints tables
-    run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/, learn/    the verbs
-    chat              `talk` is the conversation, `slash` its commands
-    diagnose, diff    what other engines computed: `dumped` reads it, `diagnosed` prints what is found
+    verbs, options    groups of verbs and their help pages; options that several verbs share
+    inputs            a MODEL, a prompt, ids, a conversation, as users write them
+    outcome, output   every exception as a line and an exit code; the place of output; `tables` prints tables
+    run, tokenize, trace, dump_writer, convert, inspect (`contents`, `weight_types`), bench, quality, data/, lora/,
+    learn/            the verbs
+    chat              `chat_session` is the conversation, `slash_commands` its commands
+    diagnose, diff    values of other engines: `dumped` reads them, `diagnosed` prints the findings
     atlas             engines of others, each in an environment of its own
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them; `against` judges by a dump

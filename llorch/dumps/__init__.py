@@ -1,17 +1,18 @@
-"""Dumps: what a run of anybody's engine showed, read from files or taken in this process.
+"""Read what an engine computed, from files or from this process, as stages of the table.
 
-In comes a folder, a .safetensors, .npz or .npy file, a capture of llama.cpp's eval callback, a torch module or a Python
-function; out comes a `StageDump`: stages of our table in our layout, for as many passes, layers and tokens as were
-written. Nothing is judged here. In the order to read:
+Input: a folder, a .safetensors, .npz or .npy file, a capture of llama.cpp's eval callback, a torch module or a Python
+function. Output: a `StageDump`, the stages in llorch's layout, for as many passes, layers and tokens as were written.
+Nothing is judged here. The order to read:
 
-    stage_dump   what all of it ends in
-    raw          arrays as they lie in files, under the names of the engine. `index` reads the folder that anyone can
-                 write, `tensor_files` the formats of others; `stored` is one array in a file
-    recorder     what an engine in Python shows while it runs; `pytorch.capture.capture` hooks a torch module up to it
-    names        arrays to stages: `known_names` are ours, llama.cpp's and those of Hugging Face, `mapping` reads those
-                 of a user, `ids` finds tokens, `reading` their rows and the order of axes, `our_run` what is like ours
-    layout       heads joined or split, a batch axis, fused projections, transposed, permuted: as declared, or as found
-    suggest      a draft of such a mapping: `alike` finds whose values are like which stage of our run
-    training_dump   optimizer steps instead of stages: losses, gradients, moments, parameters; tokens: `training_rows`
-    writers/     the writer in Python, C, Rust and C++
+    stage_dump     the result of every reader
+    raw            arrays as files hold them, under the engine's names. `index` reads the folder that anyone can write,
+                   `tensor_files` the formats of other tools; `stored` is one array in a file
+    recorder       stages that a Python engine shows while it runs; `pytorch.capture.capture` attaches it to a module
+    stage_mapping  arrays to stages: `engine_names` has the names of llorch, llama.cpp and Hugging Face, `mapping` reads
+                   a user's names, `ids` finds tokens, `reading` finds rows and the order of axes, `replay` compares
+                   with llorch's own run
+    layout         heads joined or split, a batch axis, fused projections, transposed, permuted: declared or found
+    suggest_mapping   a draft of such a mapping: `match_stages` finds the stage whose values an array has
+    training_dump  optimizer steps: losses, gradients, moments, parameters; `training_rows` reads their tokens
+    writers/       the writer in Python, C, Rust and C++
 """

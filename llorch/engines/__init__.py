@@ -1,6 +1,6 @@
-"""Producers: engines that someone else wrote, behind one interface, each giving the same stages of a run.
+"""Reference engines: engines that other people wrote, behind one interface that shows the same stages for each.
 
-Nothing of either engine is imported in this process, so llorch works without them, and when they do not.
+This process imports none of an engine's code, so llorch works without them, and when they crash.
 """
 
 import importlib

@@ -1,20 +1,20 @@
 """Files of models: bytes to arrays, and back.
 
-In comes a path, of a GGUF file or a Hugging Face folder. Out come `Weights`: arrays by canonical name,
-whatever file they are from, each loaded when it is first asked for. Opening checks that the file holds exactly the
-tensors that its configuration asks for, and lists every fault at once. A tensor that is missing is never filled in
-(transformers fills it with random numbers), an extra one never dropped: both mean that the file and the configuration
-speak of different models. In the order to read:
+Input: the path of a GGUF file or a Hugging Face folder. Output: `Weights`, arrays by canonical name, each loaded when
+it is first asked for. Opening checks that the file holds exactly the tensors that its configuration asks for, and lists
+every fault at once. llorch fills in no missing tensor and drops no extra one, because both mean that the file and the
+configuration describe different models. The order to read:
 
-    names        which weights a model has, what they are called where, the row order of q and k
-    layout       how a file holds what is no tensor of its own: experts, delta nets, gains less one
-    mapped       a file opened once, mapped, watched for change; `metadata` and `gguf` read a GGUF file through it,
-                 `strict_json`, `safetensors` and `folder` a Hugging Face folder
-    quant        the types of ggml, decoded by `blocks/`; `packed` is a tensor as stored, `matrix` multiplies with one
-    weights      the arrays, and matrices that multiply themselves; `opening` finds them and checks that all are there
-    residency    whether matrices lie decoded or packed while a model runs
-    encode       float32 to those types; `export` and `export_huggingface` write whole models, `new_file` puts what is
-                 written in its place, complete or not at all
+    tensor_names    the weights of a model, their names in each format, the row order of q and k
+    tensor_storage  how a file holds weights that are no tensors: experts, delta nets, gains less one
+    mapped          a file opened once, mapped, watched for change; `metadata` and `gguf` read a GGUF file through it,
+                    `strict_json`, `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders
+    quant           the types of ggml, decoded by `blocks/`; `packed` is a tensor as stored, `matrix` multiplies
+    weights         the arrays, and matrices that multiply themselves; `opening` checks that all are there
+    residency       matrices decoded or packed while a model runs; `layerwise` runs passes one layer at a time
+    encode          float32 to those types; `export` and `export_huggingface` write models (`export_blocks` keeps
+                    blocks),
+                    `new_file` puts a complete file in its place
 """
 
 from llorch.files.folder import SafetensorsFolder

@@ -10,7 +10,7 @@ GGUF file:
     gguf[2 * j] = hf[j]        gguf[2 * j + 1] = hf[j + half]        j = 0 .. half - 1
 
 Mistral, Ministral 3 and SmolLM3 are written likewise; Qwen files keep the Hugging Face order. The order is undone on
-loading, here and nowhere else; what else differs says `layout`.
+loading, here and nowhere else; `tensor_storage` has the other differences.
 
 Source: llama.cpp gguf-py/gguf/tensor_mapping.py and conversion of LlamaModel (`permute`); transformers
 modeling_llama.

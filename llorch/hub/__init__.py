@@ -1,12 +1,12 @@
 """Find the file or folder of a MODEL: a built-in name, an existing path, or a model of the Hugging Face hub.
 
-In comes what a user writes, out comes a path. This room alone reaches the network, through huggingface_hub, whose cache
-is looked into first; what is there is used as it is. In the order to read:
+Input: the name that a user writes. Output: a path. This package alone uses the network, through huggingface_hub. It
+looks into huggingface_hub's cache first and uses files of the cache unchanged. The order to read:
 
-    reference   `org/name[:QUANT][@REVISION]`
-    needed      which files of a repository a model is made of
-    cached      what of it lies in huggingface_hub's cache
-    fetch       the rest: asked for, sized, downloaded; every error to a line
+    reference       `org/name[:QUANT][@REVISION]`
+    required_files  the files of a repository that a model needs
+    cached          the files that are in the cache
+    fetch           the other files: asked for, sized, downloaded; every error is one line
 """
 
 from collections.abc import Callable

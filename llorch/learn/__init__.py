@@ -1,19 +1,19 @@
-"""Learning by writing: one lesson per checkpoint, a learner's own functions judged as ours are.
+"""Lessons: a learner writes the functions of one checkpoint, and llorch judges them as it judges its own.
 
-A *part* is one function that a learner writes; it takes the place of ours in the running forward pass, and the
-verification then judges what comes out, beside the goldens of both engines. In the order to read:
+An *exercise* is one function that a learner writes. It replaces llorch's function in the running forward pass, and the
+verification judges the result by the goldens of both engines. The order to read:
 
-    part, parts/              what a part is, and all of them
-    lessons                   which belong to which checkpoint, and where files lie
-    folder, program, npz      a learner's files, or a program in any language; what is not written is borrowed
-    guard, implementation     the learner's functions behind checks, put in the place of ours
-    inner_calls               the part inside another that returns a wrong dtype
-    choice                    which implementation is meant
-    judging, checks/          what a check gives, and how lessons of each kind are judged
-    verdict, check            the four words, and the way from a lesson to one; `wrong` is what a failure shows
-    apart, frames             a check in a process of its own; where in the learner's code something was raised
-    progress, sources         what was done so far, and which files make a lesson; `certificate` writes it down
-    on_torch/                 lesson 14: parts that are given tensors; nothing else here imports torch
-    materials, teeth          stubs, hints and typed mistakes; whether mistakes would be seen in a solution
-    museum/                   bugs that people had, as exercises
+    exercise, exercises/      an exercise, and all of them
+    lessons                   the exercises of each checkpoint, and the place of their files
+    folder, program, npz      a learner's files, or a program in any language; llorch fills in what is not written
+    guard, implementation     the learner's functions behind checks, installed in llorch
+    inner_calls               the inner exercise that returns a wrong dtype
+    choice                    the implementation that a command means
+    judging, checks/          the result of a check, and the check of each kind of lesson
+    verdict, check            the four words, and the way from a lesson to one; `wrong` shows a failure
+    sandbox, frames           a check in a process of its own; the line of the learner's code that raised
+    progress, sources         what is done so far, and the files of a lesson; `certificate` writes it down
+    on_torch/                 lesson 14: exercises on tensors; nothing else here imports torch
+    materials                 stubs, hints and typed mistakes; `fault_injection` plants the mistakes
+    museum/                   bugs of real people, as exercises
 """

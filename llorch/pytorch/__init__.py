@@ -1,11 +1,15 @@
-"""All that runs on torch: the model, loading, generating, training with adapters, on the CPU and on CUDA.
+"""Models on torch: loading, generating, serving and training, on the CPU and on CUDA.
 
-In: weights as `llorch.files` reads them, token ids. Out: logits, tokens, trained adapters. Read `causal_lm` first, the
-forward pass on one page, with `cache`; then `load`, `packing` and `quantised_linear` (weights), `decoding`, `sampling`
-and `batch` (a token after the other), `model`, which is what users hold. What is faster than the page stands beside it:
-`leaves` puts it in, `cpu/` and `cuda/` have it, `trial` and `proof` say whether it may run. `reproducible` trades speed
-for bits that nothing but the prompt decides, `memory` refuses what does not fit. `lora/` and `train/` are fine-tuning.
+Input: weights as `llorch.files` reads them, and token ids. Output: logits, tokens, trained adapters. The order to read:
 
-Several processes: `ranks` starts them and `ending` ends them, `splitting` says what each has, `parallel` and
-`parallel_experts` split a model, `parallel_model` generates with it, `parts` is a tensor of which a process has a part.
+    causal_lm, cache    the forward pass as torch modules, and its cache; `models/` has blocks that are not dense
+    load, paths         weights into modules; `stored_kinds` says which matrices stay packed; `memory` refuses what does
+                        not fit
+    decoding, sampling  one token after another; `batch` for many prompts at once
+    model               the model that users hold
+    kernels/            faster modules in C and Triton; a table per device, and the checks that a kernel must pass
+    batch_invariant/    logits that do not depend on the other rows of a batch
+    distributed/        one model on several processes: `launch`, `failure`, `sharding_plan`, `parallel`, `dtensor`
+    capture/            hooks that show the stages of any torch model
+    serving/            jobs that come and go; lora/ and train/ are fine-tuning
 """

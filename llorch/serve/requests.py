@@ -1,7 +1,7 @@
 """What may be asked for: the bodies of requests, as pydantic models, which check them and describe them to others.
 
 Values are taken as they are: no number comes from a text, none is NaN. What a client sends beside these fields is
-ignored and named in a header of the answer, unless it would change the answer's meaning: see `lacking`.
+ignored and named in a header of the answer, unless it would change the answer's meaning: see `unsupported_fields`.
 """
 
 from collections.abc import Mapping

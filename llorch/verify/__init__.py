@@ -1,13 +1,14 @@
-"""Verification: what engines that others wrote show, what ours makes of the same, and the verdict.
+"""Verification: the values of reference engines, llorch's values for the same inputs, and the verdict.
 
-In comes a model: a built-in name with its stored goldens, or a file that `engines` run now. Out come rows, one per
-`comparison` of the array at one of the `places`. On the way, and in the order to read:
+Input: a built-in model with its stored goldens, or a file that `engines` run now. Output: rows, one per `comparison` of
+the array at one of the `places`. The order to read:
 
-    judge      a claim of an array, made from goldens alone; the one function that makes a row of it
-    limits     how far a right run may be from a golden: every limit of the forward pass, derived
-    goldens    what producers showed; `truth` is what transformers computes in pure float64
-    expectations/  the claims: of the forward pass, its tokens, files, quantised blocks; `training/` those of training
-    runners/   what computes ours: NumPy as it runs and under ggml numerics, torch in each way it runs
-    models     a model judged from end to end
-    diff       two dumps compared with each other
+    judge              an expected array with its tolerance, and the one function that makes a row of it
+    tolerances/        every tolerance of the forward pass, derived from goldens and the float64 reference
+    goldens            the stored values of the engines; `float64_reference` is transformers in pure float64
+    expectations/      the expected values: forward pass, tokens, files, quantised blocks; `training/` those of training
+    runners/           llorch under test: NumPy as it runs and with ggml numerics, torch in each way it runs
+    expert_selection   the experts that an engine chose
+    models             a model judged from end to end
+    diff               two dumps compared with each other
 """

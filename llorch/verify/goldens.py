@@ -110,7 +110,7 @@ class TokenCheck:
 
 @dataclass(frozen=True)
 class Golden:
-    """The stored goldens of one model; limits are made from them where they are judged, see `limits`."""
+    """The stored goldens of one model; limits are made from them where they are judged, see `tolerances`."""
 
     cases: Mapping[str, Pass]
     evidence: Mapping[str, EngineOutput]  # by producer

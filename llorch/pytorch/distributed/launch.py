@@ -1,6 +1,6 @@
 """The processes of a device mesh: as many of one function as there are ranks, started by torch's own launcher.
 
-How they end together where one fails: `ending`.
+`failure` ends all of them where one fails.
 
 Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distributed.rendezvous for the store.
 """

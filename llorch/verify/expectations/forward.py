@@ -1,8 +1,8 @@
 """Checkpoints 00 to 12: every stage and layer of the forward pass, the cache, and what sampling makes of the logits.
 
 Two questions are kept apart. *Mathematics*: ours in float64 is compared with the truth, which transformers computes
-(`truth`), at 1e-12; a constant that is wrong by a millionth shows. *Arithmetic*: ours in another dtype is compared with
-every golden, at the limits of `limits`. No limit is made of numbers that we computed.
+(`float64_reference`), at 1e-12; a constant that is wrong by a millionth shows. *Arithmetic*: ours in another dtype is
+compared with every golden, at the tolerances of `tolerances`. No limit is made of numbers that we computed.
 
 Every stage is judged *isolated*, in a pass in which the golden takes the place of each stage as soon as it was
 recorded, and *chained*, in a pass of ours; *decode* rows are chained, behind a cache that another pass filled. With

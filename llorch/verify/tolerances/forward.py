@@ -589,7 +589,7 @@ def _expert_product(s: Step) -> np.ndarray:
 
 
 def _no_error(s: Step) -> np.ndarray:
-    """A choice is the same or another one, see `choices`."""
+    """A choice is the same or another one, see `expert_selection`."""
     return np.zeros_like(s.y)
 
 

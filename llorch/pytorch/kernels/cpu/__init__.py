@@ -1,6 +1,7 @@
-"""Leaves of the torch model for the CPU, in C where a compiler is at hand.
+"""Kernels of the torch model for the CPU, in C where a compiler is at hand.
 
-In: tensors of the page's leaves. Out: the same results in one pass over memory. Read `library` first (how the C files
-are built, kept and loaded), then `layer` and `linear` with `cpu_numbers.h`, `cpu_layer.c`, `cpu_attention.c` and
-`cpu_fixed.c`, `quantised` with `cpu_products.c`, and `block`, which has the table of all and runs a block in one call.
+Input: tensors of the modules that they replace. Output: the same results in one pass over memory. Read `library` first
+(the C files are built, kept and loaded there), then `layer` and `linear` with `cpu_numbers.h`, `cpu_layer.c`,
+`cpu_attention.c` and `cpu_fixed.c`, `quantised` with `cpu_products.c`, and `block`, which has the table of all kernels
+and runs a block in one call.
 """
