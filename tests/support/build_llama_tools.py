@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from fetch_vocabularies import LLAMA_CPP, download
+from fetch_vocabularies import DATA, LLAMA_CPP, download
 
 PROGRAMS = ("llama-perplexity", "llama-gguf-split")
 # One static program each; nothing for servers, networks and graphics cards.
@@ -46,7 +46,8 @@ def build(folder: Path, n_jobs: int) -> list[Path]:
     with tempfile.TemporaryDirectory() as name:
         archive = download(LLAMA_CPP, Path(name))
         with tarfile.open(archive) as content:
-            content.extractall(name, filter="data")
+            content.extraction_filter = DATA
+            content.extractall(name)
         source = Path(name, archive.name.removesuffix(".tar.gz"), "vendor/llama.cpp")
         switches = [f"-D{key}={value}" for key, value in SWITCHES.items()]
         _run("cmake", "-S", str(source), "-B", f"{name}/build", *switches)

@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 NAMES = ("qwen2", "qwen35", "llama-bpe", "llama-spm")
 STORED = (*NAMES, "gpt-2", "phi-3")  # vocabularies with test texts and their ids
@@ -35,6 +36,7 @@ WANTED = (
     *(f"models/ggml-vocab-{name}.gguf" for name in BARE),
     *(f"models/templates/{name}.jinja" for name in TEMPLATES),
 )
+DATA: Any = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has no filters
 CONVERTER = ("conversion", "gguf-py/gguf")  # two packages, whole: a family is a module
 # Compiled packages that publishers' code needs: each platform and Python has its own wheel, so no hash is fixed.
 # tiktoken is MIT-licensed; sentencepiece is Apache-2.0.
@@ -150,6 +152,7 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
     """
     tree = f"{archive.name.removesuffix('.tar.gz')}/vendor/llama.cpp/"
     with tarfile.open(archive) as content:
+        content.extraction_filter = DATA
         members = {member.name.removeprefix(tree): member for member in content if member.isfile()}
         modules = [name for name in members if name.endswith(".py") and name.rpartition("/")[0] in CONVERTER]
         templates = [name for name in members if name.startswith("models/templates/") and name.endswith(".jinja")]
@@ -158,7 +161,7 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
                 sys.exit(f"fetch_vocabularies: {archive.name} has no file {tree}{name}")
         for name in (wanted := dict.fromkeys((*WANTED, *templates, *modules))):
             members[name].name = name.removeprefix("models/")
-            content.extract(members[name], folder, filter="data")
+            content.extract(members[name], folder)
     return [folder / members[name].name for name in wanted]
 
 

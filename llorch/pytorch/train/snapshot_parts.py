@@ -12,6 +12,7 @@ Source: torch.distributed.checkpoint (`FileSystemReader`, `Metadata`), whose fil
 import pickle
 import warnings
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -83,12 +84,23 @@ class _Reader(FileSystemReader):
         return described
 
 
+def _member_of(kind: Any, name: str) -> Enum:
+    """Return a member of an enumeration; Python before 3.11.4 pickles members as `getattr(kind, name)`."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise FormatError(
+            "Unsafe", f".metadata is a pickle that reads an attribute of {kind!r}, which llorch never writes"
+        )
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
             return getattr(torch, name)
         if module.partition(".")[0] == "pathlib":
             return PurePosixPath  # where it was written
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         if (module, name) not in _DESCRIBES:
             raise FormatError("Unsafe", f".metadata is a pickle that loads {module}.{name}, which llorch never writes")
         return _DESCRIBES[module, name]

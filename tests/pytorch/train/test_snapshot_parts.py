@@ -1,6 +1,7 @@
 """Tensors that several processes wrote, read by one: all of each, or a reason; and a run goes on from them."""
 
 import dataclasses
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -11,11 +12,12 @@ import pytest
 import torch
 from refusals import refuses
 from sharded_runs import save_alone, whole_state
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from training_runs import Silent, small_settings
 
 from llorch.pytorch.train.run import Run
-from llorch.pytorch.train.snapshot_parts import read_parts
+from llorch.pytorch.train.snapshot_parts import _Unpickler, read_parts
 from llorch.pytorch.train.verify_resume import compare_runs
 from llorch.train.snapshot_files import PARTS
 from llorch.train.snapshots import SnapshotStore
@@ -69,7 +71,33 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-@pytest.mark.parametrize(("value", "asked"), [(Evil(), "posix.mkdir"), ({"x": torch.bfloat16}, "torch.bfloat16")])
+class Attribute:
+    """An object that is pickled as `getattr(kind, name)`, as enumerations are before Python 3.11.4."""
+
+    def __init__(self, kind: object, name: str) -> None:
+        self.said = kind, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.said
+
+
+def test_member_of_an_enumeration_pickled_by_an_older_python_is_read():
+    kinds = metadata._MEM_FORMAT_ENCODING
+    old = pickle.dumps(Attribute(kinds, "TORCH_PRESERVE_FORMAT"))
+    assert _Unpickler(io.BytesIO(old)).load() is kinds.TORCH_PRESERVE_FORMAT
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [
+        (Evil(), "posix.mkdir"),
+        ({"x": torch.bfloat16}, "torch.bfloat16"),
+        (
+            Attribute(metadata.TensorProperties, "create_from_tensor"),
+            "torch.distributed.checkpoint.metadata.TensorProperties",
+        ),
+    ],
+)
 def test_a_description_that_is_more_than_one_is_refused(
     value: object, asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
