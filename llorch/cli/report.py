@@ -11,7 +11,7 @@ from rich.text import Text
 from llorch.cli.judged import NOT_RUN, TRAINING, JudgedModel, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
 from llorch.comparison import FACTOR, FLOOR
-from llorch.engines import Route
+from llorch.engines import LoadPath
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verify.goldens import PRODUCERS
@@ -79,7 +79,7 @@ def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
 
 def routes(judged: JudgedModel) -> list[str]:
     """A line for each route of a file on which not all was read and decoded in it by the engine itself."""
-    found: dict[Route, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    found: dict[LoadPath, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in judged.rows:
         if row.route is not None and not row.route.is_direct:
             found[row.route][row.producer].add(row.checkpoint)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from llorch.config import ModelConfig
-from llorch.engines import OURS, Route
+from llorch.engines.interface import OURS, LoadPath
 from llorch.files import Weights, open_weights
 from llorch.files.export import FILE_TYPES, gguf_size, write_gguf
 from llorch.files.gguf import GGUFFile
@@ -32,7 +32,7 @@ FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
 
 
 @contextmanager
-def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, Route]]:
+def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, LoadPath]]:
     """Give a path at which a GGUF file of the model lies whose matrices have one float type, and the route to it.
 
     An all-F32 file is given as it is when that is asked for; anything else is written to a temporary file, which is
@@ -40,7 +40,7 @@ def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig
     """
     with ExitStack() as resources:
         weights = open_weights(path)
-        route = Route("llamacpp", "llamacpp")
+        route = LoadPath("llamacpp", "llamacpp")
         with closing(weights.source):
             if dtype != "float32" or not _is_f32_gguf(weights):
                 folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="llorch-"))
@@ -48,15 +48,15 @@ def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig
         yield path, weights.config, route
 
 
-def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, Route]:
+def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, LoadPath]:
     n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
     _check_room(n_bytes, dtype, copy.parent)
     logger.info("%s: llama.cpp reads a copy in %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
     if isinstance(weights.source, GGUFFile):
         write_by_llamacpp(Path(weights.path), copy, FILE_TYPES[FLOAT_TYPES[dtype]])
-        return copy, Route("llamacpp", "llamacpp", "llamacpp")
+        return copy, LoadPath("llamacpp", "llamacpp", "llamacpp")
     write_gguf(weights, copy, ggml_type=FLOAT_TYPES[dtype], tokenizer_metadata=None)
-    return copy, Route(OURS, OURS, OURS)
+    return copy, LoadPath(OURS, OURS, OURS)
 
 
 def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:

@@ -23,8 +23,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from llorch.config import ModelConfig
-from llorch.engines import Call, Route, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
+from llorch.engines import ggml_tensor
 from llorch.engines.f32_copy import FLOAT_TYPES, float_gguf
+from llorch.engines.interface import Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
 from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
 from llorch.files import open_weights
 from llorch.numerics import EXACT, DtypeName, Numerics
@@ -224,7 +225,7 @@ class LlamaCpp:
 
 
 @contextmanager
-def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, Route]]:
+def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, LoadPath]]:
     """The file that llama.cpp is given, its configuration, and how what it holds came there."""
     if numerics == EXACT:
         with float_gguf(path, dtype) as given:
@@ -236,7 +237,7 @@ def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[
         raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
     weights = open_weights(path)
     weights.source.close()
-    yield path, weights.config, Route("llamacpp", "llamacpp")
+    yield path, weights.config, LoadPath("llamacpp", "llamacpp")
 
 
 @contextmanager

@@ -34,9 +34,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from llorch.architecture import Experts
 from llorch.comparison import Difference, distance
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
-from llorch.engines import OURS, Call, Route, Trace, check_ids, checked_trace, one_by_one
 from llorch.engines.child import tell
 from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.interface import OURS, Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
 from llorch.engines.transformers_capture import as_array, captured
 from llorch.engines.transformers_streamed import (
     FileTensors,
@@ -114,10 +114,10 @@ class Transformers:
                     self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
                     resources.callback(self._streamed.close)
                 elif isinstance(weights.source, QuantisedFolder):
-                    model, self.rope, self.route = _model_of_codes(weights, dtype), AS_CONFIG, Route(OURS, OURS)
+                    model, self.rope, self.route = _model_of_codes(weights, dtype), AS_CONFIG, LoadPath(OURS, OURS)
                 elif self.path.is_dir():
                     model, self.rope = _model_of_folder(self.path, self.config, dtype), AS_CONFIG
-                    self.route = Route("transformers", "transformers")
+                    self.route = LoadPath("transformers", "transformers")
                 else:
                     model, self.rope, self.route = _model_of_file(weights, dtype)
             self._resources = resources.pop_all()
@@ -328,28 +328,28 @@ def _filled(model: Any, weights: Weights, dtype: DtypeName) -> Any:
     return model
 
 
-def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, Route]:
+def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, LoadPath]:
     """The model, what its weights are read from, a note on its RoPE, and the route."""
     path, precision = Path(weights.path), getattr(torch, dtype)
     config_class, model_class = CLASSES[weights.config.family]
     if path.is_dir():
         model = without_weights(model_class, _config_of_folder(path, config_class), precision)
         if isinstance(weights.source, QuantisedFolder):
-            return model, OurTensors(weights, precision), AS_CONFIG, Route(OURS, OURS)
-        return model, FolderTensors(path, precision), AS_CONFIG, Route("transformers", "safetensors")
+            return model, OurTensors(weights, precision), AS_CONFIG, LoadPath(OURS, OURS)
+        return model, FolderTensors(path, precision), AS_CONFIG, LoadPath("transformers", "safetensors")
     theirs = _as_transformers_understands(path)
     engine_config, note, told = _config_of_file(weights.config, theirs, dtype)
-    model, route = without_weights(model_class, engine_config, precision), Route("transformers", "gguf")
+    model, route = without_weights(model_class, engine_config, precision), LoadPath("transformers", "gguf")
     if note.startswith("inv_freq"):
         _divide_frequencies(model, weights.config)
     try:
         tensors: Tensors = FileTensors(path, model, theirs, precision)
     except (ImportError, LookupError, NotImplementedError, ValueError):
-        tensors, route = OurTensors(weights, precision), Route(OURS, OURS)
+        tensors, route = OurTensors(weights, precision), LoadPath(OURS, OURS)
     return model, tensors, note, replace(route, told=tuple(told))
 
 
-def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, Route]:
+def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPath]:
     """The model, a note on its RoPE, and the route."""
     path, (_, model_class) = Path(weights.path), CLASSES[weights.config.family]
     engine_config, note, told = _config_of_file(weights.config, _as_transformers_understands(path), dtype)
@@ -363,7 +363,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, Route]
         model = _filled(model, weights, dtype)
     if note.startswith("inv_freq"):
         _divide_frequencies(model, weights.config)
-    return model, note, Route(reader, reader, told=tuple(told))
+    return model, note, LoadPath(reader, reader, told=tuple(told))
 
 
 def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeName) -> tuple[Any, str, list[str]]:

@@ -6,7 +6,7 @@ verification judges the result by the goldens of both engines. The order to read
     exercise, exercises/      an exercise, and all of them
     lessons                   the exercises of each checkpoint, and the place of their files
     folder, program, npz      a learner's files, or a program in any language; llorch fills in what is not written
-    guard, implementation     the learner's functions behind checks, installed in llorch
+    guard, implementation     the learner's functions behind checks, installed in llorch; `calling` is one call
     inner_calls               the inner exercise that returns a wrong dtype
     choice                    the implementation that a command means
     judging, checks/          the result of a check, and the check of each kind of lesson

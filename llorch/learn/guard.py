@@ -4,8 +4,6 @@ Number, shape and dtype of the results are those of the reference for the same a
 live run, where nothing is judged, NaN is a fault, and the reference runs once for each shape of the arguments.
 """
 
-import functools
-import inspect
 import operator
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import LearnerFault
+from llorch.learn.calling import called, named, not_within_itself, require_parameters
 from llorch.learn.exercise import Call, Exercise
 from llorch.learn.inner_calls import of_other_dtype
 
@@ -26,7 +25,7 @@ def guarded(part: Exercise, function: Call, *, note: Note = lambda line: None, l
     if part.streams:
         return _guarded_stream(part, function)
     if part.on_torch:
-        from llorch.learn.on_torch.guard import guarded_on_torch
+        from llorch.learn.on_torch.guard import guarded_on_torch  # imports torch
 
         return guarded_on_torch(part, function, note=note)
     known: dict[object, list[Like]] = {}
@@ -70,31 +69,6 @@ def _guarded_stream(part: Exercise, function: Call) -> Call:
     return call
 
 
-def not_within_itself(part: Exercise, function: Call) -> Call:
-    """Refuse a learner's function that calls the llorch function it replaces: that call would come back to it."""
-    is_running = False
-
-    @functools.wraps(function)
-    def call(**given: Any) -> Any:
-        nonlocal is_running
-        if is_running:
-            raise LearnerFault(
-                part.name, f"calls {part.replaces}, the function that it replaces; compute the result yourself"
-            )
-        is_running = True
-        try:
-            return function(**given)
-        finally:
-            is_running = False
-
-    return call
-
-
-def named(error: BaseException) -> str:
-    """Return `ValueError: its message`, or the name alone if there is no message."""
-    return ": ".join(filter(None, (type(error).__name__, str(error))))
-
-
 def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     """Arguments that cannot be written to, now or later; `copy` for code that writes to memory without asking."""
     handed: dict[str, Any] = {}
@@ -122,35 +96,6 @@ def _shapes(value: Any) -> object:
             return value.shape, value.dtype.str
         return (value.shape, value.dtype.str, value.tobytes()) if value.nbytes < _SMALL else object()  # not seen before
     return repr(value)
-
-
-def require_parameters(part: Exercise, function: Call, given: Mapping[str, Any]) -> None:
-    """Raise LearnerFault where a function has other parameters."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # it does not say
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        raise LearnerFault(
-            part.name, f"expected the parameters ({', '.join(given)}), got {signature}: {error}"
-        ) from None
-
-
-def called(part: Exercise, function: Call, handed: Mapping[str, Any]) -> Any:
-    """What a function returned; LearnerFault of whatever it raised."""
-    try:
-        return function(**handed)
-    except LearnerFault:
-        raise
-    except NotImplementedError as error:
-        said = f" ({error})" if str(error) else ""
-        raise LearnerFault(part.name, f"calls a function that is not written yet{said}") from error
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ValueError) and "read-only" in str(error):
-            raise LearnerFault(part.name, f"writes into an argument ({error}); compute into a new array") from error
-        raise LearnerFault(part.name, f"raised {named(error)}") from error
 
 
 def _require_unchanged(part: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

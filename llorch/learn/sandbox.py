@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from llorch.errors import LeftOut, MissingExtra, printable
+from llorch.learn.calling import named
 from llorch.learn.check import check
 from llorch.learn.choice import opened
 from llorch.learn.exercise import Call
 from llorch.learn.fault_injection import Teeth, teeth
 from llorch.learn.frames import all_frames, is_own
-from llorch.learn.guard import named
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Mode
 from llorch.learn.lessons import BY_NUMBER, Lesson

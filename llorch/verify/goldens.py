@@ -18,7 +18,7 @@ import numpy as np
 from llorch.builtin import missing_golden
 from llorch.comparison import Difference
 from llorch.config import ModelConfig
-from llorch.engines import Call, Producer, Route, stored_route
+from llorch.engines import Call, LoadPath, Producer, stored_route
 from llorch.files.new_file import new_file
 from llorch.files.tensor_names import inventory
 from llorch.places import Pass
@@ -60,7 +60,7 @@ class EngineOutput:
     selected_logits: np.ndarray
     probabilities: Mapping[str, np.ndarray]
     greedy: np.ndarray
-    route: Route
+    route: LoadPath
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Everything under one name each, as stored."""
@@ -69,7 +69,7 @@ class EngineOutput:
         return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
 
     @classmethod
-    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: Route) -> "EngineOutput":
+    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: LoadPath) -> "EngineOutput":
         """The inverse of `arrays`."""
         traces: dict[str, dict[str, np.ndarray]] = {}
         for name, array in flat.items():

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from llorch.comparison import Difference, Tolerance, measure, measure_in
-from llorch.engines import Route
+from llorch.engines import LoadPath
 from llorch.places import StageRef
 from llorch.verify.expert_selection import ExpertSelection
 
@@ -44,7 +44,7 @@ class Comparison:
     tolerance_token: float = math.nan
     common_factor: float = math.nan  # of ours on the golden; 1 is right, NaN where it is not judged
     tolerance_factor: float = math.nan  # how far from 1 it may be
-    route: Route | None = None  # of the file into the producer; None where what is compared is the file, or its text
+    route: LoadPath | None = None  # of the file into the producer; None where what is compared is the file, or its text
     place: StageRef = field(default=StageRef("", ""), repr=False, compare=False)
 
     def record(self) -> dict[str, object]:
@@ -183,7 +183,7 @@ def exact_row(
     )
 
 
-def routed(rows: Iterable[Comparison], routes: Mapping[str, Route]) -> Iterator[Comparison]:
+def routed(rows: Iterable[Comparison], routes: Mapping[str, LoadPath]) -> Iterator[Comparison]:
     """The same rows, each with the route of its producer."""
     return (replace(row, route=routes[row.producer]) for row in rows)
 

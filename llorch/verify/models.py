@@ -12,7 +12,7 @@ import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder, is_wheel
 from llorch.config import ModelConfig
-from llorch.engines import ProducerName, Route, Say, open_producer
+from llorch.engines import LoadPath, ProducerName, Say, open_producer
 from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import start
 from llorch.files import Weights, open_weights
@@ -94,7 +94,7 @@ def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str =
         yield from long.rows(runner) if long else ()
 
 
-def stored_long(name: str, weights: Weights, route: Route | None = None) -> LongSuite:
+def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> LongSuite:
     """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
     golden = read_long(goldens_folder() / name)
     if golden.weights_sha256 != sha256(builtin_path(name)):

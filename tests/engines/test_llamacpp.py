@@ -11,7 +11,7 @@ from random_adapters import random_adapter, tiny_base
 from refusals import refuses
 
 from llorch.builtin import builtin_path
-from llorch.engines import Route, f32_copy
+from llorch.engines import LoadPath, f32_copy
 from llorch.engines import open_here as open_producer
 from llorch.files import open_weights
 from llorch.lora.gguf_format import write_lora_gguf
@@ -68,7 +68,7 @@ def test_a_quantised_file_is_decoded_and_written_by_llama_cpp(tmp_path, monkeypa
     path = write_model("Q4_K_M", tmp_path)
     monkeypatch.delattr(f32_copy, "write_gguf")
     with f32_copy.float_gguf(path, "float32") as (copy, _, route):
-        assert route == Route("llamacpp", "llamacpp", "llamacpp")
+        assert route == LoadPath("llamacpp", "llamacpp", "llamacpp")
         ours, theirs = open_weights(path), open_weights(copy)
         assert {theirs.stored_type(name).name for name in theirs} == {"F32"}
         assert all(np.array_equal(ours.array(name), theirs.array(name)) for name in ours)

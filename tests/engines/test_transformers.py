@@ -10,7 +10,7 @@ from tiny_models import random_tensors, write_folder
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
-from llorch.engines import Route
+from llorch.engines import LoadPath
 from llorch.engines import open_here as open_producer
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
@@ -85,7 +85,7 @@ def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path
     path = write_model(name, tmp_path)
     weights = open_weights(path)
     with open_producer("transformers", path) as producer:
-        assert replace(producer.route, told=()) == Route(reader, reader)
+        assert replace(producer.route, told=()) == LoadPath(reader, reader)
         state = producer._model.state_dict()  # type: ignore[attr-defined]
         for short, row in inventory(weights.config).items():
             np.testing.assert_array_equal(state[row.huggingface].numpy(), weights.array(short))

@@ -4,7 +4,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,24 @@ def violations(source: str, part: str, package: str = "llorch") -> list[str]:
     return found
 
 
+def cycle(sources: Mapping[str, str]) -> list[str]:
+    """Modules whose imports, also those in functions, lead back to the first one; empty if there are none."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources}
+
+    def module_of(name: str) -> str:
+        return name if name in modules else name.rpartition(".")[0]
+
+    graph = {
+        module: {module_of(name) for name, _ in imported_modules(sources[path], package_of(path))} & modules.keys()
+        for module, path in modules.items()
+    }
+    try:
+        TopologicalSorter({module: names - {module} for module, names in graph.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def top_level_imports(source: str) -> set[str]:
     """Outermost packages that importing the file imports: those outside functions."""
     names = set()
@@ -117,6 +136,16 @@ def test_the_first_page_shows_the_rooms_in_this_order():
 def test_imports_point_down_only():
     found = {path: violations(source, part_of(path), package_of(path)) for path, source in SOURCES.items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_no_import_leads_back_to_its_module():
+    assert cycle(SOURCES) == []
+
+
+def test_a_cycle_inside_a_package_is_found():
+    sources = {"llorch/a/b.py": "from llorch.a import c", "llorch/a/c.py": "def f():\n    from llorch.a.b import x"}
+    assert set(cycle(sources)) == {"llorch.a.b", "llorch.a.c"}
+    assert cycle(sources | {"llorch/a/c.py": ""}) == []
 
 
 def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only():

@@ -11,7 +11,7 @@ from refusals import refuses
 
 from llorch.architecture import Layer, Temperature
 from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
-from llorch.engines import Producer, Route, one_by_one
+from llorch.engines import LoadPath, Producer, one_by_one
 from llorch.files import open_weights
 from llorch.places import Pass
 from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
@@ -165,7 +165,7 @@ def test_a_large_model_and_a_full_context_are_continued_by_fewer_tokens():
 
 
 def test_an_engine_is_asked_for_every_case_setting_and_token():
-    engine = Mock(spec=Producer, route=Route("an engine", "an engine"))
+    engine = Mock(spec=Producer, route=LoadPath("an engine", "an engine"))
     engine.trace.side_effect = lambda ids, first_position: {"logits": np.array([first_position])}
     engine.selected_logits.return_value = np.zeros(50, np.float32)
     engine.probabilities.side_effect = lambda logits, settings, history: logits

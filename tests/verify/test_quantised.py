@@ -12,7 +12,7 @@ from tiny_models import random_tensors, write_folder
 
 import llorch
 from llorch.builtin import builtin_path
-from llorch.engines import Route, open_producer
+from llorch.engines import LoadPath, open_producer
 from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
 from llorch.model import Model
@@ -138,7 +138,9 @@ def suite(
     trace = run(weights, case)
     trace["logits"] = change(trace["logits"].copy())
     greedy = trace["logits"][-n_greedy:].argmax(axis=-1)
-    shown = EngineOutput({"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, route=Route("us", "us"))
+    shown = EngineOutput(
+        {"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, route=LoadPath("us", "us")
+    )
     n_prompt = len(ids) + 1 - n_greedy
     made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
     return made, GgmlRunner(weights, {"near": trace}, {"near": made.limits("near")})

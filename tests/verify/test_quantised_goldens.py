@@ -12,7 +12,7 @@ from planted_quantised import golden
 from refusals import refuses
 
 from llorch.builtin import goldens_folder
-from llorch.engines import Route
+from llorch.engines import LoadPath
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.places import Pass
@@ -44,7 +44,7 @@ def test_goldens_say_where_they_come_from():
     provenance = golden().provenance
     engine = provenance["engines"]["llamacpp"]  # pyright: ignore[reportIndexIssue]
     assert engine["knobs"]["weights"].endswith("file")  # and not decoded to a type
-    assert golden().evidence("Q8_0")["llamacpp"].route == Route("llamacpp", "llamacpp")
+    assert golden().evidence("Q8_0")["llamacpp"].route == LoadPath("llamacpp", "llamacpp")
     assert engine["knobs"]["type_k"] == engine["knobs"]["type_v"] == "F32"
     assert {"command", "rounding", "numpy", "machine"} <= provenance.keys()
 

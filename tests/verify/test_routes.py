@@ -12,7 +12,7 @@ from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, writ
 
 from llorch.builtin import builtin_path
 from llorch.config import LinearScaling, ModelConfig
-from llorch.engines import OURS, Producer, ProducerName, Route, open_here
+from llorch.engines import OURS, LoadPath, Producer, ProducerName, open_here
 from llorch.files import Weights, export
 from llorch.numerics import GGML
 from llorch.verify import float64_reference, models
@@ -25,8 +25,8 @@ from llorch.verify.models import ask
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
-LLAMACPP, TRANSFORMERS = (Route(name, name) for name in PRODUCERS)
-COPY, OUR_COPY = Route("llamacpp", "llamacpp", "llamacpp"), Route(OURS, OURS, OURS)
+LLAMACPP, TRANSFORMERS = (LoadPath(name, name) for name in PRODUCERS)
+COPY, OUR_COPY = LoadPath("llamacpp", "llamacpp", "llamacpp"), LoadPath(OURS, OURS, OURS)
 SCALED = GGUF_METADATA | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
 NO_WORDS = {"tokenizer.ggml.model": "none", "llama.vocab_size": VOCAB}
 
@@ -70,13 +70,13 @@ QKV = tuple(f"attn_{part}.weight" for part in "qkv")
         ("file", "transformers", {}, TRANSFORMERS),
         ("file, scaled", "transformers", {}, replace(TRANSFORMERS, told=("rope_parameters",))),
         ("file, factors", "transformers", {}, replace(TRANSFORMERS, told=("inv_freq",))),
-        ("file, biased", "transformers", {}, Route(OURS, OURS, told=("attention_bias",))),
+        ("file, biased", "transformers", {}, LoadPath(OURS, OURS, told=("attention_bias",))),
         ("Q4_K_M", "transformers", {}, TRANSFORMERS),
-        ("Q1_0", "transformers", {"dtype": "float64"}, Route(OURS, OURS)),
+        ("Q1_0", "transformers", {"dtype": "float64"}, LoadPath(OURS, OURS)),
     ],
 )
 def test_an_engine_says_on_what_route_its_model_came(
-    what: str, name: ProducerName, settings: dict, route: Route, tmp_path: Path
+    what: str, name: ProducerName, settings: dict, route: LoadPath, tmp_path: Path
 ):
     with open_here(name, make(what, tmp_path), **settings) as engine:
         assert engine.route == route
@@ -159,7 +159,7 @@ def here(*given: Any, say: object = None, **named: Any) -> Producer:
     return open_here(*given, **named)
 
 
-def shows(route: Route, mistake: str) -> bool:
+def shows(route: LoadPath, mistake: str) -> bool:
     """Whether an engine whose file came this way knows better."""
     if mistake.endswith("written"):
         return route.written == OURS

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import llorch.learn.on_torch.ours  # noqa: F401 (before anything takes the place of ours)
 from llorch.errors import LearnerFault
+from llorch.learn.calling import called, not_within_itself, require_parameters
 from llorch.learn.exercise import Call, Exercise
-from llorch.learn.guard import called, not_within_itself, require_parameters
 
 
 def guarded_on_torch(part: Exercise, function: Call, *, note: Callable[[str], None]) -> Call:

@@ -42,11 +42,12 @@ from llorch.pytorch.batch_invariant.fixed_order import (
 )  # fmt: skip
 from llorch.pytorch.cache import Visible
 from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, RMSNorm, rotate_and_cache, widened
+from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.cpu.block import cpu_leaves
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
-from llorch.pytorch.kernels.table import Leaves, faster, put_leaves
+from llorch.pytorch.kernels.table import faster, put_leaves
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv
 from llorch.pytorch.models.experts import Chosen, ExpertLinear, PerExpert, QuantisedExperts, grouped
 from llorch.pytorch.models.positions import HeadNorm
@@ -235,7 +236,7 @@ class FixedExperts(nn.Module):
 
     reads_back = True  # which experts are chosen: see `recordable`
 
-    def __init__(self, leaf: ExpertLinear | QuantisedExperts, leaves: Leaves) -> None:
+    def __init__(self, leaf: ExpertLinear | QuantisedExperts, leaves: KernelTable) -> None:
         """Take over the matrices of a plain one."""
         super().__init__()
         self.of = nn.ModuleList([_fixed(faster(leaf.expert(n), leaves), leaves) for n in range(leaf.n_experts)])
@@ -269,7 +270,7 @@ def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
             setattr(module, name, _fixed(leaf, leaves))
 
 
-def _fixed(leaf: Any, leaves: Leaves) -> Any:
+def _fixed(leaf: Any, leaves: KernelTable) -> Any:
     if isinstance(leaf, RMSNorm):
         return FixedNorm(leaf)
     if isinstance(leaf, HeadNorm):
@@ -288,7 +289,7 @@ def is_fixed(leaf: Any) -> bool:
     return isinstance(leaf, FixedRows) or getattr(leaf, "fixed", False)
 
 
-def _in_one_order(like: Tensor) -> Leaves:
+def _in_one_order(like: Tensor) -> KernelTable:
     """The CPU's; without a compiler products by oneDNN, whose sums have one order for few and many rows."""
     if like.device.type != "cpu":
         return {}

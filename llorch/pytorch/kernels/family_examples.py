@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from llorch.config import ModelConfig
 from llorch.pytorch.causal_lm import widened
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.kernel_check import KernelExample, Numbers
+from llorch.pytorch.kernels.example import KernelExample, Numbers
 from llorch.pytorch.kernels.packing import Kind
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.models.delta_rule import delta_rule

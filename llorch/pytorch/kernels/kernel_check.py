@@ -8,7 +8,7 @@ before them may be: one wrong element is far more.
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,10 +22,12 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
+from llorch.pytorch.kernels import KernelTable, family_examples
+from llorch.pytorch.kernels.example import KernelExample, Numbers
 from llorch.pytorch.kernels.packing import KIND_NAMES, Kind
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
-from llorch.pytorch.kernels.table import Leaves, put_leaves
+from llorch.pytorch.kernels.table import put_leaves
 from llorch.pytorch.random_weights import kind_named, random_fields, random_model
 from llorch.pytorch.sampling import Needs
 from llorch.sampling import SamplingSettings
@@ -62,18 +64,8 @@ class KernelVerdict:
         return f"takes {self.slow:.3g} times as long as torch" if timed and not self.slow <= 1 else ""
 
 
-@dataclass(frozen=True)
-class KernelExample:
-    """A leaf of torch's, and what it is called with."""
-
-    plain: Any
-    inputs: Callable[[torch.dtype], Sequence[tuple]]  # the same numbers in any dtype; the first are those of decoding
-    call: Callable[..., Tensor | tuple[Tensor, ...]] = lambda leaf, *given: leaf(*given)
-    wide: torch.dtype = torch.float64  # in which torch's leaf is the truth
-
-
 @torch.no_grad()
-def tried(kind: str, leaves: Leaves, at: Target, clock: Clock) -> KernelVerdict:
+def tried(kind: str, leaves: KernelTable, at: Target, clock: Clock) -> KernelVerdict:
     """Try a kind of leaf of a table; with a leaf that raises, that is the result."""
     try:
         off, slow = 0.0, math.nan
@@ -91,7 +83,7 @@ def tried(kind: str, leaves: Leaves, at: Target, clock: Clock) -> KernelVerdict:
     return KernelVerdict(off, slow)
 
 
-def _ours(kind: str, leaves: Leaves, plain: Any) -> Any:
+def _ours(kind: str, leaves: KernelTable, plain: Any) -> Any:
     """A leaf made of a copy, which shares the weights; a block is tried in a model with all leaves."""
     if isinstance(plain, nn.Module):
         plain = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
@@ -158,26 +150,12 @@ def _least(call: Callable[[], object]) -> float:
     return min(once() for _ in range(20))
 
 
-class Numbers:
-    """Random numbers in a dtype, on a device."""
-
-    def __init__(self, at: Target) -> None:
-        """Begin with the same ones every time."""
-        self.at, self.generator = at, torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape: int) -> Tensor:
-        """Of size 1."""
-        return torch.randn(*shape, generator=self.generator).to(self.at.device, self.at.dtype)
-
-
 def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
     """Examples of a kind of leaf, at the shapes of a model."""
     if kind in _EXAMPLES:
         return _EXAMPLES[kind](config, at)
     if (name := kind.removeprefix("packed ")) in KIND_NAMES:
         return _packed(config, at, kind_named(name))
-    from llorch.pytorch.kernels import family_examples  # which is made of what stands here
-
     return family_examples.example_of(kind, config, at)
 
 

@@ -24,10 +24,11 @@ from llorch.errors import CheckpointMismatch
 from llorch.memory import keep_freed_memory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named, target
+from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
 from llorch.pytorch.kernels.sdpa import use_sdpa
-from llorch.pytorch.kernels.table import Leaves, leaves_for, put_leaves
+from llorch.pytorch.kernels.table import leaves_for, put_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in i
 
 
 @cache
-def own_leaves(at: Target) -> Leaves:
+def own_leaves(at: Target) -> KernelTable:
     """Ours for a target, by its `kernels`: none (torch), all (own), those that are right and no slower (auto).
 
     CheckpointMismatch where one is wrong that was asked for by name.

@@ -5,25 +5,23 @@ has the interface of the plain one and shares its weights. A table goes from the
 plain one; leaving a kind out of it leaves torch's in the model. `graph` makes what replays steps of decoding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import nn
 
 from llorch.errors import MissingDevice, MissingExtra
 from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention, rotate_and_cache
+from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.cpu.block import cpu_leaves
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.delta_net import GatedDeltaNet, GatedNorm, ShortConv
 from llorch.pytorch.models.experts import ExpertLinear, ExpertsModule, QuantisedExperts
 
-Leaves = Mapping[str, Callable[[Any], Any]]
 
-
-def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> Leaves:
+def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:
     """All of ours for a device and a dtype; where something they need is absent, it is named if they are required."""
     if device.type == "cpu":
         compiled = library()
@@ -41,7 +39,7 @@ def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> L
     return LEAVES
 
 
-def put_leaves(model: CausalLM, leaves: Leaves) -> None:
+def put_leaves(model: CausalLM, leaves: KernelTable) -> None:
     """Put ours in place of the plain leaves, for inference.
 
     The page's own attention stays, because someone wants its stages.
@@ -64,7 +62,7 @@ def put_leaves(model: CausalLM, leaves: Leaves) -> None:
         model.model.layers = nn.ModuleList(map(leaves["block"], model.model.layers))
 
 
-def faster(leaf: nn.Module, leaves: Leaves) -> nn.Module:
+def faster(leaf: nn.Module, leaves: KernelTable) -> nn.Module:
     """Ours for a norm, a projection or the like; any other module, or one whose kind is not in the table, as it is."""
     make = leaves.get(_kind(leaf))
     return leaf if make is None else make(leaf)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from llorch.comparison import EXACT, Difference, Tolerance, distance, measure
-from llorch.engines import Route
+from llorch.engines import LoadPath
 from llorch.files import Weights
 from llorch.places import Pass, StageRef, part_of, token_axis
 from llorch.sampling import greedy
@@ -96,7 +96,7 @@ class ForwardSuite:
             return list(routed(rows, self.routes))
 
     @property
-    def routes(self) -> Mapping[str, Route]:
+    def routes(self) -> Mapping[str, LoadPath]:
         """Of the file into each witness."""
         true = {WITNESS: self.truth.evidence} if self.truth is not None else {}
         return {name: shown.route for name, shown in {**self.evidence, **true}.items()}

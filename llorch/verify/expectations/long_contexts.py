@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from llorch.comparison import FACTOR, FLOORS, Tolerance
-from llorch.engines import Route
+from llorch.engines import LoadPath
 from llorch.files import Weights
 from llorch.places import Pass, StageRef, token_axis
 from llorch.stages import Stage
@@ -31,7 +31,7 @@ _SIZES = (513, *[64] * 7, *[7] * 9, *[1] * 8)
 class LongSuite:
     """Comparisons of one model."""
 
-    def __init__(self, model: str, weights: Weights, golden: LongGolden, route: Route | None = None) -> None:
+    def __init__(self, model: str, weights: Weights, golden: LongGolden, route: LoadPath | None = None) -> None:
         """Prepare; nothing is computed yet. The `route` is that of the file into the float64 reference."""
         self.model, self.golden, self.route = model, golden, route
         self._stages = {name: (stage, layer) for name, stage, layer in judged_stages(weights.config)}

@@ -2,9 +2,9 @@
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import Block
+from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.packing import KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
-from llorch.pytorch.kernels.table import Leaves
 from llorch.pytorch.kernels.triton.decode_attention import decode_attention
 from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm, rotate_and_cache, swiglu
@@ -40,7 +40,7 @@ def joined(block: Block) -> Block:
     return block
 
 
-LEAVES: Leaves = {
+LEAVES: KernelTable = {
     "norm": FusedRMSNorm,
     "linear": DenseLinear,
     **{f"packed {kind}": packed for kind in KIND_NAMES},

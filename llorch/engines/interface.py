@@ -1,0 +1,137 @@
+"""The interface of every reference engine, and the checks that all of them share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from llorch import stages
+from llorch.config import ModelConfig
+from llorch.sampling import SamplingSettings
+
+ProducerName = Literal["llamacpp", "transformers"]
+Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
+OURS = "llorch"  # in routes
+
+
+@dataclass(frozen=True)
+class LoadPath:
+    """Whose hands a model goes through on its way from its file into an engine: of ours the engine is no witness.
+
+    Attributes:
+        read: Who found the tensors in the file, and the hyperparameters but those `told`.
+        decoded: Who made numbers of them.
+        written: Who wrote what the engine loaded instead; empty where that was the file itself.
+        told: Hyperparameters, by the engine's names, that it did not find in the file: llorch read them.
+    """
+
+    read: str
+    decoded: str
+    written: str = ""
+    told: tuple[str, ...] = ()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the engine read all of it in the file itself."""
+        return not self.written and not self.told and self.read == self.decoded != OURS
+
+    def __str__(self) -> str:
+        read = "read and decoded" if self.read == self.decoded else f"read by {self.read}, decoded"
+        written = f", written by {self.written}" if self.written else ""
+        told = f", {' and '.join(self.told)} read by {OURS}" if self.told else ""
+        return f"{read} by {self.decoded}{written}{told}"
+
+
+def stored_route(provenance: Mapping[str, Any], engine: str) -> LoadPath:
+    """The route that goldens state for an engine; they have to (ValueError)."""
+    said = provenance["engines"].get(engine, {}).get("route")
+    if said is None:
+        raise ValueError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
+    return LoadPath(**said | {"told": tuple(said["told"])})
+
+
+@runtime_checkable
+class Producer(Protocol):
+    """What every engine can be asked; a context manager that frees the model."""
+
+    name: str
+    config: ModelConfig
+    n_threads: int
+    route: LoadPath
+
+    def __enter__(self) -> "Producer": ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+    def trace(self, ids: Sequence[int], *, first_position: int = 0) -> dict[str, np.ndarray]:
+        """Run tokens from an empty cache and return every stage, float32 and C-contiguous."""
+        ...
+
+    def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
+        """Logits of every token, from a run without capture."""
+        ...
+
+    def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The row that the engine's own sampling sees for the last token."""
+        ...
+
+    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
+        """The engine's own greedy continuation of `n` tokens, with its own cache."""
+        ...
+
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
+        """The distribution after the engine's own sampling filters; 0 for removed tokens."""
+        ...
+
+    def together(self, calls: Sequence[Call]) -> list[Any]:
+        """What each of these calls gives; an engine that reads a model layer by layer does so once for all of them."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
+        """Token ids of the engine's own tokenizer, None when the model comes without one."""
+        ...
+
+    def provenance(self) -> dict[str, object]:
+        """Versions, build, CPU features and switches of the engine."""
+        ...
+
+
+def one_by_one(engine: object, calls: Sequence[Call]) -> list[Any]:
+    """`together` of an engine that holds its whole model."""
+    return [getattr(engine, method)(*args, **kwargs) for method, args, kwargs in calls]
+
+
+Trace = dict[str, np.ndarray]
+
+
+def checked_trace(
+    captured: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    n_tokens: int,
+    engine: str,
+    dtype: type[np.floating] = np.float32,
+) -> Trace:
+    """Refuse a capture, of a run from an empty cache, that is not exactly the expected set of stages."""
+    shapes = {key: stage.shape(config, seq=n_tokens, ctx=n_tokens) for key, stage, _ in stages.keys(config)}
+    dtypes = {key: np.int64 if stage.is_choice else dtype for key, stage, _ in stages.keys(config)}
+    faults = [f"{name} is missing" for name in shapes if name not in captured]
+    faults += [f"{name} is unexpected" for name in captured if name not in shapes]
+    for name, array in captured.items():
+        if name in shapes and (array.shape != shapes[name] or array.dtype != dtypes[name]):
+            faults.append(f"{name} must be {np.dtype(dtypes[name])} {shapes[name]}, got {array.dtype} {array.shape}")
+    if faults:
+        raise RuntimeError(f"{engine}: the captured stages are not the expected stages: {'; '.join(faults)}")
+    return {name: np.ascontiguousarray(captured[name]) for name in shapes}
+
+
+def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
+    """Refuse token ids that the model does not have."""
+    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
+    if not ids or wrong is not None:
+        got = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
+        raise ValueError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {got}")
