@@ -1,9 +1,10 @@
 """Parts that a learner's function calls: the first of them that returns another dtype than it should.
 
 Nothing guards these calls, because a learner's file imports the functions of other lessons as they are. So the outer
-function runs once more, with a profiler that sees what the functions of lesson files return.
+function runs once more, with a profiler that sees what the functions of lesson files, or of its own module, return.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,11 +29,12 @@ def of_other_dtype(outer: Exercise, function: Call, given: Mapping[str, Any]) ->
     Returns:
         The name of the inner part and a sentence about it; None if every inner part is right or there is none.
     """
+    home = getattr(inspect.unwrap(function), "__globals__", None)
     running: dict[FrameType, Mapping[str, Any]] = {}
     calls: list[tuple[Exercise, Mapping[str, Any], Any]] = []
 
     def see(frame: FrameType, event: str, returned: Any) -> None:
-        part = _part_of(frame) if event in ("call", "return") else None
+        part = _part_of(frame, home) if event in ("call", "return") else None
         if part is None or part.name == outer.name:
             return
         if event == "call":
@@ -49,14 +51,15 @@ def of_other_dtype(outer: Exercise, function: Call, given: Mapping[str, Any]) ->
     return None
 
 
-def _part_of(frame: FrameType) -> Exercise | None:
-    """Find the part that a frame of a lesson file is."""
+def _part_of(frame: FrameType, home: object) -> Exercise | None:
+    """Find the part that a frame is: of a lesson file, or of the module or notebook that has the outer function."""
     from llorch.learn.lessons import LESSON_OF, PARTS  # which import this module's callers
 
     part = PARTS.get(frame.f_code.co_name)
-    if part is None or part.in_python_only or frame.f_globals.get("__name__") != LESSON_OF[part.name].module:
+    if part is None or part.in_python_only:
         return None
-    return part
+    is_learners = frame.f_globals is home or frame.f_globals.get("__name__") == LESSON_OF[part.name].module
+    return part if is_learners else None
 
 
 def _arguments(frame: FrameType) -> Mapping[str, Any]:

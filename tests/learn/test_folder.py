@@ -1,11 +1,12 @@
 """Files of a learner: what is written in them, what they import from each other, and what has changed."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llorch.learn.check import check
+from llorch.learn.check import check, check_functions
 from llorch.learn.checks import forward
 from llorch.learn.folder import read_folder
 from llorch.learn.implementation import Implementation
@@ -140,3 +141,11 @@ def test_wrong_dtype_of_a_block_is_that_of_the_part_that_made_it(folder: Path, r
     (folder / "l07_block.py").write_text(block)
     found = check(BY_NUMBER["07"], Implementation("folder", read_folder(folder)))
     assert found.fault.partition("expected")[0] == blamed
+
+
+def test_wrong_dtype_of_a_block_of_a_notebook_is_that_of_the_part_that_made_it():
+    cells: dict[str, Any] = {}  # one namespace, as in a notebook
+    exec(ROPE.format(cast="") + SCORES.format(root="np.float32(4)"), cells)
+    exec("\n".join(line for line in BLOCK.splitlines() if not line.startswith("from l0")), cells)
+    found = check_functions("07", block=cells["block"])
+    assert found.fault.partition("expected")[0] == "rope: "
