@@ -54,9 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VL", _DENSE | {"head_dim": 16, "rope_parameters": _MROPE | {
         "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}}),
 }  # fmt: skip
-_VISION_ONLY = {"qwen2_5_vl": {"fullatt_block_indexes": [0]}, "qwen3_vl": _DEEPSTACK, "qwen3_5": _DEEPSTACK,
-                "qwen3_5_moe": _DEEPSTACK}  # fmt: skip
-_NESTED_ALWAYS = ("qwen2_5_vl", "qwen3_vl")
+_VISION_ONLY = {"qwen2_5_vl": {"fullatt_block_indexes": [0]}}  # the others: _DEEPSTACK
 
 
 def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, **overrides: Any) -> Path:
@@ -70,13 +68,13 @@ def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, *
     torch.manual_seed(seed)
     name, own = FAMILIES[family]
     values = COMMON | own | overrides
-    nested = nested or family in _NESTED_ALWAYS
+    nested = nested or not hasattr(transformers, f"{name}ForCausalLM")
     if family == "qwen2_5_vl" and "rope_parameters" not in overrides:  # transformers cuts the heads by these
         half = values["hidden_size"] // values["num_attention_heads"] // 2
         values["rope_parameters"] = values["rope_parameters"] | {"mrope_section": [half - half // 2, half // 2, 0]}
     if nested:
         whole: Any = getattr(transformers, f"{name}Config")
-        vision = _VISION | _VISION_ONLY.get(family, {}) if family != "llama4" else _LLAMA4_VISION
+        vision = _VISION | _VISION_ONLY.get(family, _DEEPSTACK) if family != "llama4" else _LLAMA4_VISION
         tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
         config = whole(text_config=values, vision_config=vision, **tied)
         model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
