@@ -22,6 +22,7 @@ LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]+)(?=[)#])")
 LESSON_PAGES = [f"checkpoints/{n}_{CHECKPOINTS[n]}/README.md" for row in ROWS.values() for n in row]
 REFERENCE = {"reference/commands.md": commands, "reference/python.md": names, "reference/ops.md": functions}
 COMMAND_PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/commands").glob("*.md"))
+HOW_TO = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/how_to").glob("*.md"))
 MESH = "checkpoints/mesh/README.md"
 GUIDE = [
     f"checkpoints/guide/{name}.md"
@@ -37,6 +38,8 @@ MORE = [
     "benchmarks/README.md",
     "benchmarks/by_hand.md",
     "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    *HOW_TO,
     "tests/README.md",
     "CHANGELOG.md",
 ]

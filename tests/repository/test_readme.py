@@ -20,8 +20,10 @@ from llorch.cli import main
 
 ROOT = Path(__file__).parents[2]
 GUIDE = [page.relative_to(ROOT).as_posix() for page in MARKED if page.name != "README.md"]
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/by_hand.md",
-         "tests/README.md", "checkpoints/mesh/README.md", "checkpoints/atlas/README.md", *GUIDE)  # fmt: skip
+HOW_TO = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/how_to").glob("*.md"))
+NAMES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "benchmarks/README.md",
+         "benchmarks/by_hand.md", "tests/README.md", "checkpoints/mesh/README.md", "checkpoints/atlas/README.md",
+         *HOW_TO, *GUIDE)  # fmt: skip
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README = PAGES["README.md"]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)

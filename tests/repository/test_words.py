@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("checkpoints", "benchmarks", ".github")
 FORMS = sorted((ROOT / ".github").rglob("*.yml"))
 PAGES = sorted(
-    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")]
     + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
 )
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
