@@ -136,11 +136,14 @@ class ModelConfig:
             )
 
     def layer(self, index: int) -> Layer:
-        """What a layer is."""
+        """Return the description of one layer; a model without a list of layers has dense layers."""
         return self.layers[index] if self.layers else DENSE_LAYER
 
     def traits(self, layer: int | None) -> frozenset[str]:
-        """What a layer has, or the model outside its layers: the words that stages and weights are asked for by."""
+        """Return the traits of a layer, or of the model outside its layers for None.
+
+        Stages and weights are selected by these words.
+        """
         if layer is None:
             return frozenset({"tied" if self.tie_word_embeddings else "untied"})
         this, experts = self.layer(layer), self.experts

@@ -41,7 +41,7 @@ def read(
     rope_factors: np.ndarray | None,
     path: str | Path,
 ) -> dict[str, Any]:
-    """The fields of a `ModelConfig`; see `ModelConfig.from_gguf`."""
+    """Read the fields of a `ModelConfig`; see `ModelConfig.from_gguf`."""
     arch = Fields(metadata, path).text("general.architecture")
     if arch not in BY_GGUF:
         raise unread(arch, path)

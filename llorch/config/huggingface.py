@@ -36,7 +36,7 @@ _YARN_OF_MINISTRAL = {
 
 
 def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
-    """The fields of a `ModelConfig`; a FormatError names the key and the file."""
+    """Read the fields of a `ModelConfig`; a FormatError names the key and the file."""
     whole = Fields(values, path)
     fields = _text_part(whole)
     name = _family(fields.text("model_type"), path)
@@ -83,7 +83,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
 
 
 def head_width(fields: Fields, key: str, hidden_size: int, n_heads: int, default: int | None) -> int:
-    """The width of a head, which files may leave out where the heads share the width of the model."""
+    """Return the width of a head. A file may leave it out if the heads share the width of the model."""
     if default is None and hidden_size % n_heads == 0:
         default = hidden_size // n_heads
     if default is None and not fields.has(key):
@@ -96,12 +96,12 @@ def head_width(fields: Fields, key: str, hidden_size: int, n_heads: int, default
 
 
 def one_for_each(layers: list[Layer]) -> tuple[Layer, ...]:
-    """The layers of a model, none where all of them are dense."""
+    """Return the layers of a model; an empty tuple if all of them are dense."""
     return () if all(layer.is_dense for layer in layers) else tuple(layers)
 
 
 def unread(name: str, path: str | Path) -> FormatError:
-    """The refusal of an architecture."""
+    """Make the error for an architecture that llorch does not read."""
     return FormatError("Unsupported", f"architecture {name!r}: llorch reads {', '.join(FAMILIES)}", path=path)
 
 
@@ -215,7 +215,7 @@ def _layers(fields: Fields, family: Family, context: int, *, has_experts: bool) 
 
 
 def _kinds(fields: Fields, family: Family, n_layers: int, rope: list[bool]) -> list[str]:
-    """What each layer attends to, by the names of transformers."""
+    """Return the kind of attention of each layer, by the names of transformers."""
     if family.hybrid:
         interval = fields.integer("full_attention_interval", default=4, low=1)
         made = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n_layers)]
@@ -310,7 +310,11 @@ def _numbers(fields: Fields, key: str) -> list[int]:
 
 
 def _listed(fields: Fields, key: str, made: list[str], known: tuple[str, ...] | None) -> list[str]:
-    """The list of the file, one of the known names for each layer, or where there is none what transformers makes."""
+    """Return the list in the file, with one known name for each layer.
+
+    Without a list in the file, return `made`, as transformers makes it. `known` is None if the names are not checked
+    here.
+    """
     if not fields.has(key):
         return made
     listed = fields.values[key]

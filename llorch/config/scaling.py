@@ -39,7 +39,7 @@ class YarnScaling:
     beta_slow: float = 1.0  # rotations below which a frequency is interpolated
 
     def ramp(self, *, head_dim: int, theta: float) -> tuple[int, int]:
-        """The last pair whose frequency is kept whole and the first that is wholly interpolated."""
+        """Return the last pair that keeps its whole frequency and the first pair that is wholly interpolated."""
         start, end = self.bounds(head_dim=head_dim, theta=theta)
         return max(math.floor(start), 0), min(math.ceil(end), head_dim - 1)
 
@@ -57,5 +57,5 @@ RopeScaling = LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
 
 
 def yarn_gain(factor: float, mscale: float = 1.0) -> float:
-    """What the paper multiplies cos and sin by; llama.cpp does so in any case, transformers by default."""
+    """Return the factor of cos and sin from the paper; llama.cpp always applies it, transformers by default."""
     return 0.1 * mscale * math.log(factor) + 1.0

@@ -128,7 +128,10 @@ def write_entries(
 
 
 def gguf_types(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> dict[str, GGMLType]:
-    """The type that each weight, by canonical name, gets in a file: `ggml_type` for matrices whose rows allow it."""
+    """Choose the type of each weight in a file, by canonical name.
+
+    Matrices whose rows allow it get `ggml_type`, weights in `kept` get the type there.
+    """
     return {name: kept.get(name) or _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
 
 
@@ -206,7 +209,7 @@ def _keeps_bytes(weights: Weights, weight: Weight, ggml_type: GGMLType) -> bool:
 
 
 def _parts_of_stack(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
-    """The experts, one in memory at a time."""
+    """Yield the experts, one in memory at a time."""
     for e in range(weight.shape[0]):
         array = weights.read_expert(weight.name, e)
         if _keeps_bytes(weights, weight, ggml_type):
@@ -218,7 +221,7 @@ def _parts_of_stack(weights: Weights, weight: Weight, ggml_type: GGMLType) -> It
 
 
 def assembled(weights: Weights, tensor: Tensor, *, in_gguf: bool) -> np.ndarray:
-    """A tensor of a file to be, as float32, of the weights that lie in it."""
+    """Assemble a tensor of a new file, as float32, from the weights that lie in it."""
     array = np.empty(tensor.shape, np.float32)
     for weight in tensor.weights:
         with read_once(weights, weight) as part:

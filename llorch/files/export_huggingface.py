@@ -63,7 +63,10 @@ def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
 
 
 def written_family(config: ModelConfig) -> FamilyName:
-    """The family that a folder of the text alone has: of models that see another one computes the same."""
+    """Return the family that is written for the text part alone.
+
+    For a family in `_WITHOUT_EYES` it is the text family with the same computation.
+    """
     return _WITHOUT_EYES.get(config.family, config.family)
 
 
@@ -215,7 +218,7 @@ def _rope(config: ModelConfig, path: Path) -> dict[str, object]:
 
 
 def _with_mscale(scaling: dict[str, object]) -> dict[str, object]:
-    """A gain of one as Ministral 3 has it, which llama.cpp's converter looks for."""
+    """Express a gain of one as Ministral 3 does, in keys that llama.cpp's converter looks for."""
     if scaling.get("attention_factor") != 1.0:
         return scaling
     kept = {key: value for key, value in scaling.items() if key != "attention_factor"}
@@ -237,7 +240,10 @@ def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
 
 
 def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
-    """The llama3 scaling, with the low and high factor of Llama 3 or of Llama 4, that gives the factors of a file."""
+    """Find the llama3 scaling that gives the factors of a file.
+
+    It has the low and high factor of Llama 3 or of Llama 4. FormatError Unsupported if no tried scaling does.
+    """
     plain = frequencies(config.rotated, config.rope_theta)
     for context, high in product(_CONTEXTS, (4.0, 1.0)):
         scaling = Llama3Scaling(

@@ -167,7 +167,7 @@ def _parts_of(file: GGUFFile) -> list[Path]:
 
 
 def read_head(cursor: Cursor) -> tuple[int, int, dict[str, Value], int]:
-    """What stands before the tensor table: version, number of tensors, metadata, alignment."""
+    """Read the part before the tensor table: version, number of tensors, metadata, alignment."""
     version = _read_version(cursor)
     n_tensors = _read_count(cursor, "tensor", cursor.limits.tensors)
     n_entries = _read_count(cursor, "metadata entry", cursor.limits.metadata_entries)

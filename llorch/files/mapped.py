@@ -103,7 +103,10 @@ class MappedFile:
         return FormatError(code, message, path=self.path, offset=offset)
 
     def view(self, offset: int, n_bytes: int) -> np.ndarray:
-        """A read-only view, which keeps the map alive, of a range inside `size`; refused as by `require_unchanged`."""
+        """Return a read-only view of a range inside `size`; the view keeps the map alive.
+
+        Raises as `require_unchanged`.
+        """
         self.require_unchanged()
         return self._bytes[offset : offset + n_bytes]
 
@@ -162,13 +165,16 @@ class TensorFile(Generic[Info]):
         return [self._file.fingerprint]
 
     def info(self, name: str) -> Info:
-        """A tensor's line of the table; FormatError Missing for an unknown name."""
+        """Return a tensor's line of the table; FormatError Missing for an unknown name."""
         if name not in self.tensors:
             raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} tensors of this file")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """A read-only uint8 view of a tensor; FormatError Missing, or Truncated or Inconsistent if the file changed."""
+        """Return a read-only uint8 view of a tensor.
+
+        FormatError Missing for an unknown name, Truncated or Inconsistent if the file changed.
+        """
         info = self.info(name)
         return self._file.view(info.offset, info.n_bytes)
 

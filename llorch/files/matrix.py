@@ -83,7 +83,7 @@ class Matrix:
         return x if self._kind == "F32" else round_activations(x, self._kind)
 
     def arranged(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
-        """Inputs in the order that the file has the columns in, which is that of their blocks."""
+        """Put inputs into the column order of the file, which is the order of its blocks."""
         return x if self._back is None else np.ascontiguousarray(x[:, self._back])
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:

@@ -52,11 +52,11 @@ class Packed:
         return self.raw.reshape(self.shape[0] if len(self.shape) > 1 else 1, -1)
 
     def decode(self) -> np.ndarray:
-        """The whole tensor as float32."""
+        """Decode the whole tensor to float32."""
         return decode(self.raw, self.ggml, self.shape)
 
     def decode_rows(self, rows: Rows) -> np.ndarray:
-        """Some rows of a matrix as float32."""
+        """Decode some rows of a matrix to float32."""
         part = self.by_row[rows]
         return decode(part, self.ggml, (len(part), *self.shape[1:]))
 
@@ -65,7 +65,7 @@ class Packed:
         decode_into(self.by_row[rows], self.ggml, out)
 
     def picked(self, rows: Rows) -> "Packed":
-        """The matrix of some rows, still as stored; a view for a slice."""
+        """Return the matrix of some rows, still as stored; a view for a slice."""
         part = self.by_row[rows]
         return replace(self, raw=part.reshape(-1), shape=(len(part), *self.shape[1:]))
 

@@ -133,15 +133,15 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
 
 
 def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """The number that is added to every element of a block of a type in `MINIMA`, the m of x = q * d + m.
+    """Decode the number added to every element of a block, the m of x = q * d + m, for a type in `MINIMA`.
 
     Args:
         raw: The bytes of a matrix.
-        ggml_type: Its type.
-        shape: Its shape (out, in).
+        ggml_type: The type of the matrix.
+        shape: The shape (out, in) of the matrix.
 
     Returns:
-        (out, blocks) float32; super-blocks have one for each of their blocks.
+        (out, blocks) float32; super-blocks have one number for each of their blocks.
     """
     blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
     step = _ELEMENTS_AT_ONCE // BLOCK_SIZES[ggml_type][0]

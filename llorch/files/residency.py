@@ -63,7 +63,10 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
 
 
 def working_bytes(weights: Weights, n_tokens: int) -> int:
-    """An upper estimate of the bytes of the cache, as wide as the numerics say, and of the activations of one pass."""
+    """Estimate from above the bytes of the cache and of the activations of one pass.
+
+    The numerics decide the width of a cached number.
+    """
     config = weights.config
     per_value = 2 if weights.numerics.kv_cache == "f16" else 4
     per_token, of_states = remembered(config)

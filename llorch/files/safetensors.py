@@ -175,7 +175,10 @@ def tensor_bytes(
 def header_bytes(
     rows: Iterable[tuple[str, str, tuple[int, ...], int]], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The header for name, dtype, shape and bytes of each tensor, in the order of the data, which it leaves aligned."""
+    """Make the header from name, dtype, shape and bytes of each tensor, in the order of the data.
+
+    The header leaves the data aligned.
+    """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begin = 0
     for name, dtype, shape, n_bytes in rows:
@@ -187,7 +190,7 @@ def header_bytes(
 
 
 def tensors_from(data: UInt8[np.ndarray, " n_bytes"], path: Path) -> dict[str, np.ndarray]:
-    """Views, by name, of the tensors of a file that was read whole."""
+    """Return views, by name, of the tensors of a file that was read whole."""
     length = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or 8 + length > len(data):
         raise FormatError("Truncated", f"the header claims {length} bytes, the file has {len(data)}", path=path)

@@ -59,7 +59,7 @@ def read_json(path: Path, *, limit: int) -> dict[str, object]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file beside the tensors of a folder; nothing where there is none, else as `read_json`."""
+    """Read a JSON file next to the tensors of a folder, as `read_json`; an empty dict if there is no file."""
     return read_json(path, limit=_MAX_SETTINGS) if path.is_file() else {}
 
 

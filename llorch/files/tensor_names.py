@@ -152,7 +152,7 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
 
 
 def prefixes_of(layer: int) -> tuple[str, str, str]:
-    """What the names of a layer's weights begin with: ours, in GGUF files, in Hugging Face folders."""
+    """Return the prefixes of a layer's weight names: in llorch, in GGUF files, in Hugging Face folders."""
     return f"layers.{layer}.", f"blk.{layer}.", f"model.layers.{layer}."
 
 
@@ -163,7 +163,7 @@ def path_in_whole(path: str, in_whole: tuple[str, str]) -> str:
 
 
 def form_of(path: str) -> tuple[str, str]:
-    """The `in_whole` by which a path is one of the text part in a model that sees, too; two empty ones if it is not."""
+    """Return the `in_whole` by which a path belongs to the text part of a multimodal model; else two empty strings."""
     return next((form for form in _FORMS if path.startswith(form[1])), ("", ""))
 
 
@@ -174,7 +174,7 @@ def path_alone(path: str) -> str:
 
 
 def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -> Weight:
-    """A weight with its layouts, where they differ from one tensor in Hugging Face's order."""
+    """Add the layouts of a weight that differ from one tensor in Hugging Face's order."""
     net = config.delta_net
     if family.zero_centred and short.endswith("norm") and short != "delta_norm":
         return replace(weight, in_huggingface=Layout(form="less_one"))
@@ -201,7 +201,7 @@ def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -
 
 
 def _fused(weight: Weight, short: str, *, turned: bool) -> Weight:
-    """The same weight in the tensors that hold all experts of a layer."""
+    """Place a weight in the tensors that hold all experts of a layer."""
     n_experts, n_out, n_in = weight.shape
     prefix = weight.huggingface.partition("experts.")[0] + "experts."
     if short == "experts_down_proj":
@@ -223,12 +223,12 @@ class Tensor:
 
 
 def gguf_tensors(config: ModelConfig) -> list[Tensor]:
-    """The tensors of a GGUF file."""
+    """List the tensors of a GGUF file."""
     return _joined((weight.gguf, weight.in_gguf, weight) for weight in inventory(config).values())
 
 
 def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
-    """The tensors of a Hugging Face folder of the text alone; experts as transformers writes them."""
+    """List the tensors of a Hugging Face folder of the text alone; experts as transformers writes them."""
     tensors = _joined((weight.huggingface, weight.in_huggingface, weight) for weight in inventory(config).values())
     return [one for tensor in tensors for one in _each_expert(tensor)]
 
@@ -249,7 +249,7 @@ def _each_expert(tensor: Tensor) -> list[Tensor]:
 
 
 def as_found(weight: Weight, names: Container[str]) -> Weight:
-    """A weight as the tensors of a file have it, where converters disagree: joined experts, the oldest Qwen3-Next."""
+    """Adapt a weight to the tensors of a file where converters disagree: joined experts, the oldest Qwen3-Next."""
     short = weight.name.rpartition(".")[2]
     if short.startswith("experts_"):
         if not weight.in_huggingface.turned and weight.huggingface.format(e=0) not in names:

@@ -66,7 +66,7 @@ class Layout:
     form: Form = "plain"
 
     def taken(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The numbers of a weight of some shape out of a tensor, in the order of Hugging Face."""
+        """Take the numbers of a weight of some shape out of a tensor, in the order of Hugging Face."""
         array = array.swapaxes(-1, -2) if self.turned else array
         if self.half is not None:
             array = np.split(array, 2, axis=-2)[self.half]
@@ -75,7 +75,7 @@ class Layout:
         return array.reshape(shape)
 
     def made(self, array: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-        """What the model computes with, rounded once."""
+        """Make the numbers that the model computes with, rounded once."""
         match self.form:
             case "plain":
                 return array.astype(dtype, copy=False)
@@ -86,7 +86,7 @@ class Layout:
                     return (-np.exp(array.astype(np.float64))).astype(dtype)
 
     def put(self, array: np.ndarray, tensor: np.ndarray) -> None:
-        """The reverse of `taken` and `made`: write a weight where it lies in a float32 tensor."""
+        """Write a weight where it lies in a float32 tensor: the reverse of `taken` and `made`."""
         part = tensor.swapaxes(-1, -2) if self.turned else tensor
         if self.half is not None:
             part = np.split(part, 2, axis=-2)[self.half]
@@ -133,12 +133,15 @@ def _turned(matrix: Packed) -> Packed:
 
 
 def rows_of(matrix: Packed, layout: Layout) -> Packed:
-    """The rows of a weight, in the order of Hugging Face; its columns stay as they are."""
+    """Pick the rows of a weight, in the order of Hugging Face; its columns stay as they are."""
     return matrix if layout.rows is None else matrix.picked(layout.rows.index())
 
 
 def in_gguf(short: str, net: DeltaNet, hidden_size: int, *, tiled: bool) -> Layout:
-    """The layout of a delta net's weight in a GGUF file; the value heads of Qwen3.5 are tiled, of Qwen3-Next not."""
+    """Return the layout of a delta net's weight in a GGUF file.
+
+    The value heads of Qwen3.5 are tiled, those of Qwen3-Next are not.
+    """
     if not tiled:
         return joined(short, net, hidden_size) if short in ("in_b", "in_a") else AS_IS
     if net.n_key_heads == net.n_value_heads:
@@ -157,7 +160,7 @@ def in_gguf(short: str, net: DeltaNet, hidden_size: int, *, tiled: bool) -> Layo
 
 
 def joined(short: str, net: DeltaNet, hidden_size: int) -> Layout:
-    """The layout of a weight in the two matrices that Qwen3-Next has in a Hugging Face folder."""
+    """Return the layout of a weight in the two matrices that Qwen3-Next has in a Hugging Face folder."""
     group = net.n_value_heads // net.n_key_heads
     if short in ("in_qkv", "in_z"):
         wide = group * net.value_head_dim

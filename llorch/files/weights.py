@@ -84,9 +84,10 @@ class Weights(Mapping):
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:
-        """The decoded array in the dtype of these weights, whatever the numerics; decoded anew each time if packed.
+        """Return the decoded array in the dtype of these weights, whatever the numerics.
 
-        Of experts all of them together, which is never kept; of gains that are stored less one the sum in this dtype.
+        A packed array is decoded anew each time. Experts come all together and are never kept. Gains that are stored
+        less one come as the sum in this dtype.
         """
         slot = self.slots[name]
         if name not in self._loaded:
@@ -99,7 +100,10 @@ class Weights(Mapping):
         return slot.layout.made(self._loaded[name], self.dtype)
 
     def read(self, name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
-        """A weight, decoded anew and not kept; float32 from F32 whose rows need no reordering is a view of the map."""
+        """Decode a weight anew, without keeping it.
+
+        Float32 from F32 whose rows need no reordering is a view of the map.
+        """
         slot = self.slots[name]
         made = slot.layout.made(self._in_order(slot), dtype)
         if name.endswith(".decay") and not (made <= 0).all():
@@ -110,7 +114,7 @@ class Weights(Mapping):
         return made
 
     def _in_order(self, slot: Slot) -> np.ndarray:
-        """The numbers that a file has of a weight, in the order of Hugging Face."""
+        """Read the numbers that a file has for a weight, in the order of Hugging Face."""
         arrays = []
         for name in slot.tensors:
             arrays.append(self.source.array(name))
@@ -166,7 +170,10 @@ class Weights(Mapping):
         return len(self.slots)
 
     def layer(self, index: int) -> "LayerWeights":
-        """The weights of one layer by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for."""
+        """Return the weights of one layer by short name, such as `q_proj` and `attn_norm`.
+
+        Each is loaded at its first access. IndexError for a layer that the model lacks.
+        """
         if not 0 <= index < self.config.n_layers:
             raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
         return LayerWeights(self, self._layers[index])
@@ -214,15 +221,18 @@ class Weights(Mapping):
         raise FormatError("Unsupported", message, path=self.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, without reading it."""
+        """Return the shape of a weight, without reading it."""
         return self.slots[name].shape
 
     def as_stored(self, name: str) -> Packed:
-        """The tensor that a weight is read from, as the file holds it; of one for each expert the first."""
+        """Return the tensor that a weight is read from, as the file holds it.
+
+        If each expert has its own tensor, this is the first one.
+        """
         return self.source.packed(next(iter(self.slots[name].tensors)))
 
     def all_stored(self, name: str) -> list[Packed]:
-        """The tensors that a weight is read from: more than one where each expert has its own."""
+        """Return the tensors that a weight is read from: more than one where each expert has its own."""
         return [self.source.packed(tensor) for tensor in self.slots[name].tensors]
 
     def is_changed(self, name: str) -> bool:
@@ -230,7 +240,7 @@ class Weights(Mapping):
         return False
 
     def stored_type(self, name: str) -> StoredType:
-        """The type in which the file stores a weight; of a quantised folder its scheme."""
+        """Return the type in which the file stores a weight; for a quantised folder, its scheme."""
         return self.as_stored(name).ggml_type
 
     def stored_bytes(self, name: str) -> int:

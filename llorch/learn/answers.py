@@ -42,7 +42,7 @@ class RecordedCalls:
         check(lesson, Implementation("the reference", {part.name: self._recording(part) for part in lesson.parts}))
 
     def npz(self) -> bytes:
-        """The file."""
+        """Write the file as bytes."""
         about = {"version": 1, "lesson": self.lesson.number, "calls": self._listed}
         return to_npz(self.arrays, json.dumps(about, indent=1))
 
@@ -126,7 +126,10 @@ def answered(lesson: Lesson, path: Path) -> Implementation:
 
 
 def _looking_up(part: Exercise, digests: list[bytes], arrays: Mapping[str, np.ndarray]) -> Call:
-    """The answer of the call with these arguments, else of the one after the last: later ones may follow from it."""
+    """Make a function that returns the recorded answer for the given arguments.
+
+    If no call had them, it returns the answer after the last one, because later calls may follow from it.
+    """
     first = {digest: n for n, digest in reversed(list(enumerate(digests)))}
     next_one = 0
 

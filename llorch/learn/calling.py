@@ -49,7 +49,7 @@ def require_parameters(part: Exercise, function: Call, given: Mapping[str, Any])
 
 
 def called(part: Exercise, function: Call, handed: Mapping[str, Any]) -> Any:
-    """What a function returned; LearnerFault of whatever it raised."""
+    """Call a function and return its result; LearnerFault for anything that it raised."""
     try:
         return function(**handed)
     except LearnerFault:

@@ -24,12 +24,12 @@ VERSION = 1
 
 
 def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
-    """What there is to be sure of.
+    """Collect the verdicts, versions and hashes that a certificate records.
 
     Args:
-        folder: Of the learner.
-        outcomes: Of every lesson.
-        version: Of llorch.
+        folder: Folder of the learner.
+        outcomes: Outcomes of every lesson.
+        version: Version of llorch.
 
     Returns:
         An object for JSON.

@@ -103,7 +103,7 @@ def _first_things_first(found: LessonVerdict) -> LessonVerdict:
 
 
 def _where(part: str, implementation: Implementation) -> str:
-    """The file and line of a part, as far as it has one."""
+    """Return the file and line of an exercise's function, or only the source where no line is known."""
     if not part:
         return implementation.source
     code = getattr(inspect.unwrap(implementation.written[part]), "__code__", None)

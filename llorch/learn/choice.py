@@ -19,10 +19,12 @@ _MAX_FILE = 1 << 20  # bytes of a pyproject.toml
 
 
 def chosen(option: str | None = None) -> str | None:
-    """What was chosen, the strongest first: an option, LLORCH_IMPL, `impl` below [tool.llorch] in a pyproject.toml.
+    """Find the chosen implementation, the strongest source first.
+
+    The sources are an option, LLORCH_IMPL, and `impl` below [tool.llorch] in a pyproject.toml.
 
     Args:
-        option: Of the command, if it was given.
+        option: Option of the command, if it was given.
 
     Returns:
         A folder, or `cmd:` and a program; None where nothing was chosen.

@@ -15,7 +15,7 @@ Adapt = Callable[[Call, Call], Call]
 
 
 def nothing(config: ModelConfig) -> tuple[str, ...]:
-    """A part behind which every stage shows."""
+    """Return an empty tuple, for an exercise that hides no stage."""
     return ()
 
 
@@ -63,5 +63,5 @@ class Exercise:
         return self.streams or self.on_torch
 
     def results(self, returned: Any) -> Mapping[str, Any]:
-        """What a call returned, by name."""
+        """Map the names of the results to what a call returned."""
         return dict(zip(self.returns, returned if len(self.returns) > 1 else (returned,), strict=True))

@@ -87,7 +87,7 @@ def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
 
 
 def _planted(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
-    """The first part, model and case that shows a mistake is enough."""
+    """Yield one injected fault for each mistake. The first exercise, model and case that detects it is enough."""
     parts = written_parts(lesson, implementation)
     models = [ForwardModel(model, [part], implementation) for part in parts for model in models_of(lesson)]
     for mistake in STAGE_MISTAKES:

@@ -148,7 +148,10 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """The folder's files under their names; other files of it can be imported by them too, and stay importable."""
+    """Make the folder's files importable under their names.
+
+    Other files of the folder can be imported by them, too, and stay importable.
+    """
     _forget_earlier()
     finder, place, kept = _Finder(folder), str(folder.resolve()), sys.dont_write_bytecode
     sys.meta_path.insert(0, finder)

@@ -28,7 +28,7 @@ def own_frames(error: BaseException) -> list[str]:
 
 
 def all_frames(error: BaseException) -> str:
-    """The traceback as Python prints it, with causes."""
+    """Format the traceback as Python prints it, with causes."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -21,7 +21,7 @@ Like = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, whether it has Na
 
 
 def guarded(part: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
-    """A learner's function behind its checks."""
+    """Wrap a learner's function in its checks."""
     if part.streams:
         return _guarded_stream(part, function)
     if part.on_torch:
@@ -88,7 +88,7 @@ def _wanted(part: Exercise, given: Mapping[str, Any]) -> list[Like]:
 
 
 def _shapes(value: Any) -> object:
-    """What the shapes of results follow from: shapes, and the values of whatever is not a float."""
+    """Return the facts that decide the shapes of results: shapes, and the values of everything that is not a float."""
     if isinstance(value, Mapping):
         return tuple((name, _shapes(each)) for name, each in value.items())
     if isinstance(value, np.ndarray):

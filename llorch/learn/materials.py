@@ -10,7 +10,7 @@ from llorch.learn.lessons import Lesson
 
 
 def stub_of(lesson: Lesson) -> str:
-    """The text of the file that a learner fills."""
+    """Read the text of the file that a learner completes."""
     return (lesson.folder / "stub.py").read_text(encoding="utf-8")
 
 

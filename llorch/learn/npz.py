@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 
 
 def to_npz(arrays: Mapping[str, np.ndarray], manifest: str | None = None) -> bytes:
-    """The file, the same bytes for the same arrays; with a text beside them, where there is one."""
+    """Write an npz file as bytes, equal for equal arrays. A manifest, if given, is stored with the arrays."""
     file = io.BytesIO()
     with ZipFile(file, "w", ZIP_STORED) as archive:
         if manifest is not None:
@@ -27,17 +27,18 @@ def to_npz(arrays: Mapping[str, np.ndarray], manifest: str | None = None) -> byt
 
 
 def from_npz(data: bytes, *, most: int) -> dict[str, np.ndarray]:
-    """The arrays.
+    """Read the arrays of an npz file.
 
     Args:
         data: The file.
-        most: Bytes that they may have together.
+        most: Bytes that the arrays may have together.
 
     Returns:
-        By name, without `.npy`.
+        The arrays by name, without `.npy`.
 
     Raises:
-        ValueError: It is none, is cut, has other things than arrays, arrays of objects, a name twice, or too much.
+        ValueError: The file is no npz, is cut or is too large; it has members other than arrays, arrays of
+            objects, or a name twice.
     """
     found: dict[str, np.ndarray] = {}
     try:

@@ -44,7 +44,7 @@ class Program(Mapping[str, Call]):
         self._is_written: dict[str, bool] = {}
 
     def __getitem__(self, name: str) -> Call:
-        """The function; KeyError for what is not written."""
+        """Return the function of that name; KeyError if it is not written."""
         if name not in self._is_written:
             self._is_written[name] = name in PARTS and not PARTS[name].in_python_only and self._asked(name)
         if not self._is_written[name]:

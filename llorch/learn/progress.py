@@ -74,7 +74,7 @@ class LearnerProgress:
 
     @contextmanager
     def changed(self, lesson: Lesson) -> Iterator[Standing]:
-        """What is known of a lesson, to be changed and then written."""
+        """Give the record of a lesson, to be changed and then written."""
         known = self.read()
         before = asdict(known[lesson.number])
         yield known[lesson.number]
@@ -104,7 +104,7 @@ class LearnerProgress:
         return self.word(lesson, standing) == PASS
 
     def word(self, lesson: Lesson, standing: Standing) -> str:
-        """The last verdict, as far as it is one of the code as it is now."""
+        """Return the last verdict if it is about the present code; else say that the code has changed."""
         is_old = standing.status in (PASS, FAIL) and standing.tried != fingerprint(self.folder, lesson)
         return CHANGED if is_old else standing.status
 

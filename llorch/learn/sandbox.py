@@ -162,7 +162,7 @@ class _Worker:
         return 0 < self._clock.value < time.monotonic() - _GRACE
 
     def _read_output(self, printed: "_Printed") -> bool:
-        """What is there, which may not end; False if nothing more can come."""
+        """Read the printed output that is there, which may not end; False if nothing more can come."""
         for _ in range(_READS):
             if not self._output.poll():
                 break
@@ -172,7 +172,7 @@ class _Worker:
         return True
 
     def ended(self, number: str, when: str = "") -> Outcome:
-        """What is said of a lesson that the process did not survive."""
+        """Make the outcome of a lesson that the process did not survive."""
         if self._is_late():
             fault = (
                 f"your code took over {self._seconds:g} s{when} and cannot be interrupted; check that each loop ends"
@@ -237,7 +237,7 @@ def outcome_of(number: str, verdict: LessonVerdict, tried: Teeth | None = None) 
 
 
 def _work(source: str, how: tuple[Mode, float, bool], clock: Any, channel: Connection, printed: Connection) -> None:
-    """The process, from inside: answers to the channel, whatever is printed to `printed`."""
+    """Run the process from inside: answers go to the channel, all printed text goes to `printed`."""
     _stand_apart(printed)
     mode, seconds, with_teeth = how
     allowed = _Allowed(seconds, clock)
@@ -329,7 +329,7 @@ class _Allowed:
         return call
 
     def _stream(self, made: Iterator[Any]) -> Iterator[Any]:
-        """The same, which computes while it is asked for more."""
+        """Yield the items of a stream; time counts while the next item is computed."""
         end = object()
         while True:
             with self.running():

@@ -9,7 +9,7 @@ from llorch.learn.lessons import Lesson
 
 
 def sources(folder: Path, lesson: Lesson) -> list[Path]:
-    """The files of a lesson, by name; none while its own is missing."""
+    """List the files of a lesson, by name; none while the lesson's file is missing."""
     found: set[Path] = set()
     new = {folder / f"{lesson.module}.py"}
     while new := {path for path in new - found if path.is_file()}:

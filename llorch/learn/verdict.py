@@ -181,7 +181,7 @@ def _percent(share: float) -> str:
 
 
 def _passed(rows: Sequence[Comparison]) -> Iterator[str]:
-    """The comparison that is nearest to its limit; how many there are."""
+    """Describe the comparison that is nearest to its tolerance, and count the comparisons."""
     worst = max(rows, key=lambda row: times_over(row.error, row.tolerance))
     engines = "" if math.isnan(worst.producer_error) else f", the engine's own ~{worst.producer_error:.0e}"
     if worst.tolerance or worst.error:
@@ -190,7 +190,7 @@ def _passed(rows: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _next(number: str) -> Iterator[str]:
-    """The lesson behind this one."""
+    """Name the lesson after this one."""
     numbers = [lesson.number for lesson in LESSONS]
     behind = numbers[numbers.index(number) + 1 :] if number in numbers else []
     if behind:
@@ -198,7 +198,7 @@ def _next(number: str) -> Iterator[str]:
 
 
 def word_for(judged: Sequence[LessonComparison], borrowed: Sequence[str], fault: str) -> str:
-    """The word for what was found."""
+    """Return the word of the verdict: FAIL, BORROWED or PASS."""
     if fault or any(each.row.verdict == FAIL for each in judged):
         return FAIL
     return BORROWED if borrowed or not judged else PASS

@@ -119,7 +119,7 @@ class Wrong:
         )
 
     def _looks_like(self) -> str:
-        """A factor, another order, or a mask."""
+        """Recognise a factor, another order, or a mask; empty if none of these fits."""
         masked = np.isneginf(self.want) != np.isneginf(self.got)
         if masked.any():
             return f"{int(masked.sum())} entries are masked on one side only"
@@ -164,7 +164,7 @@ def _axes_of_training(place: StageRef) -> tuple[str, ...]:
 
 
 def _factor(want: np.ndarray, got: np.ndarray) -> float | None:
-    """What all numbers are multiplied with, where that makes the whole difference."""
+    """Return the factor of all numbers if it makes the whole difference; else None."""
     size = float(np.square(want).sum())
     if not size:
         return None

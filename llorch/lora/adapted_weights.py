@@ -56,11 +56,11 @@ class AdaptedWeights(Weights):
         return self._adapted[name]
 
     def astype(self, dtype: type[np.floating], *, keep: bool = False) -> "AdaptedWeights":
-        """The same adapter over the same file, base, adapter and run in another type."""
+        """Return the same adapter over the same file, with base, adapter and run in another type."""
         return self._beside(self._base.astype(dtype, keep=keep))
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "AdaptedWeights":
-        """The same adapter beside the base in another arithmetic, packed or not; None keeps what it has."""
+        """Return the same adapter with the base in another arithmetic, packed or not; None keeps the present one."""
         return self._beside(self._base.using(numerics, packed=packed))
 
     def _beside(self, weights: Weights) -> "AdaptedWeights":
@@ -69,7 +69,10 @@ class AdaptedWeights(Weights):
     def _lora(
         self, target: LoraTarget | None, part: MatrixPart | None = None, expert: int | None = None
     ) -> Lora | None:
-        """The adapter of a target in the dtype of the run; of a part, or of one expert, what stands beside that."""
+        """Make the adapter of a target in the dtype of the run; None without a target.
+
+        For a part or one expert, make the adapter of that matrix.
+        """
         if target is None:
             return None
         values = {kind: self._parameters.get(f"{target.name}.{kind}") for kind in (LORA_A, LORA_B, MAGNITUDE)}
@@ -95,7 +98,7 @@ class Share:
     shapes: Mapping[str, tuple[int, ...]]
 
     def of(self, arrays: Trained) -> Trained:
-        """The numbers of this matrix, views where they can be."""
+        """Return the numbers of this matrix, as views where possible."""
         lora_A, lora_B = self.target.by_expert(arrays[LORA_A], arrays[LORA_B])
         if self.expert is not None:
             lora_A, lora_B = lora_A[self.expert], lora_B[self.expert]

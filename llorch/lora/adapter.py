@@ -53,7 +53,7 @@ class Adapter:
         return any(target.whole_path for target in self.targets.values())
 
     def scaling(self, name: str) -> float:
-        """What the product of one matrix's adapter is multiplied with."""
+        """Return the factor of the product of one matrix's adapter."""
         return self._scalings[name]
 
     @cached_property
@@ -97,7 +97,7 @@ def assembled(
 
 
 def targets_in(config: LoraConfig, model: ModelConfig, path: str | None) -> Mapping[str, LoraTarget]:
-    """The matrices that an adapter stands beside; FormatError Missing where one is named that the model lacks."""
+    """Return the matrices that an adapter changes; FormatError Missing if it names one that the model lacks."""
     try:
         return config.targets(model)
     except ValueError as error:
@@ -115,7 +115,7 @@ def wanted_shapes(config: LoraConfig, model: ModelConfig) -> dict[str, tuple[int
 
 
 def some(names: list[str]) -> str:
-    """The first names of a list that may be long, for a message."""
+    """Shorten a list of names that may be long to its first names, for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

@@ -102,7 +102,10 @@ def remembered_identity(weights: Weights) -> BaseIdentity:
 
 
 def _cache_file(weights: Weights) -> Path:
-    """The file for a base as it lies on the disk, with its configuration, which says how to read it."""
+    """Return the cache file of a base.
+
+    Its name depends on the base as it lies on the disk and on the configuration, which says how to read it.
+    """
     key = json.dumps([_FORMAT, weights.source.fingerprint, repr(weights.config)])
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "llorch" / "bases" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -142,7 +145,7 @@ def require_name(made_for: str | None, base: str, *, where: object) -> str:
 
 
 def _constants(config: ModelConfig) -> str:
-    """What both formats say of a model in the same words: neither the form of the RoPE scaling nor the context."""
+    """Write down the constants that both formats store alike: neither the form of the RoPE scaling nor the context."""
     shapes = {name: weight.shape for name, weight in inventory(config).items()}
     floats = [str(np.float32(value)) for value in (config.rms_norm_eps, config.rope_theta)]
     heads = [config.n_heads, config.n_kv_heads, config.head_dim]
@@ -150,7 +153,7 @@ def _constants(config: ModelConfig) -> str:
 
 
 def _plain(name: str) -> str:
-    """The end of a name or path, without what copies and downloads change."""
+    """Reduce a name or path to its end, without the parts that copies and downloads change."""
     cached = re.search(r"models--([^/]+)/snapshots/", name)
     end = cached[1].rpartition("--")[2] if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     return re.sub("[^a-z0-9]", "", end.lower().removesuffix(".gguf"))

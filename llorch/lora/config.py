@@ -64,7 +64,10 @@ class LoraConfig:
                 raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
     def targets(self, config: ModelConfig) -> Mapping[str, LoraTarget]:
-        """The matrices it stands beside, in forward order; ValueError for a module that is nowhere in the model."""
+        """Return the matrices that the adapter changes, in forward order.
+
+        ValueError for a module that is nowhere in the model, or if no matrix matches.
+        """
         every = targets_of(config)
         named = {"module": (self.target_modules, False), "parameter": (self.target_parameters, True)}
         for kind, (ends, is_parameter) in named.items():
@@ -134,10 +137,10 @@ def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str,
 
 
 def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) -> LoraConfig:
-    """A configuration in names of the text part alone; the given one is in those of a model that sees, too.
+    """Translate a configuration from names of a multimodal model to names of its text part alone.
 
-    `form` is what the family of that says. Modules that are none of the text part are left out; ValueError if no other
-    is left.
+    `form` is the `in_whole` of the family. Modules outside the text part are left out; ValueError if no other module is
+    left.
     """
     targets = in_whole(targets_of(model), form)
     seen = {name: replace(target, path=target.whole_path) for name, target in targets.items()}
@@ -165,7 +168,7 @@ def patterns_of(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[s
 
 
 def pattern_of(paths: Iterable[str]) -> str:
-    """A regex for these modules and no others; those that the same layers have stand together."""
+    """Write a regex for these modules and no others; modules that the same layers have stand together."""
     layers: dict[tuple[str, str], list[str]] = {}
     for path in paths:
         before, of_layers, rest = path.partition(".layers.")
@@ -186,13 +189,13 @@ def modules(targets: Iterable[LoraTarget]) -> list[LoraTarget]:
 
 
 def _end(path: str) -> str:
-    """The name of a module, or of a parameter and the module that has it."""
+    """Return the name of a module, or of a parameter and the module that has it."""
     parts = path.split(".")
     return ".".join(parts[-2:] if parts[-1] == "weight" or parts[-2:-1] == ["experts"] else parts[-1:])
 
 
 def _absent(kind: str, absent: list[str], paths: list[str], config: ModelConfig) -> str:
-    """What is missing, what there is, and where a name means something else in PEFT."""
+    """Explain what is missing, what there is, and where a name means something else in PEFT."""
     known = ", ".join(sorted({_end(path) for path in paths})) or "none"
     told = f"the model has no {kind} {', '.join(absent)}; it has {known}"
     if kind == "module" and config.experts is not None and {*OF_EXPERTS, *ROUTERS} & {_end(end) for end in absent}:
@@ -241,7 +244,7 @@ def _hits(pattern: str, targets: Collection[LoraTarget]) -> bool:
 
 
 def _by_pattern(patterns: Mapping[str, Number], path: str, default: Number) -> Number:
-    """The value of the first pattern that fits the end of a path."""
+    """Return the value of the first pattern that fits the end of a path."""
     return next((value for pattern, value in patterns.items() if _fits_end(pattern, path)), default)
 
 

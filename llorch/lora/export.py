@@ -81,10 +81,11 @@ def _write(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentit
 
 
 def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
-    """An equal adapter without patterns: the same where one rank and alpha suffice already, else of scale 1 throughout.
+    """Make an equal adapter without rank and alpha patterns.
 
-    Servers read less than PEFT writes: vLLM has no alpha or rank patterns and no DoRA (Unsupported), SGLang no
-    rank-stabilised scale. Each scale is multiplied into its B, smaller ranks are filled up with zeros.
+    The adapter keeps its numbers if one rank and one alpha already suffice; else every scale becomes 1.
+    Servers read less than PEFT writes. vLLM has no alpha or rank patterns and no DoRA (FormatError Unsupported), and
+    SGLang has no rank-stabilised scale. Each scale is multiplied into its B; smaller ranks are filled up with zeros.
     """
     config = adapter.config
     if config.use_dora:

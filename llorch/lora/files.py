@@ -23,7 +23,7 @@ def read_adapter(path: str | Path, model: ModelConfig) -> Adapter:
 
 
 def recorded_base(path: str | Path) -> BaseIdentity | str | None:
-    """What an adapter says of the base that it was made for: our record, a name, or nothing."""
+    """Read the base that an adapter records: llorch's record, a name, or None."""
     path = _existing(path)
     return base_of_peft(path) if path.is_dir() else base_of_gguf(path)
 
@@ -48,9 +48,10 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
 
 
 def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bool) -> tuple[Adapter, str]:
-    """An adapter that may stand beside some weights, and what is known of its base in a sentence.
+    """Return an adapter that fits some weights, and one sentence about its base.
 
-    Where the adapter records its base every tensor of the weights is read once; of one in memory nothing more is known.
+    If the adapter records its base, every tensor of the weights is read once. The base of an adapter in memory is
+    unknown.
     """
     if isinstance(adapter, Adapter):
         return adapter, "base: unknown, because the adapter is not from a file"

@@ -134,7 +134,7 @@ def _check_header(file: GGUFFile, model: ModelConfig) -> None:
 
 
 def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, LoraTarget]:
-    """The matrices that have both halves."""
+    """Return the matrices that have both halves. FormatError for other tensors or for a half alone."""
     known = {part.name: target for target in targets_of(model).values() for part in target.gguf}
     halves = {
         suffix: {n.removesuffix(suffix) for n in file.tensors if n.endswith(suffix)} for suffix in _SUFFIXES.values()

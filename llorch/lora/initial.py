@@ -60,7 +60,7 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
 
 
 def base_matrix(weights: Weights, target: LoraTarget) -> Float[np.ndarray, "rows columns"]:
-    """The matrix that an adapter stands beside, as transformers has it."""
+    """Read the matrix that an adapter changes, in the form that transformers has."""
     if all(part.rows is None for part in target.parts):
         return weights.read(target.weight)
     whole = np.empty((target.n_out, target.n_in), weights.dtype)

@@ -35,7 +35,7 @@ class MergedWeights(Weights):
         self.adapter = adapter
 
     def read(self, name: str, dtype: type[np.floating] = np.float32) -> Float[np.ndarray, "..."]:
-        """A weight in the dtype of the base or a wider one, merged anew and not kept; see `Weights.read`."""
+        """Read a weight in the dtype of the base or a wider one, merged anew and not kept; see `Weights.read`."""
         array = super().read(name, np.promote_types(dtype, self.dtype).type)
         return merged_matrix(array, self.adapter, name, where=self.path) if self.is_changed(name) else array
 
@@ -55,7 +55,7 @@ class MergedWeights(Weights):
 
 
 def parts_of(adapter: Adapter) -> Mapping[str, tuple[LoraTarget, MatrixPart]]:
-    """What stands beside each weight; a tied `lm_head` has become a weight of its own."""
+    """Map each weight to the target and the part that change it. A tied `lm_head` has become a separate weight."""
     targets = adapter.targets.values()
     return {"lm_head" if t.name == "lm_head" else part.name: (t, part) for t in targets for part in t.parts}
 

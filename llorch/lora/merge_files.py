@@ -158,7 +158,7 @@ def _write_merged_folder(
 
 
 def _changes(merged: MergedWeights, source: Path, ggml_type: GGMLType) -> dict[str, object]:
-    """What the configuration would say wrongly of the merged tensors."""
+    """Return the entries of the configuration that would be wrong for the merged tensors, with their new values."""
     values = json.loads((source / CONFIG).read_bytes())
     changes: dict[str, object] = {}
     if values.get("tie_word_embeddings", False) != merged.config.tie_word_embeddings:

@@ -206,9 +206,9 @@ def with_tied(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfi
 
 
 def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfig:
-    """What PEFT takes names to mean that were those of modules in transformers 4: experts and routers.
+    """Translate names of modules of transformers 4 as PEFT does: experts and routers.
 
-    Gate and up, which are one parameter now, have both ranks there, and alpha in proportion.
+    Gate and up are one parameter in transformers 5. It gets both ranks, and alpha in proportion.
     """
     if model.family not in AS_IN_VERSION_4:
         return config
@@ -234,7 +234,7 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
 
 
 def _listed(names: tuple[str, ...] | str, targets: Mapping[str, LoraTarget]) -> list[str] | str:
-    """Module names, sorted: PEFT writes a set, whose order changes from run to run."""
+    """List module names, sorted: PEFT writes a set, whose order changes from run to run."""
     if names == ALL_LINEAR:
         return sorted({target.path.rpartition(".")[2] for target in modules(targets.values())})
     return names if isinstance(names, str) else sorted(names)

@@ -97,7 +97,7 @@ def write_peft(adapter: Adapter, folder: str | Path, *, base: BaseIdentity) -> N
 
 
 def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
-    """What an adapter folder says of its base: our record, else the name that PEFT wrote, else None."""
+    """Read the base that an adapter folder records: llorch's record, else the name that PEFT wrote, else None."""
     record = Path(folder) / BASE_FILE
     if record.exists():
         return BaseIdentity.from_fields(read_json(record, limit=_LIMIT), record)
@@ -105,7 +105,7 @@ def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
 
 
 def copies_in_peft(folder: str | Path) -> Mapping[str, np.ndarray]:
-    """The matrices of the base, `embed_tokens` or `lm_head`, that PEFT stores beside their adapters."""
+    """Read the matrices of the base, `embed_tokens` or `lm_head`, that PEFT stores next to their adapters."""
     with SafetensorsFile(tensor_file(Path(folder))) as file:
         names = [name for name in file.tensors if name.endswith(_COPY)]
         return {name.split(".")[-3]: np.array(file.array(name)) for name in names}
@@ -133,7 +133,7 @@ def _form(name: str) -> tuple[str, str] | None:
 
 
 def _alone(name: str) -> str:
-    """The name that a tensor has beside the text part alone."""
+    """Return the name of a tensor for a model of the text part alone."""
     return _PREFIX + path_alone(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else name
 
 
@@ -154,7 +154,10 @@ def _plain_names(file: SafetensorsFile, folder: Path) -> dict[str, str]:
 
 
 def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, folder: Path) -> LoraConfig:
-    """The configuration in names of the text part alone; Unsupported where something that sees was trained, too."""
+    """Translate a configuration to names of the text part alone.
+
+    FormatError Unsupported if the vision part was trained, too.
+    """
     eyes = sorted(name for name in file.tensors if _EYES.match(name.removeprefix(_PREFIX)))
     if eyes:
         message = f"adapter: expected tensors of the text model only, got {len(eyes)} of the vision part, "
@@ -180,7 +183,10 @@ def _stored_names(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict
 
 
 def _module_of(target: LoraTarget, targets: Mapping[str, LoraTarget]) -> str:
-    """The module that PEFT puts an adapter on: of two parameters of one module, the first is inside of the second."""
+    """Return the module that PEFT puts an adapter on.
+
+    Of two parameters of one module, the first is inside the second.
+    """
     if not target.is_parameter:
         return target.stored_path
     owner, _, name = target.stored_path.rpartition(".")

@@ -133,7 +133,10 @@ def _summary(
 
 
 def _parameter(path: str, config: LoraConfig | None) -> str:
-    """The path of what an adapter in a PEFT directory stands beside: of a parameter its own, not its module's."""
+    """Return the path of the weight that an adapter in a PEFT directory changes.
+
+    For a parameter this is the parameter's path, not its module's.
+    """
     if config is None:
         return path
     owner, names = path.removesuffix(".base_layer"), config.target_parameters

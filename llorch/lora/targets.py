@@ -100,7 +100,10 @@ class LoraTarget:
         return (self.n_in if self.turned else self.n_out, rank * max(1, self.n_experts))
 
     def by_expert(self, lora_A: Any, lora_B: Any) -> tuple[Any, Any]:
-        """Views (experts, r, in) and (experts, out, r) of both, arrays or tensors; without experts these themselves."""
+        """Return views (experts, r, in) and (experts, out, r) of both, arrays or tensors.
+
+        Without experts return both unchanged.
+        """
         if not self.n_experts:
             return lora_A, lora_B
         first = lora_A.reshape(self.n_experts, -1, lora_A.shape[1])
@@ -108,7 +111,7 @@ class LoraTarget:
         return (second.swapaxes(1, 2), first.swapaxes(1, 2)) if self.turned else (first, second)
 
     def pair_of(self, part: MatrixPart, lora_A: np.ndarray, lora_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What of the adapter stands beside a part; with experts each has an axis more."""
+        """Return the adapter's matrices for one part; with experts each matrix has one more axis, in front."""
         own_A, own_B = self.by_expert(lora_A, lora_B)
         own_A = own_A if part.columns is None else own_A[..., list(part.columns)]
         return own_A, own_B if part.rows is None else own_B[..., list(part.rows), :]
@@ -128,12 +131,12 @@ def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
 
 
 def in_whole(targets: Mapping[str, LoraTarget], form: tuple[str, str]) -> dict[str, LoraTarget]:
-    """The same beside a model that sees, too; `form` is what its family says."""
+    """Return the targets with their paths in a multimodal model; `form` is its family's `in_whole`."""
     return {name: replace(target, whole_path=path_in_whole(target.path, form)) for name, target in targets.items()}
 
 
 def alone(targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
-    """The same beside the text part alone."""
+    """Return the targets with their paths in the text part alone."""
     return {name: replace(target, whole_path="") for name, target in targets.items()}
 
 
@@ -175,7 +178,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
 
 
 def _plain(weight: Weight, path: str) -> LoraTarget:
-    """A matrix that is one everywhere."""
+    """Make the target of a weight that is one matrix in every format."""
     short, (n_out, n_in) = weight.name.rpartition(".")[2], weight.shape
     if short == "embed_tokens":
         n_out, n_in = n_in, n_out
@@ -185,7 +188,7 @@ def _plain(weight: Weight, path: str) -> LoraTarget:
 
 
 def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The rows and columns of ours that a GGUF file holds in this order."""
+    """Return the rows and columns of llorch's matrix in the order of a GGUF file; None where the order is equal."""
     if weight.interleaved_heads:
         return _numbers(interleave(np.arange(weight.shape[0])[:, None], weight.interleaved_heads)[:, 0]), None
     layout = weight.in_gguf
@@ -204,7 +207,7 @@ def _joined(path: str, short: str, of: list[Weight]) -> LoraTarget:
 
 
 def _experts(path: str, short: str, of: list[Weight], *, turned: bool) -> LoraTarget:
-    """A parameter that holds a matrix of every expert, gate and up joined."""
+    """Make the target of a parameter that holds a matrix of every expert, gate and up joined."""
     n_experts, n_out, n_in = of[0].shape
     rows = [_numbers(np.arange(i * n_out, (i + 1) * n_out)) if len(of) > 1 else None for i in range(len(of))]
     parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))

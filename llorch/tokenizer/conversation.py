@@ -39,7 +39,7 @@ class Breaker:
         self._longest = max(map(len, texts), default=0)
 
     def mark_for(self, values: object) -> str | None:
-        """A character that does not occur in a conversation; None when there is nothing to break."""
+        """Choose a character that does not occur in a conversation; None when there is nothing to break."""
         texts = list(_texts(values))
         if not any(self.found_in(text) for text in texts):
             return None
@@ -50,7 +50,10 @@ class Breaker:
         return bool(self._whole.search(text) or self._single.search(text)) or self._end(text) < len(text)
 
     def broken(self, values: object, mark: str) -> object:
-        """A copy with `mark` after the first character of each control token's text, twice if that is all of it."""
+        """Copy values with `mark` after the first character of each control token's text.
+
+        A text of one character gets it twice.
+        """
         return _mapped(values, lambda text: self._break(text, mark))
 
     def _break(self, text: str, mark: str) -> str:
@@ -89,7 +92,10 @@ class Conversation:
         self._template = template
 
     def text(self, count: int, *, opened: bool = False) -> tuple[str, list[int]]:
-        """The first messages as text, `opened` with what opens a turn of the assistant; and the inert places in it."""
+        """Render the first messages as text, and return the inert places in it.
+
+        If `opened`, the text ends with the opening of an assistant's turn.
+        """
         text = self._template.render(
             self._messages[:count], tools=self._tools, add_generation_prompt=opened, settings=self._settings
         )
@@ -130,7 +136,7 @@ class Chats:
         return Conversation(messages, tools, self._templates[name], self.breaker, settings or self.settings)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation up to the answer that is wanted, as token ids; what is in the messages stays text."""
+        """Encode a conversation up to the wanted answer as token ids; the content of the messages stays text."""
         return self.encoded(self.written(messages))
 
     def written(self, messages: Sequence[Message]) -> Written:
@@ -149,10 +155,11 @@ class Chats:
     def spoken(
         self, messages: Sequence[Message], *, opened: bool = True, variables: Mapping[str, object] | None = None
     ) -> Written:
-        """A conversation that is talked, up to the answer if `opened`: of a model without a template its words alone.
+        """Write a conversation of a chat, up to the answer if `opened`.
 
-        There is a blank line between two messages then, and the model goes on with the text. `variables` of the
-        template go before those of the settings. FormatError where a template cannot take the messages.
+        For a model without a template, write the words alone, with a blank line between two messages; the model goes on
+        with the text. `variables` of the template take precedence over those of the settings. FormatError where a
+        template cannot take the messages.
         """
         if not self.has_template:
             for place, message in enumerate(messages):
@@ -243,7 +250,7 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def taken_out(text: str, mark: str | None) -> tuple[str, list[int]]:
-    """A rendered text without its marks, and the places where they were."""
+    """Remove the marks from a rendered text; return the text and the places where the marks were."""
     if mark is None:
         return text, []
     parts = re.split(f"{mark}|\\\\u{ord(mark):04x}", text)  # a template may write non-ASCII characters as escapes

@@ -95,7 +95,10 @@ def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str
 
 
 def probes_for(metadata: Mapping[str, object]) -> list[str]:
-    """The probes whose ids folder and file share: none with a space in front where the folder treats it differently."""
+    """Return the probes whose ids folder and file share.
+
+    Probes with a leading space are left out where the folder treats the space differently.
+    """
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
 
 
@@ -126,7 +129,10 @@ def _tokens(
 
 
 def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
-    """The name under which llama.cpp knows a pre-tokenizer; `HuggingFaceVocabulary` has seen that it is known."""
+    """Return the name under which llama.cpp knows a pre-tokenizer.
+
+    `HuggingFaceVocabulary` has checked that it is known.
+    """
     name = str(name_of_words(content["pre_tokenizer"]))
     ignores = content["model"].get("ignore_merges") is True
     if name == "llama-bpe" and not ignores:

@@ -114,7 +114,7 @@ def _require_unicode(table: TokenTable, path: Path) -> None:
 
 
 def _text_ids(table: TokenTable) -> dict[str, int]:
-    """What text can become, without the names that fill up a padded embedding."""
+    """Return the tokens that text can become, without the names that fill up a padded embedding."""
     ids = table.ids_of(*_TEXT)
     return {
         text: token_id

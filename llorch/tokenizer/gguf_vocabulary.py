@@ -77,7 +77,7 @@ class GGUFVocabulary:
         return ids + last, (place + max(0, start - spaced) for place, spaced, starts in parts for start in starts)
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; of a special token its own text."""
+        """Return the bytes that a token stands for; for a special token, its text."""
         text = self._table.texts[token_id]
         kind = self._table.types[token_id]
         if token_id in self.special.hidden or token_id in self.special.visible:
@@ -148,7 +148,7 @@ class GGUFVocabulary:
         )
 
     def _strips(self, metadata: Mapping[str, object], ids: Container[str], special: Collection[str]) -> Collection[str]:
-        """The special tokens that swallow whitespace: llama.cpp goes by the name of the model."""
+        """Return the special tokens that swallow whitespace: llama.cpp decides by the name of the model."""
         named = metadata.get("general.name")  # of any type
         name = str(named).lower() if isinstance(named, str | bytes) else ""
         if "phi-3" not in name and "phi3" not in name:

@@ -85,7 +85,7 @@ class HuggingFaceVocabulary:
             part.prepend_scheme = "first"
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of an id: of an added token its own text, nothing for an id that only pads the model."""
+        """Return the bytes of an id: the text of an added token, nothing for an id that only pads the model."""
         text = self._texts.get(token_id, "")
         if token_id in self.special.hidden or token_id in self.special.visible:
             return text.encode()
@@ -214,7 +214,7 @@ def _ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
 
 
 def _id_of_text(fields: Fields, key: str, ids: Mapping[str, int]) -> list[int]:
-    """A token by its text, which stands there alone or as `content` of an object."""
+    """Find a token by its text, which stands there alone or as `content` of an object; empty if the key is absent."""
     value = fields.values.get(key)
     text = value.get("content") if isinstance(value, dict) else value
     if value is None:

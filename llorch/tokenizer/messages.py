@@ -30,7 +30,7 @@ def refuse_media(fields: Fields, name: str, message: Mapping[str, object]) -> No
 
 
 def parsed(text: str) -> object:
-    """The value of a JSON text; a text that is none stays what it is."""
+    """Parse a JSON text; return any other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -72,7 +72,7 @@ def metaspace(scheme: str) -> Json:
 
 
 def name_of_words(pre_tokenizer: object) -> str | None:
-    """The key of `WORDS` for a byte-level pre-tokenizer."""
+    """Return the key of `WORDS` for a byte-level pre-tokenizer; None if it is unknown."""
     part = _in_full(pre_tokenizer)
     return next((name for name, known in WORDS.items() if known == part), None)
 
@@ -97,7 +97,7 @@ class Pipeline:
         self._check_decoder(content.get("decoder"), path)
 
     def tokenizer(self) -> Tokenizer:
-        """These parts in the library, around an empty model."""
+        """Build these parts in the library, around an empty model."""
         model = {"type": "BPE", "vocab": {}, "merges": []}
         return Tokenizer.from_str(json.dumps(self._parts | {"model": model}))
 
@@ -140,7 +140,7 @@ def _in_full(part: object) -> object:
 
 
 def read_template(processor: object, path: Path) -> tuple[list[object], list[object]]:
-    """The ids that a file's `post_processor` puts before a text and after it."""
+    """Read the ids that a file's `post_processor` puts before a text and after it."""
     match processor:
         case None | {"type": "ByteLevel"}:
             return [], []

@@ -119,7 +119,7 @@ class _Generation(Extension):
 
 @pass_context
 def _as_it_is(context: Context, value: object) -> object:
-    """What needs the context is not done when a template is compiled."""
+    """Return the value unchanged. A function that needs the context does not run when a template is compiled."""
     return value
 
 
@@ -160,7 +160,7 @@ def _set_alarm(seconds: float) -> None:
 
 
 def _received() -> dict:
-    """The next frame; an empty one at the end."""
+    """Read the next frame; an empty one at the end."""
     header = sys.stdin.buffer.read(4)
     return json.loads(sys.stdin.buffer.read(int.from_bytes(header, "big"))) if header else {}
 

@@ -129,7 +129,7 @@ class Tokenizer:
         return b"".join(self._pieces(ids, skip_special)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, for streaming: characters may span tokens.
+        """Return the bytes of one token, for streaming: characters may span tokens.
 
         A leading space is included; nothing for a control token. ValueError for an id outside the vocabulary.
         """

@@ -61,10 +61,10 @@ def clip_by_norm(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[d
 
 
 def rate_factor(name: str, *, lr_ratio: float) -> float:
-    """What LoRA+ multiplies the learning rate of one tensor (`layers.3.q_proj.lora_A`) with.
+    """Return LoRA+'s factor of the learning rate of one tensor (`layers.3.q_proj.lora_A`).
 
-    The ratio for B and for DoRA's magnitude, 1 for A. The groups are PEFT's, but for one: there both tensors of an
-    embedding have a fixed rate of their own, 1e-6 unless it is set; here the embedding is a matrix like the others.
+    It is the ratio for B and for DoRA's magnitude, 1 for A. The groups are PEFT's, with one difference. PEFT gives both
+    tensors of an embedding a fixed rate, 1e-6 unless it is set; here the embedding is a matrix like the others.
     """
     return 1.0 if name.endswith(".lora_A") else lr_ratio
 

@@ -109,7 +109,10 @@ class Examples(Sequence[Example]):
         return sorted({*np.unique(self._ids[self._learned]).tolist()} & {*ids})
 
     def content(self) -> Iterable[bytes]:
-        """What tells one data set from another: ids, what is learned, where examples end; sources do not count."""
+        """Yield the bytes that tell one data set from another: ids, learned tokens, ends of examples.
+
+        Sources do not count.
+        """
         yield self._ids.astype("<i4").tobytes()
         yield self._learned.tobytes()
         yield self._ends.astype("<i8").tobytes()

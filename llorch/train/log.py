@@ -84,7 +84,7 @@ class RunLog(NoLog):
 
 
 def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
-    """The records of a log in the order of the run; FormatError where a line is no JSON object with a step."""
+    """Read the records of a log in the order of the run; FormatError where a line is no JSON object with a step."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -98,7 +98,10 @@ def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _opened_at(path: Path, offset: int) -> Any:
-    """A file open for writing behind its first bytes."""
+    """Open a file for writing after its first `offset` bytes; cut off the rest.
+
+    FormatError Truncated if it is shorter.
+    """
     file = path.open("r+b" if offset else "wb")
     size = file.seek(0, os.SEEK_END)
     if size < offset:

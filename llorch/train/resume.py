@@ -15,7 +15,7 @@ CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the variable, and w
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What else decides the bits of a run: versions, threads, device and the switches of torch."""
+    """Collect what else decides the bits of a run: versions, threads, device and the switches of torch."""
     import torch
 
     kind = torch.device(device)
@@ -34,7 +34,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
+    """Write a line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
     old, new = dict(_leaves(saved)), dict(_leaves(now))
     return [
         f"{name}: saved {_shown(old, name)}, now {_shown(new, name)}"

@@ -35,7 +35,7 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {  # none of them holds for NaN
 
 
 def _setting(default: Any, text: str, allowed: str | Collection[str] = "") -> Any:
-    """A field: `allowed` is a key of `_RANGES` or the texts to choose from; a default of None is allowed besides."""
+    """Make a field: `allowed` is a key of `_RANGES` or the texts to choose from; None is also allowed as a default."""
     metadata = {"text": text, "allowed": allowed}
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
@@ -190,7 +190,7 @@ class TrainSettings:
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     def rate_for(self, hidden_size: int) -> float:
-        """The peak learning rate: as asked for, or 2e-4 at a width of 4096 and in inverse proportion to the width."""
+        """Return the peak learning rate: `lr`, or 2e-4 at a width of 4096 and in inverse proportion to the width."""
         return self.lr if self.lr is not None else _USUAL_RATE * _WIDE / hidden_size
 
     def warmup_for(self, total_steps: int) -> int:

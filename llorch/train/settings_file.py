@@ -145,7 +145,7 @@ def _known(name: str, where: str) -> str:
 
 
 def _typed(name: str, value: Any, where: str) -> Any:
-    """A value as its field wants it; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
+    """Convert a value to the type of its field; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
     if name in ("target_modules", "exclude_modules"):
         return _modules(name, value, where)
     if name == "target_parameters":
@@ -208,7 +208,7 @@ def _is_count(number: Any) -> bool:
 
 
 def _pattern(name: str, value: Any, where: str) -> Mapping[str, Any]:
-    """Ends of module paths to numbers; where several fit a path, the first one counts."""
+    """Read a mapping of ends of module paths to numbers; where several ends fit a path, the first one counts."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
         raise ValueError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")
     kind = int if name == "rank_pattern" else float

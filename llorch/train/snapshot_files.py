@@ -45,7 +45,7 @@ class Snapshot:
 
 
 def record_bytes(step: int, record: Mapping[str, Any], digests: Mapping[str, Any]) -> bytes:
-    """The bytes of the record's file; ValueError for NaN or infinity."""
+    """Make the bytes of the record's file; ValueError for NaN or infinity."""
     values = {"format": FORMAT, "step": step, "tensors": digests, "record": record}
     body = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode()
     tail = b'",' + body[1:] + b"\n"
@@ -124,7 +124,7 @@ def _tensors(path: Path, digest: object) -> Mapping[str, np.ndarray]:
 
 
 def _require_parts(path: Path, digests: Mapping[str, object]) -> None:
-    """The files of the folder are those that were written, no more and no fewer."""
+    """Require exactly the files that were written in the folder, with the saved digests; FormatError otherwise."""
     for name in sorted(digests):
         _require_file(path, f"{PARTS}/{name}")
     if more := sorted(set(os.listdir(path / PARTS)) - digests.keys()):

@@ -105,7 +105,7 @@ class SnapshotStore:
             remove_tree(self._new(step))
 
     def explained(self, error: OSError, step: int) -> OSError:
-        """What an error means: which snapshot there is not, and which there is."""
+        """Return an error that says which snapshot was not saved and which one is intact."""
         with suppress(OSError):
             others = [other for other in self.steps() if other != step]
             left = f"the snapshot of step {others[-1]} is intact" if others else "earlier snapshots: none"
@@ -136,7 +136,7 @@ class SnapshotStore:
         return None
 
     def steps(self) -> list[int]:
-        """Steps of which there is a snapshot, damaged or not, in order."""
+        """List the steps that have a snapshot, damaged or not, in order."""
         if not os.path.exists(self.snapshots):
             return []
         matches = (re.fullmatch(r"step-(\d{8,})", name) for name in os.listdir(self.snapshots))
@@ -223,7 +223,7 @@ def is_leftover(name: str) -> bool:
 
 
 def step_name(step: int) -> str:
-    """The folder name of a snapshot; sorted names are sorted steps."""
+    """Return the folder name of a snapshot; sorted names are sorted steps."""
     return f"step-{step:08}"
 
 

@@ -32,7 +32,7 @@ _SIGN_SHIFTS = np.arange(0, 28, 7, dtype=np.uint32)
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """A table of the gguf package; the integers of an entry lie in the bytes of one number."""
+    """Load a table of the gguf package; the integers of an entry lie in the bytes of one number."""
     package = getattr(quants, name)
     package.init_grid()
     entries = package.grid.reshape(package.grid_shape).astype(np.int8)
@@ -41,13 +41,13 @@ def _grid(name: str) -> np.ndarray:
 
 @cache
 def _grid_with_delta() -> np.ndarray:
-    """The grid of IQ1 plus delta, times 8; the twelfth bit of the key makes delta negative."""
+    """Make the grid of IQ1 plus delta, times 8; the twelfth bit of the key makes delta negative."""
     entries = 8 * _grid("IQ1_S").view(np.int8)
     return np.concatenate((entries + np.int8(1), entries - np.int8(1))).view(np.uint64)
 
 
 def decode_iq2_xxs(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 8, keys of 8 bits."""
+    """Decode groups of 8 with keys of 8 bits."""
     pairs = chunk.field(2, 64).view("<u4").reshape(-1, 2)
     keys = np.ascontiguousarray(pairs[:, 0]).view(np.uint8)
     signs, scales = _signs_and_scales(chunk, pairs[:, 1])
@@ -55,7 +55,7 @@ def decode_iq2_xxs(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_iq2_xs(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 8, keys of 9 bits."""
+    """Decode groups of 8 with keys of 9 bits."""
     words = chunk.field(2, 64).view("<u2").reshape(-1)
     signs = chunk.look_up(_SEVEN_SIGNS, words >> np.uint16(9))
     scales = _scale(chunk, _nibbles(chunk, 66, 8))
@@ -63,7 +63,7 @@ def decode_iq2_xs(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_iq2_s(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 8, keys of 10 bits."""
+    """Decode groups of 8 with keys of 10 bits."""
     upper = np.stack(chunk.bit_fields(chunk.field(66, 8), 2), axis=1).reshape(-1)
     keys = chunk.field(2, 32).reshape(-1) | upper.astype(np.uint16) << np.uint16(8)
     signs = chunk.look_up(_EIGHT_SIGNS, chunk.field(34, 32).reshape(-1))
@@ -72,14 +72,14 @@ def decode_iq2_s(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_iq3_xxs(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 4, keys of 8 bits."""
+    """Decode groups of 4 with keys of 8 bits."""
     signs, scales = _signs_and_scales(chunk, chunk.field(66, 32).view("<u4").reshape(-1))
     scales = _scale(chunk, scales.reshape(-1, 8), unit=0.5)
     _write(chunk, _grid("IQ3_XXS"), chunk.field(2, 64).reshape(-1), signs, scales, out)
 
 
 def decode_iq3_s(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 4, keys of 9 bits."""
+    """Decode groups of 4 with keys of 9 bits."""
     ninth = chunk.look_up(_NINTH_BITS, chunk.field(66, 8).reshape(-1)).view(np.uint16)
     ninth <<= np.uint16(8)
     ninth |= chunk.field(2, 64).reshape(-1)
@@ -89,7 +89,7 @@ def decode_iq3_s(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_iq1_s(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 8, keys of 11 bits, one delta and one scale to 32."""
+    """Decode groups of 8 with keys of 11 bits; each 32 elements share one delta and one scale."""
     words = chunk.field(34, 16).view("<u2").reshape(-1, 1)
     upper = words >> np.arange(0, 12, 3, dtype=np.uint16) & np.uint16(7) | words >> np.uint16(12) & np.uint16(8)
     keys = upper.reshape(-1) << np.uint16(8) | chunk.field(2, 32).reshape(-1)
@@ -98,7 +98,7 @@ def decode_iq1_s(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_iq1_m(chunk: Chunk, out: np.ndarray) -> None:
-    """Groups of 8, keys of 11 bits, a delta to each 8 and a scale to each 16."""
+    """Decode groups of 8 with keys of 11 bits; each 8 elements share a delta, each 16 share a scale."""
     upper = _nibbles(chunk, 32, 16).reshape(-1)  # three bits of key, then the delta
     keys = upper.astype(np.uint16) << np.uint16(8) | chunk.field(0, 32).reshape(-1)
     words = chunk.field(48, 8).view("<u2")  # four scales of three bits in each, then four bits of d

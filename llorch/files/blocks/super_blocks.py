@@ -65,13 +65,13 @@ def decode_q6_k(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def minima_of_q2_k(chunk: Chunk) -> np.ndarray:
-    """What is added to each sub-block."""
+    """Return the number that is added to each sub-block."""
     minima = chunk.bit_fields(chunk.field(0, 16), 4)[1].reshape(-1, 16)
     return -minima.astype(np.float32) * chunk.float16_field(82)[:, None]
 
 
 def minima_of_q4_k(chunk: Chunk) -> np.ndarray:
-    """What is added to each sub-block, of Q5_K too."""
+    """Return the number that is added to each sub-block, for Q4_K and Q5_K."""
     return -_scales_and_minima(chunk)[1].astype(np.float32) * chunk.float16_field(2)[:, None]
 
 
@@ -82,7 +82,7 @@ def _write_with_minima(chunk: Chunk, codes: np.ndarray, out: np.ndarray) -> None
 
 
 def _scales_and_minima(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-    """The 8 + 8 six-bit numbers in the 12 bytes after d and dmin, four at a time.
+    """Unpack the 8 + 8 six-bit numbers in the 12 bytes after d and dmin, four at a time.
 
     Bytes 0-3 and 4-7: the first four scales and minima; their upper two bits belong to the last four. Bytes 8-11: the
     lower four bits of the last four scales, then of the last four minima.

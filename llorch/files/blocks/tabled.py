@@ -21,7 +21,7 @@ _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _pairs(table: tuple[int, ...]) -> np.ndarray:
-    """What each two codes stand for, by the codes as one 16-bit number: half as many look-ups."""
+    """Map each two codes, as one 16-bit number, to their two values; this halves the number of look-ups."""
     low, high = np.arange(0x1000) & 15, np.arange(0x1000) >> 8
     return np.array(table, np.int8)[np.stack((low, high), axis=1)].view("<i2")[:, 0]
 
@@ -58,7 +58,7 @@ def decode_iq4_xs(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_mxfp4(chunk: Chunk, out: np.ndarray) -> None:
-    """A power of two."""
+    """Decode blocks whose scale is a power of two."""
     write_scaled(_look_up(chunk, _E2M1_PAIRS, chunk.field(1, 16), 16), _E8M0_HALVED[chunk.blocks[:, 0]], out)
 
 

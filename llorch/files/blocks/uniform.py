@@ -93,7 +93,7 @@ def decode_q4_0(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def minima_of_block(chunk: Chunk) -> np.ndarray:
-    """What is added to each block, of Q4_1 and Q5_1."""
+    """Return the number that is added to each block, for Q4_1 and Q5_1."""
     return chunk.float16_field(2)[:, None]
 
 

@@ -88,7 +88,7 @@ def _read_compressed_tensors(source: Source, made: Activations) -> None:
 
 
 def _rounding_of(source: Source, settings: Fields, module: str, found: Found) -> SchemeRounding:
-    """The rounding that `input_activations` mean for a module."""
+    """Read the rounding that `input_activations` mean for a module."""
     codes, strategy = _codes_of(settings), settings.text("strategy", default="tensor")
     size = settings.integer("group_size", default=None) if strategy in ("group", "tensor_group") else None
     if size is not None:
@@ -153,7 +153,7 @@ def _require_groups(source: Source, module: str, found: Found, size: int) -> Non
 
 
 def _number(source: Source, module: str, suffix: str) -> float:
-    """A scale of the folder, one positive number."""
+    """Read a scale of the folder, one positive number."""
     part = source.part(source.take(module, suffix, _FLOATS))
     if math.prod(part.shape) != 1:
         raise source.error("Shape", f"{part.name}: expected one number, got {part.shape}")

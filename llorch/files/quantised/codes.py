@@ -17,7 +17,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each of 8 columns is
 
 
 def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows codes"]:
-    """The first `count` codes of every row of a code stream; `words` are contiguous integers of any width."""
+    """Unpack the first `count` codes of every row of a code stream; `words` are contiguous integers of any width."""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return data[:, :count]
@@ -85,7 +85,7 @@ def high_first(data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " codes"]
 
 
 def integers(bits: int, *, offset: int = 0) -> Float32[np.ndarray, " codes"]:
-    """The values of unsigned codes, less an offset."""
+    """Return the values of unsigned codes, less an offset."""
     return np.arange(1 << bits, dtype=np.float32) - np.float32(offset)
 
 

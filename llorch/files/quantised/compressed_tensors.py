@@ -87,14 +87,14 @@ def groups_of(settings: Fields) -> list[ModuleGroup]:
 
 
 def _exact_format(name: str, weights: Fields) -> str:
-    """The format, of the one name that covers two by what it holds."""
+    """Return the exact format: "naive-quantized" stands for a format of floats or of integers."""
     if name != "naive-quantized":
         return name
     return "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
 
 
 def group_of(source: Source, groups: list[ModuleGroup], module: str) -> ModuleGroup:
-    """The group of a module: by its name or an expression first, by its class last."""
+    """Return the group of a module. A match by name or expression comes before a match by class."""
     for group in groups:
         if any(matches_module(target, module) for target in group.targets):
             return group

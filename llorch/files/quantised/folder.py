@@ -54,7 +54,9 @@ _LIMIT = 1 << 22
 
 
 def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields] | None:
-    """The method of a folder and its settings, from config.json or a file beside it; None if nothing is quantised.
+    """Read the method of a folder and its settings; None if nothing is quantised.
+
+    The settings stand in config.json or in a file next to it.
 
     Raises:
         FormatError: Unsupported for a method that llorch does not read, Malformed for settings that are no object.
@@ -77,7 +79,7 @@ def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields
 
 
 def _beside(folder: Path) -> Fields | None:
-    """Settings of a file beside config.json, in the words that config.json would have."""
+    """Read the settings of a file next to config.json, with the keys that config.json would have."""
     for name in _BESIDE:
         if not (folder / name).exists():
             continue

@@ -44,7 +44,7 @@ class StoredPart:
         return raw.view(np.dtype(_VIEWS[self.dtype]).newbyteorder("<")).reshape(self.shape)
 
     def floats(self, rows: Rows = slice(None)) -> Float32[np.ndarray, "..."]:
-        """Some rows as float32, which holds every number of these dtypes but F64's."""
+        """Return some rows as float32, which holds every number of these dtypes except F64."""
         part = self.array.reshape(self.shape or (1,))[rows]
         if self.dtype in _TABLES:
             return _TABLES[self.dtype][part]
@@ -109,14 +109,14 @@ class QuantisedMatrix(Packed):
         raise TypeError(f"{self.name}: {self.ggml_type.name} has no bytes of one row")
 
     def decode(self) -> np.ndarray:
-        """The whole matrix as float32."""
+        """Decode the whole matrix to float32."""
         whole = np.empty(self.shape, np.float32)
         for start, tile in self.tiles():
             whole[start : start + len(tile)] = tile
         return whole
 
     def decode_rows(self, rows: Rows) -> np.ndarray:
-        """Some rows as float32."""
+        """Decode some rows to float32."""
         recipe, rows = self.recipe, self.stored(rows)
         with np.errstate(all="ignore"):  # looked for by the caller
             made = self.values[recipe.codes(self.parts, rows)]
@@ -136,7 +136,7 @@ class QuantisedMatrix(Packed):
         out[...] = self.decode_rows(rows)
 
     def picked(self, rows: Rows) -> "QuantisedMatrix":
-        """The matrix of some rows, still as stored."""
+        """Return the matrix of some rows, still as stored."""
         stored = self.stored(rows)
         stored = np.arange(self.shape[0])[stored] if isinstance(stored, slice) else stored
         return replace(self, own_rows=stored, shape=(len(stored), self.shape[1]))

@@ -45,7 +45,7 @@ def read_mlx(source: Source) -> None:
 
 
 def _of_module(settings: Fields, module: str) -> Fields:
-    """The settings of a module: those under its own name, else those of the folder."""
+    """Return the settings of a module: those under its name, else those of the folder."""
     own = settings.values.get(module)
     if own is False:
         raise settings.error("Inconsistent", module, "a quantised module, because it has scales", own)

@@ -43,7 +43,10 @@ class Source:
         return f"{module}.{suffix}" in self.tensors
 
     def take(self, module: str, suffix: str, dtypes: Iterable[str], shape: Shape | None = None, key: str = "") -> str:
-        """The name of a tensor; Missing, DType or Shape, with the key of the settings that says what it must be."""
+        """Return the name of a tensor.
+
+        FormatError Missing, DType or Shape names `key`, the setting that requires the tensor.
+        """
         name, why = f"{module}.{suffix}", f"; {key} says so" if key else ""
         if name not in self.tensors:
             raise self.error("Missing", f"{name}: expected this tensor of a quantised matrix, got none{why}")
@@ -55,7 +58,7 @@ class Source:
         return name
 
     def shape(self, module: str, suffix: str, *, axes: int = 2) -> Shape:
-        """The shape of a tensor of a known number of axes."""
+        """Return the shape of a tensor with a known number of axes; FormatError Shape for another number."""
         info = self.tensors[f"{module}.{suffix}"]
         if len(info.shape) != axes:
             raise self.error("Shape", f"{info.name}: expected {axes} axes, got {info.shape}")
@@ -100,7 +103,7 @@ class Source:
                     raise self.error("Inconsistent", message)
 
     def error(self, code: str, message: str) -> FormatError:
-        """An error that names the file of the settings."""
+        """Make an error that names the file of the settings."""
         return FormatError(code, message, path=self.settings.path)  # pyright: ignore[reportArgumentType]
 
 
@@ -132,7 +135,7 @@ def matches_module(pattern: str, module: str) -> bool:
 
 
 def names_in(source: Source, key: str) -> list[str]:
-    """A list of names, or none."""
+    """Return a list of names in the settings, empty if the key is absent."""
     value = source.settings.values.get(key)
     if value is None:
         return []

@@ -41,7 +41,7 @@ class AfterLogitsModel:
         self.installed = lambda: implementation.installed(parts)
 
     def judged(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
-        """A comparison within a limit."""
+        """Compare a result with its expectation, within a tolerance."""
         return LessonComparison(judge(claim, got, model=self.suite.model, backend=BACKEND), claim, got)
 
 
@@ -56,7 +56,7 @@ class AfterLogitsCheck(ABC):
 
     @abstractmethod
     def inputs(self, wrong: LessonComparison) -> Any:
-        """What the wrong result was made of, as the library's mistakes read it."""
+        """Return the inputs of the wrong result, in the form that the library's mistakes read."""
 
     def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
@@ -93,7 +93,7 @@ class AfterLogitsCheck(ABC):
 
 
 def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[list[Exercise]]:
-    """What is put in place together: each part of the lesson alone, or all so far."""
+    """Return the exercises to install together: each one of the lesson alone, or all so far in chained mode."""
     written = written_parts(lesson, implementation)
     if mode == "chained":
         return [parts_so_far(lesson, implementation)] if written else []
@@ -121,14 +121,14 @@ class RowCheck(AfterLogitsCheck):
     stage = "selected_logits"
 
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
-        """The row behind the prompt."""
+        """Compare the row after the prompt."""
         with here.installed():
             row = here.runner.last_row(here.suite.cases["near"])
         for witness in here.witnesses:
             yield here.judged(here.suite.selected(here.runner, witness), row)
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
-        """The logits of all tokens."""
+        """Return the logits of all tokens."""
         near = suite_of(wrong.row.model).cases["near"]
         return SamplerInputs(run(suite_of(wrong.row.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
 
@@ -157,7 +157,7 @@ class ArgmaxCheck(AfterLogitsCheck):
             )
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
-        """The row."""
+        """Return the row of logits of the case."""
         suite = suite_of(wrong.row.model)
         row = suite.evidence[wrong.row.producer].selected_logits
         row = tied_row(row) if wrong.row.case == "tie" else row
@@ -165,7 +165,7 @@ class ArgmaxCheck(AfterLogitsCheck):
 
 
 def tied_row(row: np.ndarray) -> np.ndarray:
-    """The row with its largest number twice more, behind the first."""
+    """Repeat the largest number of a row twice, after its first place."""
     best = int(np.argmax(row))
     row = row.copy()
     row[best + 1 :][::-7][:2] = row[best]
@@ -178,7 +178,7 @@ class FilterCheck(AfterLogitsCheck):
     stage = "probabilities"
 
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
-        """What every setting makes of the same logits."""
+        """Compare the result of every setting on the same logits."""
         with here.installed():
             made: Mapping[str, np.ndarray] = here.runner.probabilities(*here.suite.sampler_inputs())
         for witness in here.witnesses:
@@ -192,7 +192,7 @@ class FilterCheck(AfterLogitsCheck):
         return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.row.place.part], history)
 
     def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
-        """Rounding first, where nothing but tokens at the edge of top-p differ."""
+        """Yield the known mistakes; rounding comes first, if only tokens at the edge of top-p differ."""
         edges = [_edge(each) for each in wrong]
         if all(edges):
             yield Suspect("edge-of-top-p", f"not your bug: {edges[0]}", (), 1.0, 0.0)
@@ -221,6 +221,6 @@ class GenerationCheck(AfterLogitsCheck):
             yield LessonComparison(row, None, text)
 
     def inputs(self, wrong: LessonComparison) -> GenerationInputs:
-        """The prompt."""
+        """Return the weights, the prompt and the number of tokens."""
         suite = suite_of(wrong.row.model)
         return GenerationInputs(suite.weights, tuple(suite.prompt), len(suite.evidence[wrong.row.producer].greedy))

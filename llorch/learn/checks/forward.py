@@ -62,7 +62,10 @@ class ForwardCheck:
 def told(
     wrong: Sequence[LessonComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
 ) -> Sequence[Suspect]:
-    """What diagnoses say of what is wrong: of part, model and case, one after the other, until one gives a name."""
+    """Return the suspects that diagnoses of the wrong results name.
+
+    Diagnoses run for one exercise, model and case after another, until one gives a name.
+    """
     said: list[Finding] = []
     for part, model, case in _runs(wrong):
         found = causes_of(part, model, case)
@@ -115,7 +118,7 @@ def _as_one(suspects: Sequence[Suspect]) -> list[Suspect]:
 
 
 def written_parts(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
-    """The parts of a lesson that are written."""
+    """Return the exercises of a lesson that are written."""
     return [part for part in lesson.parts if part.name in implementation.written]
 
 
@@ -127,7 +130,7 @@ def parts_so_far(lesson: Lesson, implementation: Implementation) -> list[Exercis
 
 @cache
 def models_of(lesson: Lesson) -> Sequence[str]:
-    """The built-in models that a lesson is judged on: dense ones, where those have its stages."""
+    """Choose the built-in models that check a lesson: dense ones if those have its stages, else Qwen models."""
     wanted = stages_of(lesson)
 
     def has(model: str) -> bool:
@@ -143,7 +146,7 @@ def stages_of(lesson: Lesson) -> set[str]:
 
 @cache
 def suite_of(model: str) -> ForwardSuite:
-    """The claims of a built-in model; made once."""
+    """Load the expectations of a built-in model; made once."""
     weights, golden = stored(model)
     return ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
 
@@ -180,12 +183,12 @@ class ForwardModel:
             return run(self.weights, this, **how)  # type: ignore[arg-type]
 
     def causes(self, case: str) -> Iterator[Finding]:
-        """What a diagnosis finds in a pass in two parts."""
+        """Diagnose a pass in two parts."""
         this = self.suite.cases[case]
         return self.causes_in(this, len(this.ids) // 2)
 
     def causes_in(self, this: Pass, n_cached: int, wrong: Trace = MappingProxyType({})) -> Iterator[Finding]:
-        """What it finds with something planted; the run is over before it begins."""
+        """Diagnose a pass with injected results in `wrong`; the run is over before the diagnosis begins."""
         traces = self.traces(this, n_cached, wrong)
         begin = [Pass(this.ids[:n_cached], this.first_position)] if n_cached else []
         return causes(wide(self.model), StageDump.of_arrays([*begin, this.after(n_cached)], *traces))

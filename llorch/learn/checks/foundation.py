@@ -65,7 +65,7 @@ def numbers(installed: Install) -> Iterator[Comparison]:
 
 
 def tables(installed: Install) -> Iterator[Comparison]:
-    """The tensor table of every built-in file, with the hash of the bytes that it points to."""
+    """Compare the tensor table of every built-in file, with the hash of the bytes that it points to."""
     for model in held(BUILTIN):
         with installed():
             file = GGUFFile(builtin_path(model))
@@ -74,7 +74,7 @@ def tables(installed: Install) -> Iterator[Comparison]:
 
 
 def texts(installed: Install) -> Iterator[Comparison]:
-    """The ids of the goldens' texts, with every built-in vocabulary."""
+    """Compare the ids of the goldens' texts, with every built-in vocabulary."""
     for model in held(BUILTIN):
         weights, golden = stored(model)
         with installed():

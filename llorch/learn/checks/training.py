@@ -116,7 +116,7 @@ def learned(implementation: Implementation, parts: Sequence[Exercise]) -> Iterat
 
 @cache
 def prepared(model: str) -> tuple[Weights, TrainingGolden, Sequence[Expectation]]:
-    """A model in float32, its goldens and what they claim; made once."""
+    """Load a model in float32, its goldens and their expectations; made once."""
     weights, golden = stored(model)
     return weights.astype(np.float32, keep=True), golden, tuple(claims(golden, weights.config, "float32"))
 
@@ -167,7 +167,10 @@ class CheckpointRun:
             yield LessonComparison(replace(row, backend=BACKEND), None, None)
 
     def explained(self, theirs: TrainingOutput, mistake: TrainingMistake) -> Suspect | None:
-        """A known mistake, if our code with it makes the same everywhere; also with what mostly goes wrong with it."""
+        """Return a known mistake if llorch's code with it gives the same results everywhere; else None.
+
+        A run that also has `mistake.along`, the fault that mostly comes with this mistake, counts as well.
+        """
         left = min(self._left(theirs, self.made(_with(mistake, along))) for along in {False, mistake.along is not None})
         return Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
 

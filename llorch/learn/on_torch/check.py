@@ -31,7 +31,7 @@ FLOAT32, BFLOAT16 = (f"{BACKEND}-{dtype}" for dtype in ("float32", "bfloat16"))
 
 @cache
 def runner_of(model: str, backend: str) -> TorchRunner:
-    """A built-in model as the page is written, on the CPU."""
+    """Make a runner of a built-in model on the CPU, with the reference implementation as it is written."""
     at = target("cpu", backend.removeprefix(f"{BACKEND}-"))
     return TorchRunner(suite_of(model).weights, at, VARIANTS[""], backend)
 
@@ -88,7 +88,7 @@ class OnTorch:
                     yield self._judged(self.suite.chained(self.runner, case, witness, 0, name), trace[name])
 
     def causes(self, case: str) -> Iterator[Finding]:
-        """What a diagnosis finds in one pass; the run is over before it begins."""
+        """Diagnose one pass; the run is over before the diagnosis begins."""
         return causes(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
 
     def _pass(self, case: str) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from llorch.learn.exercise import Call, Exercise
 
 
 def guarded_on_torch(part: Exercise, function: Call, *, note: Callable[[str], None]) -> Call:
-    """A learner's function behind its checks; it is given copies."""
+    """Wrap a learner's function in its checks; the function is given copies."""
     function = not_within_itself(part, function)
 
     def call(**given: Any) -> Tensor:

@@ -50,7 +50,7 @@ class Encoder:
         self._settings = settings
 
     def encode(self, row: Parsed, record: Record) -> Iterator[Example]:
-        """The examples of one row: several for some conversations, none when nothing that is learned fits.
+        """Yield the examples of one row: several for some conversations, none when nothing that is learned fits.
 
         FormatError, with file and line, where the row cannot be used or nothing of it is learned.
         """
@@ -144,7 +144,7 @@ class Encoder:
         return list(zip(ids, learned, strict=True))
 
     def _end_of_turn(self, text: str, ids: list[int], starts: list[int], begin: int, end: int) -> int:
-        """The token behind the end-of-turn token, if only white space follows it; else `end`."""
+        """Return the place after the end-of-turn token if only white space follows that token; else `end`."""
         last = end
         while last > begin and ids[last - 1] not in self._model.tokenizer.eos_token_ids:
             last -= 1
@@ -211,7 +211,7 @@ def render_turns(learned: Sequence[int], conversation: Conversation) -> list[Ren
 
 
 def _turn(conversation: Conversation, place: int) -> tuple[str, int, list[int]]:
-    """The conversation up to and with a turn of the assistant, where the turn starts in it, and the inert places."""
+    """Return the conversation up to and with a turn of the assistant, the turn's start in it, and the inert places."""
     before, _ = conversation.text(place, opened=True)
     text, inert = conversation.text(place + 1)
     if not text.startswith(before):

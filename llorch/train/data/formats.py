@@ -125,7 +125,7 @@ def _tokens(fields: Fields) -> LearnedTokens:
 
 
 def _unpadded(fields: Fields, count: int) -> slice:
-    """The tokens that are no padding, which may stand at either end."""
+    """Find the tokens that are no padding, which may stand at either end."""
     if not fields.has("attention_mask"):
         return slice(None)
     mask = _integers(fields, "attention_mask", as_many=count)

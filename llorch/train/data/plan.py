@@ -75,15 +75,15 @@ class TrainingOrder:
         self.steps_per_epoch = -(-len(rows) // self._step_size)
 
     def step(self, number: int) -> list[Batch]:
-        """The batches of one optimizer step, after so many others."""
+        """Return the batches of optimizer step `number`, counted from 0."""
         return list(batches(self.rows(number), self._batch_size, samples=self.samples(number)))
 
     def rows(self, number: int) -> list[Row]:
-        """The rows of one optimizer step, in the order of its batches; their examples know where they come from."""
+        """Return the rows of one optimizer step, in the order of its batches. Examples know their sources."""
         return [self._rows[int(row)] for row in self.samples(number)]
 
     def samples(self, number: int) -> Int64[np.ndarray, " rows"]:
-        """The numbers of these rows in the data."""
+        """Return the row numbers in the data of one optimizer step."""
         epoch, place = divmod(number, self.steps_per_epoch)
         order = shuffled(len(self._rows), self._seed, epoch)
         return order[place * self._step_size :][: self._step_size]
@@ -91,9 +91,10 @@ class TrainingOrder:
 
 @lru_cache(maxsize=2)
 def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
-    """A random order that depends on the arguments only.
+    """Make a random order that depends on the arguments only.
 
-    The bits of PCG64 are the same in every version of NumPy; what `Generator.permutation` makes of them need not be.
+    The bits of PCG64 are equal in every version of NumPy; the order that `Generator.permutation` makes from them need
+    not be.
     """
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
     return np.argsort(bits, kind="stable")

@@ -48,7 +48,7 @@ def find_splits(path: Path) -> dict[str, Path]:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The rows of a file, line by line unless it is a list.
+    """Yield the rows of a file, line by line unless it is a list.
 
     FormatError: a line or a list is too long, a row is no JSON object, or there is none.
     """
