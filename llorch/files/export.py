@@ -130,7 +130,7 @@ def write_entries(
 def gguf_types(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> dict[str, GGMLType]:
     """Choose the type of each weight in a file, by canonical name.
 
-    Matrices whose rows allow it get `ggml_type`, weights in `kept` get the type there.
+    A weight in `kept` gets its type there; other matrices get `ggml_type` if their rows allow it.
     """
     return {name: kept.get(name) or _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
 

@@ -242,7 +242,8 @@ def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
 def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
     """Find the llama3 scaling that gives the factors of a file.
 
-    It has the low and high factor of Llama 3 or of Llama 4. FormatError Unsupported if no tried scaling does.
+    The scaling has the low and high factor of Llama 3 or of Llama 4. FormatError Unsupported if no such scaling gives
+    them.
     """
     plain = frequencies(config.rotated, config.rope_theta)
     for context, high in product(_CONTEXTS, (4.0, 1.0)):

@@ -105,7 +105,7 @@ class MappedFile:
     def view(self, offset: int, n_bytes: int) -> np.ndarray:
         """Return a read-only view of a range inside `size`; the view keeps the map alive.
 
-        Raises as `require_unchanged`.
+        Errors are those of `require_unchanged`.
         """
         self.require_unchanged()
         return self._bytes[offset : offset + n_bytes]

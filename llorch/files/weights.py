@@ -87,7 +87,7 @@ class Weights(Mapping):
         """Return the decoded array in the dtype of these weights, whatever the numerics.
 
         A packed array is decoded anew each time. Experts come all together and are never kept. Gains that are stored
-        less one come as the sum in this dtype.
+        less one are returned with the one added, rounded to this dtype.
         """
         slot = self.slots[name]
         if name not in self._loaded:

@@ -104,7 +104,7 @@ def remembered_identity(weights: Weights) -> BaseIdentity:
 def _cache_file(weights: Weights) -> Path:
     """Return the cache file of a base.
 
-    Its name depends on the base as it lies on the disk and on the configuration, which says how to read it.
+    The file name depends on the base as it lies on the disk and on the configuration, which says how to read it.
     """
     key = json.dumps([_FORMAT, weights.source.fingerprint, repr(weights.config)])
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -83,9 +83,10 @@ def _write(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentit
 def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
     """Make an equal adapter without rank and alpha patterns.
 
-    The adapter keeps its numbers if one rank and one alpha already suffice; else every scale becomes 1.
-    Servers read less than PEFT writes. vLLM has no alpha or rank patterns and no DoRA (FormatError Unsupported), and
-    SGLang has no rank-stabilised scale. Each scale is multiplied into its B; smaller ranks are filled up with zeros.
+    The adapter keeps its numbers if one rank and one alpha already suffice; else every scale becomes 1. Then each scale
+    is multiplied into its B, and smaller ranks are filled up with zeros. Servers read less than PEFT writes: vLLM has
+    no alpha or rank patterns and no DoRA, SGLang no rank-stabilised scale. FormatError Unsupported for DoRA and for
+    `target_parameters`.
     """
     config = adapter.config
     if config.use_dora:

@@ -208,7 +208,7 @@ def with_tied(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfi
 def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfig:
     """Translate names of modules of transformers 4 as PEFT does: experts and routers.
 
-    Gate and up are one parameter in transformers 5. It gets both ranks, and alpha in proportion.
+    Gate and up are one parameter in transformers 5. It gets the sum of both ranks, and alpha in proportion.
     """
     if model.family not in AS_IN_VERSION_4:
         return config

@@ -100,7 +100,7 @@ def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
 def _opened_at(path: Path, offset: int) -> Any:
     """Open a file for writing after its first `offset` bytes; cut off the rest.
 
-    FormatError Truncated if it is shorter.
+    FormatError Truncated if the file is shorter.
     """
     file = path.open("r+b" if offset else "wb")
     size = file.seek(0, os.SEEK_END)

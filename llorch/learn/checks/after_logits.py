@@ -165,7 +165,7 @@ class ArgmaxCheck(AfterLogitsCheck):
 
 
 def tied_row(row: np.ndarray) -> np.ndarray:
-    """Repeat the largest number of a row twice, after its first place."""
+    """Copy the largest number of a row to two later places."""
     best = int(np.argmax(row))
     row = row.copy()
     row[best + 1 :][::-7][:2] = row[best]
