@@ -20,7 +20,7 @@ Report = Callable[[str], None]
 
 
 def find(path_or_name: str | Path, *, consent: Consent = lambda line: True, report: Report = lambda line: None) -> Path:
-    """The file or folder that was meant; a model of the hub is downloaded where it is not in the cache.
+    """Find the file or folder that a user means; download a model of the hub that is not in the cache.
 
     Args:
         path_or_name: A built-in name, an existing path, or `org/name[:QUANT][@REVISION]`; tried in this order. A `Path`

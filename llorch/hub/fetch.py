@@ -18,7 +18,7 @@ from llorch.hub.required_files import INDEX, WEIGHTS, files_of_gguf, is_folder, 
 
 
 def obtain(wanted: Reference, *, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:
-    """The path of a model of the hub, from the cache or else downloaded; see `llorch.hub.find`."""
+    """Return the path of a model of the hub, from the cache or else downloaded; see `llorch.hub.find`."""
     try:
         import huggingface_hub  # noqa: F401
     except ModuleNotFoundError:

@@ -32,7 +32,7 @@ class Reference:
 
 
 def name_of(path: Path) -> str:
-    """What a model is called: a file without its ending, a folder; in huggingface_hub's cache the repository."""
+    """Return the name of a model: a file's stem, a folder's name, or the repository in huggingface_hub's cache."""
     if path.is_file():
         return path.stem
     repo = path.parent.parent.name

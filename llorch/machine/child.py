@@ -11,12 +11,12 @@ _MARK = "llorch:"  # of lines of ours: what is imported may print, too
 
 
 def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]:
-    """What a program says in lines that `say` writes, and why it ended before its end, or else nothing.
+    """Run a program and return the values that it passes to `say`, and the reason why it failed ("" for none).
 
     Args:
         code: The program; `say(value)` is defined, `sys` and `json` are imported.
-        arguments: Of its command line.
-        timeout: Seconds until it is ended.
+        arguments: Arguments of the command line.
+        timeout: Seconds until the program is ended.
     """
     head = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
     command = [sys.executable, "-c", head + code, *arguments]

@@ -75,7 +75,7 @@ def _leaves(facts: Mapping[str, Any], why: str) -> HealthCheck:
 
 
 def of_witnesses(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
-    """The engines of others: whether they run, and whether they are those that made the goldens."""
+    """Check that the reference engines run and that they have the versions that made the goldens."""
     stored = read_json(goldens_folder() / "micro-llama" / "golden.json", limit=1 << 24)["provenance"]
     for engine, (name, packages) in _OF_WITNESSES.items():
         yield _witness(engine, stored["engines"][name], packages, probed)  # type: ignore[index] (ours)
@@ -101,5 +101,5 @@ def _witness(
 
 
 def _plain(version: str | None) -> str:
-    """A version without its build (+cpu, +cu130)."""
+    """Return a version without its build (+cpu, +cu130); "" for None."""
     return (version or "").partition("+")[0]

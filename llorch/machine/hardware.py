@@ -21,7 +21,7 @@ _LEAST = 1 << 30  # bytes; with less even small models may not load
 
 
 def of_hardware() -> Iterator[HealthCheck]:
-    """What computes, and where numbers lie."""
+    """Check the system, the processor, its cores, the BLAS library and the memory."""
     yield HealthCheck("machine", "system", "ok", f"{platform.platform()}, Python {platform.python_version()}")
     yield HealthCheck("machine", "processor", "ok", processor())
     yield _cores()
@@ -62,7 +62,7 @@ def _blas() -> HealthCheck:
 
 
 def memory() -> HealthCheck:
-    """What is left, and what a limit of the process leaves."""
+    """Report the memory that is left, and the address space that a limit of the process leaves."""
     left, limit = available_memory(), address_space_left()
     text = f"{left / 1e9:.1f} GB left" if math.isfinite(left) else "unknown: this system does not report it"
     if math.isfinite(limit):

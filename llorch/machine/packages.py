@@ -38,7 +38,7 @@ _TIMEOUT = 120.0  # seconds
 
 
 def name_of(requirement: str) -> str:
-    """The package that a requirement is about."""
+    """Return the name of the package that a requirement is about."""
     return re.split("[>=]=", requirement)[0]
 
 
@@ -49,7 +49,7 @@ def module_of(requirement: str) -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

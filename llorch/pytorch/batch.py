@@ -98,7 +98,10 @@ class RunningBatch:
 
 
 def one_each(value: object, n: int, *, name: str) -> list:
-    """A setting for every prompt, from one for all or a list of one per prompt."""
+    """Return a list of n settings, from one setting for all prompts or from a sequence of one per prompt.
+
+    Raises ValueError for a sequence of another length.
+    """
     values = list(value) if isinstance(value, Sequence) else [value] * n
     if len(values) != n:
         raise ValueError(f"generate_batch: expected 1 {name} for all prompts or {n}, one per prompt, got {len(values)}")

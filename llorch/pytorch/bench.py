@@ -181,7 +181,7 @@ def random(shape: str, at: Target, weights_type: str | None, load: Load, *, comp
 
 
 def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> Subject:
-    """What is measured, of the torch path; `weights` tells how they are stored."""
+    """Describe the measured model of the torch path; `weights` tells how its weights are stored."""
     cuda = target.device.type == "cuda"
     return Subject(
         name=name,
@@ -197,7 +197,7 @@ def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> 
 
 
 def parallel_subject(made: MeasuredModel, mesh: DeviceMesh) -> Subject:
-    """What is measured, of a model split over ranks: the bytes that all of them read."""
+    """Describe a measured model that is split over ranks, with the bytes that all ranks read."""
     alone = torch_subject(made.module, made.target, made.name, made.weights)
     n_bytes = int(summed(torch.tensor(alone.weight_bytes), mesh["tp"]))
     return replace(alone, backend=named_on(made.target, mesh), weight_bytes=n_bytes)

@@ -148,7 +148,10 @@ class Cache:
     def _near(
         self, bound: Bound, positions: Int[Tensor, "batch seq"], ctx: int, seen_up_to: Tensor, visible: Visible
     ) -> Visible:
-        """What tokens see that do not look back further than a bound; all of it where that lies before all slots."""
+        """Mark the slots that tokens see under a bound, beyond which they do not look back.
+
+        Where the bound lies before all slots, the result is `visible`.
+        """
         kind, size = bound
         first = self.first_position
         if ctx <= size if kind == "window" else first // size == (first + ctx - 1) // size:
@@ -176,7 +179,7 @@ class Cache:
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
 
     def state(self, layer: int) -> State | None:
-        """What a delta net remembers; None: nothing, and nothing is to be kept."""
+        """Return the state of a layer's delta net; None where there is no state yet and none is to be kept."""
         return self.states[layer]
 
     def remember(self, layer: int, new: State) -> None:

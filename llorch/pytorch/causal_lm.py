@@ -28,7 +28,7 @@ Context = Float[Tensor, "batch kv_heads ctx head_dim"]
 
 
 def keep_nothing(name: str, array: Tensor) -> Tensor:
-    """What a run that nobody observes does with a stage."""
+    """Return a stage unchanged: the `keep` of a run without an observer."""
     return array
 
 
@@ -99,7 +99,7 @@ class Block(nn.Module):
         self.mlp: Any = parts.get("mlp") or MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """The residual stream after the layer."""
+        """Compute the residual stream after the layer."""
         h = keep("attn_norm", self.input_layernorm(x))
         x = keep("attn_residual", x + getattr(self, self.mixer)(h, place, cache, keep))
         h = keep("ffn_norm", self.post_attention_layernorm(x))
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self.attend: Any = attention
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """What attention adds to the residual stream."""
+        """Compute the array that attention adds to the residual stream."""
         q = keep("q_proj", self.q_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads, head_dim)
         k = keep("k_proj", self.k_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)
         v = keep("v_proj", self.v_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)
@@ -152,7 +152,7 @@ class MLP(nn.Module):
         self.act: Any = swiglu
 
     def forward(self, h: Hidden, keep: Keep) -> Hidden:
-        """What the feed-forward part adds to the residual stream."""
+        """Compute the array that the feed-forward part adds to the residual stream."""
         gate, up = keep("ffn_gate", self.gate_proj(h)), keep("ffn_up", self.up_proj(h))
         return keep("ffn_out", self.down_proj(keep("ffn_act", self.act(gate, up))))
 

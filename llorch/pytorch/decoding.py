@@ -126,7 +126,7 @@ class Decoding:
 
     @torch.no_grad()
     def narrowed(self, rows: Sequence[int], cache: Cache, module: CausalLM) -> "Decoding":
-        """The same with some of the sequences only, in an empty cache of so many rows and as many slots."""
+        """Copy some of the sequences into `cache`, which is empty, with one row for each and as many slots."""
         kept = torch.tensor(rows, device=self.ids.device)
         small = Decoding(module, cache, self.needs, n_end_ids=self.end_ids.shape[1])
         small.filled, small.n_done = [self.filled[row] for row in rows], self.n_done
@@ -141,7 +141,7 @@ class Decoding:
 
 
 def chosen_alone(token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
-    """What a process takes that has nobody to agree with: its own choice."""
+    """Return the choice of this process unchanged: there are no other ranks to agree with."""
     return token, logprob
 
 
@@ -180,7 +180,10 @@ def read_prompts(
 
 
 def size_class(ctx: int, n_slots: int) -> int:
-    """The smallest number of slots for a graph that holds `ctx`: 256, 384, 512, 768, 1024, ..., or all there are."""
+    """Return the smallest size of a graph, in slots, that holds `ctx`.
+
+    Sizes are 256, 384, 512, 768, 1024, ..., and at most `n_slots`.
+    """
     size = SMALLEST
     while size < ctx:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -193,9 +196,9 @@ def recordable(module: nn.Module) -> bool:
 
 
 def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:
-    """The forward pass of a step through torch.compile, which makes one function of all layers.
+    """Compile the forward pass of a step with torch.compile, which makes one function of all layers.
 
-    `growing`: each step looks at more slots than the one before, as those do that are not replayed, and is compiled for
-    any number.
+    `growing`: each step looks at more slots than the step before, as steps do that are not replayed. The function is
+    then compiled for any number of slots.
     """
     return torch.compile(module, dynamic=True if growing else None)

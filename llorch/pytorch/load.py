@@ -27,7 +27,7 @@ Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, o
 
 
 def all_of(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What a process keeps that has the whole model."""
+    """Return the tensor unchanged, for a process that has the whole model."""
     return tensor
 
 
@@ -82,7 +82,7 @@ class _NoInitialValues(TorchFunctionMode):
 
 
 def _empty(config: ModelConfig) -> CausalLM:
-    """The modules, with parameters that take no memory."""
+    """Build the modules with parameters that take no memory."""
     with torch.device("meta"), _NoInitialValues():
         return build(config)
 
@@ -126,7 +126,7 @@ def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int) -> Fie
 
 
 def _as_stored(weights: Weights, row: Weight) -> list[Packed]:
-    """A matrix, or those of all experts."""
+    """Return the packed matrix of a weight, or the packed matrices of all experts."""
     if len(row.shape) == 3:
         return [weights.expert_as_stored(row.name, number) for number in range(row.shape[0])]
     return [rows_of(weights.as_stored(row.name), weights.slots[row.name].layout)]

@@ -219,7 +219,7 @@ def _kept(weights: Weights, name: str, target: Target, residency: str, n_ranks: 
 
 
 def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
-    """What lies beside a weight while it is read, decoded, reordered and converted, and before it is cut."""
+    """Estimate the bytes of copies of a weight while it is read, decoded, reordered and converted, before it is cut."""
     elements, kind = math.prod(weights.shape(name)), weights.stored_type(name)
     if _stays_packed(weights, name, residency):
         return (3 if kind is GGMLType.Q8_0 else 4) * elements  # blocks, and codes of a byte that are joined anew
@@ -229,7 +229,10 @@ def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks
 
 
 def _lost(weights: Weights, target: Target, residency: str, n_ranks: int) -> int:
-    """What the C library does not give back between the matrices that are decoded: up to a tenth of them was seen."""
+    """Estimate the bytes that the C library does not give back between the matrices that are decoded.
+
+    At most a tenth of the decoded bytes was seen.
+    """
     if target.device.type != "cpu":
         return 0
     decoded = [name for name in weights if weights.stored_type(name) is not GGMLType.F32]
@@ -291,7 +294,7 @@ def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free:
 
 
 def _suggestion(weights: Weights, target: Target, wanted: Wanted, free: float) -> str:
-    """The first change, from the least painful on, with which it fits."""
+    """Name the first change, from the least painful on, with which the run fits."""
     for words, other_target, other in _alternatives(weights, target, wanted):
         peak = _need(weights, other_target, other).peak
         if peak <= free:

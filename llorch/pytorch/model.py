@@ -56,7 +56,7 @@ class TorchModel(AdaptedModules):
         self._spare = None  # it may hold the adapter
 
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
-        """An empty cache; see `llorch.pytorch.cache.Cache`."""
+        """Create an empty cache; see `llorch.pytorch.cache.Cache`."""
         kind = {"dtype": self.target.dtype, "device": self.target.device}
         return Cache(self.config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
 
@@ -234,7 +234,7 @@ class TorchModel(AdaptedModules):
 
 
 def recorder(take: Look) -> Keep:
-    """A `keep` that hands out a copy of every stage of a batch of one."""
+    """Return a `keep` that gives `take` a copy of every stage of a batch of one."""
 
     def keep(name: str, array: Tensor) -> Tensor:
         take(name, as_numpy(array[0]))
@@ -244,7 +244,7 @@ def recorder(take: Look) -> Keep:
 
 
 def as_numpy(array: Tensor) -> np.ndarray:
-    """A copy for NumPy, which has no bfloat16: at least float32, of integers int64."""
+    """Copy a tensor for NumPy, which has no bfloat16: at least float32, and int64 for integers."""
     dtype = torch.promote_types(array.dtype, torch.float32) if array.is_floating_point() else torch.int64
     return array.to(dtype).cpu().numpy().copy()
 

@@ -8,6 +8,6 @@ PATHS["decay"] = "linear_attn.decay"
 
 
 def path_of(name: str) -> str:
-    """The attribute path of a weight by its canonical name."""
+    """Return the attribute path of a weight, given its canonical name."""
     *layer, short = name.split(".")
     return (prefixes_of(int(layer[1]))[2] if layer else "") + PATHS[short]

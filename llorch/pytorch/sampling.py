@@ -35,7 +35,7 @@ class Needs:
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings]) -> "Needs":
-        """What any of the rows needs."""
+        """Return the filters that at least one of the rows needs."""
         return cls(
             penalty=any(s.repetition_penalty != 1 for s in settings),
             sampled=any(s.temperature > 0 for s in settings),
@@ -77,7 +77,7 @@ class BatchSettings:
 
 
 def uniforms(settings: Sequence[SamplingSettings], n_draws: int) -> Float64[np.ndarray, "batch draws"]:
-    """The numbers that `llorch.generate.sample_ids` would draw, one row per sequence."""
+    """Return the numbers that `llorch.generate.sample_ids` would draw, one row per sequence."""
     return np.stack([np.random.default_rng(s.seed).random(n_draws) for s in settings])
 
 
@@ -143,9 +143,10 @@ def softmax(logits: Wide) -> Wide:
 def probabilities(
     logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts
 ) -> Float[Tensor, "batch vocab"]:
-    """The distributions that sampling draws from; temperature 0 puts all on the likeliest token, ties to the lowest id.
+    """Compute the distributions that sampling draws from; removed tokens have probability zero.
 
-    Computed in float64 and rounded once, to float32 at least; zero for removed tokens.
+    Temperature 0 puts all probability on the likeliest token, and a tie goes to the lowest id. The distributions are
+    computed in float64 and rounded once, to float32 at least.
     """
     wide = _penalised(logits, settings, needs, seen, counts)
     best = torch.zeros_like(wide).scatter(-1, wide.argmax(-1, keepdim=True), 1.0)
@@ -171,7 +172,7 @@ def _penalised(
 
 
 def draw(distribution: Float[Tensor, "batch vocab"], u: PerRow) -> Int[Tensor, "batch 1"]:
-    """The token of each row whose stretch of the cumulated distribution holds `u`, 0 <= u < 1."""
+    """Return the token of each row whose stretch of the cumulated distribution holds `u`, 0 <= u < 1."""
     cumulated = distribution.double().cumsum(-1)
     token = torch.searchsorted(cumulated, u * cumulated[:, -1:], right=True)
     return token.clamp(max=distribution.shape[-1] - 1)  # never an index beyond the vocabulary, be the logits NaN
@@ -186,9 +187,10 @@ def choose(
     u: PerRow,
     allowed: Marks | None = None,
 ) -> tuple[Int[Tensor, "batch 1"], PerRow]:
-    """The next token of each row, and its log probability under the unfiltered logits; NaN where one is not finite.
+    """Choose the next token of each row, and return it with its log probability under the unfiltered logits.
 
-    `seen` are the tokens of prompt and answer, `counts` how often the answer has each, `allowed` what may come next.
+    The log probability is NaN where a logit of the row is not finite. `seen` marks the tokens of prompt and answer,
+    `counts` has how often the answer has each token, `allowed` marks the tokens that may come next (None: all).
     """
     scores = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if needs.sampled:

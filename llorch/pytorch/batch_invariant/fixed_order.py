@@ -110,7 +110,7 @@ def normalised(weights: Float[Tensor, "*rows topk"]) -> Float[Tensor, "*rows top
 
 
 def mixed(made: PerExpert, weights: Float[Tensor, "batch seq topk"]) -> Hidden:
-    """The weighted sum over the experts of a token."""
+    """Compute the weighted sum over the experts of a token, with the additions in a tree."""
     return tree_sum((widened(made) * widened(weights)[..., None]).mT)
 
 

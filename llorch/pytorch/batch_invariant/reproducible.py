@@ -95,7 +95,7 @@ def in_tiles(product: Product, x: Float[Tensor, "*rows in"], kind: object) -> Fl
 
 
 def _padded(rows: Float[Tensor, "rows width"], size: int) -> Float[Tensor, "size width"]:
-    """A copy with zeros below: new memory, because some kernels look at alignment too."""
+    """Copy rows and add zeros below; the memory is new, because some kernels look at alignment too."""
     tile = rows.new_zeros(size, rows.shape[1])
     tile[: len(rows)] = rows
     return tile
@@ -226,7 +226,7 @@ def _tiles(rows: Float[Tensor, "heads seq width"], kv_heads: int, n: int) -> Flo
 
 
 def _untiled(tiles: Float[Tensor, "tiles kv_heads rows width"], n: int) -> Float[Tensor, "heads seq width"]:
-    """The inverse, the last tile's rest included."""
+    """Invert `_tiles`; the result includes the rest of the last tile."""
     split = tiles.unflatten(2, (-1, n))  # (tiles, kv_heads, group, n, width)
     return split.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
 
@@ -290,7 +290,10 @@ def is_fixed(leaf: Any) -> bool:
 
 
 def _in_one_order(like: Tensor) -> KernelTable:
-    """The CPU's; without a compiler products by oneDNN, whose sums have one order for few and many rows."""
+    """Return the CPU kernels whose sums have one order; an empty table for other devices.
+
+    Without a compiler these are products by oneDNN, whose sums have one order for few and many rows.
+    """
     if like.device.type != "cpu":
         return {}
     keep_freed_memory()

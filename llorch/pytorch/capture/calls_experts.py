@@ -106,7 +106,7 @@ class Llama4Calls(Calls):
             self._product(args, made)
 
     def _product(self, args: tuple, made: torch.Tensor) -> None:
-        """The first of all experts makes gate and up, the second what comes out."""
+        """Show a product over all experts: the first makes gate and up, the second makes the experts' outputs."""
         is_first = not hasattr(self, "_is_second")
         self._is_second = True
         if self._chosen("expert_in" if is_first else "expert_act", args[0]):

@@ -122,7 +122,7 @@ class HookPoint:
 
 
 def shown_at(hook: str, config: ModelConfig | None, layer: int | None) -> str | None:
-    """The stage that a hook shows in a layer: of those that the layer has, the last one; None where it has none."""
+    """Return the stage that a hook shows: the last of its stages that the layer has; None where it has none."""
     for stage in reversed(HUGGINGFACE[hook]):
         if stage.applies_to(config, layer) if config else _WITHOUT_CONFIG.issuperset(stage.needs):
             return stage.name
@@ -147,7 +147,7 @@ def hook_points(
 
 
 def config_of(model: nn.Module) -> ModelConfig | None:
-    """What transformers' configuration of a model says; None for models of others, and families that we do not know."""
+    """Read the transformers configuration of a model; None for other models, and for families that llorch lacks."""
     theirs: Any = getattr(model, "config", None)
     if not hasattr(theirs, "to_dict"):
         return None
@@ -234,7 +234,7 @@ class _Softmax(TorchFunctionMode):
 
 
 def without_batch(stage: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the only sequence of a batch; experts see rows, which have no batch."""
+    """Return a view of the only sequence of a batch; arrays of experts have rows and no batch, and are unchanged."""
     axes = BY_NAME[stage].axes.split() if stage in BY_NAME else []
     return tensor[0] if tensor.dim() == len(axes) + 1 and len(tensor) == 1 else tensor
 
@@ -308,5 +308,5 @@ def _attention_kind(model: nn.Module) -> str:
 
 
 def _on_cpu(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """A tensor in one piece in memory, and its dtype."""
+    """Return a tensor on the CPU, in one piece of memory, and the name of its dtype."""
     return tensor.detach().cpu().contiguous(), str(tensor.dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ def is_part(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """What this process has of it, in the same memory; it has no gradient."""
+    """Return the part of a tensor that this process has, in the same memory; the part has no gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -25,7 +25,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(example: Tensor, part: Tensor) -> Tensor:
-    """A part of another tensor that is cut as the example is."""
+    """Make a DTensor of a part of another tensor that is cut as the example is; a plain example changes nothing."""
     if not isinstance(example, DTensor):
         return part
     kind = {"shape": example.shape, "stride": example.stride(), "run_check": False}
@@ -33,7 +33,7 @@ def like(example: Tensor, part: Tensor) -> Tensor:
 
 
 def part_of(complete: Tensor, example: Tensor) -> Tensor:
-    """What this process has of a tensor that is to be cut as the example is; it may be nothing."""
+    """Return this process's part of a tensor that is to be cut as the example is; the part may be empty."""
     if not isinstance(example, DTensor):
         return complete
     mesh = example.device_mesh

@@ -32,7 +32,11 @@ class Ending:
         self._seconds = f"{timeout.total_seconds():g} s"
 
     def of(self, error: BaseException, code: int, line: str) -> BaseException:
-        """What this rank ends with, given what it raised, and the exit code and the line of that."""
+        """Return the exception with which this rank ends.
+
+        `error` is the exception that this rank raised; `code` and `line` are the exit code and the line of that
+        exception.
+        """
         try:
             said = self._why(error, code, line)
             here = self._here() if said is None else {}
@@ -50,7 +54,7 @@ class Ending:
         return RankFailed(f"rank {said['rank']}: {said['line']}", said["code"])
 
     def _why(self, error: BaseException, code: int, line: str) -> Mapping[str, Any] | None:
-        """What the first rank that failed has said, which may be this one; None where nobody has."""
+        """Return the message of the first rank that failed, which may be this rank; None where there is no message."""
         if isinstance(error, KeyboardInterrupt):  # also of a launcher that has lost a rank
             return self._read() or {"rank": self._rank}
         return self._awaited(error) if is_of_messages(error) else self._left(code, line)
@@ -61,11 +65,11 @@ class Ending:
         return json.loads(self._store.compare_set("first", "", mine))
 
     def _read(self) -> Mapping[str, Any] | None:
-        """What another rank has left."""
+        """Read the message that another rank has left; None where there is none."""
         return json.loads(self._store.get("first")) if self._store.check(["first"]) else None
 
     def _awaited(self, error: BaseException) -> Mapping[str, Any] | None:
-        """The same, once it had time to; meanwhile the others learn that this one is there."""
+        """Wait for the message of another rank; meanwhile the other ranks learn that this rank is there."""
         self._store.set(f"here {self._rank}", "late" if _is_late(error) else "")
         end = time.monotonic() + GRACE.total_seconds()
         while (said := self._read()) is None and time.monotonic() < end:
@@ -106,6 +110,6 @@ def _has(error: BaseException, words: Collection[str]) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """What torch says, without where in its sources."""
+    """Return the message of an error of torch, without the place in torch's sources."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return text.rpartition(".cc:")[2].partition("] ")[2][:120] or text[:120]

@@ -81,7 +81,7 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
 
 @contextmanager
 def _handlers_put_back() -> Iterator[None]:
-    """The launcher leaves handlers of its own behind, for whatever this process does next."""
+    """Put the signal handlers of this process back, because the launcher leaves different handlers behind."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -143,7 +143,10 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def first(self, work: Callable[[], Made]) -> Made:
-        """What the first rank makes, for all; where it raises the others do, a RankFailed."""
+        """Call `work` on the first rank and return the result on all ranks.
+
+        Where `work` raises, the other ranks raise RankFailed.
+        """
         if self.mesh is None:
             return work()
         made: list[Any] = [None, False]
@@ -156,7 +159,7 @@ class Ranks:
         return made[0]
 
     def largest(self, number: int) -> int:
-        """The largest number of all ranks."""
+        """Return the largest number of all ranks."""
         found = torch.tensor(number)
         if self.mesh is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -177,7 +180,7 @@ class Ranks:
 
 
 def summed(part: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """The sum over the ranks of one axis, in place."""
+    """Sum a tensor over the ranks of one axis, in place; None for `ranks` leaves the tensor unchanged."""
     if ranks is not None:
         dist.all_reduce(part, group=ranks.get_group())
     return part

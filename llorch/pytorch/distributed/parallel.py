@@ -63,17 +63,17 @@ def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """The axes of a mesh by name, and how many ranks each has."""
+    """Return the number of ranks of each axis of a mesh, by the name of the axis."""
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def named_on(target: Target, mesh: DeviceMesh) -> str:
-    """What rows call a target on a mesh, `torch-cpu-float32-dp2-tp2`."""
+    """Return the name of a target on a mesh in rows of results, `torch-cpu-float32-dp2-tp2`."""
     return "-".join([str(target), *(f"{axis}{size}" for axis, size in axes_of(mesh).items() if size > 1)])
 
 
 def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
-    """What a rank keeps of each weight as it is loaded, so that none has the whole model.
+    """Return the function that cuts each weight as it is loaded, so that no rank has the whole model.
 
     Raises:
         ValueError: As `parallelize`.
@@ -85,14 +85,15 @@ def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
 
 
 def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that share layers, where there are several."""
+    """Return the ranks that share layers, where there are several; else None."""
     return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
 
 
 def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
-    """What the rank has of a weight, or of a field of a packed one, by the attribute path of its matrix.
+    """Return the rank's part of a weight, or of a field of a packed weight, by the attribute path of its matrix.
 
-    What is added to a sum over ranks is added by the first of them. Raises ValueError where blocks would be torn apart.
+    A bias that is added to a sum over ranks is whole on the first rank and zero on the others. Raises ValueError where
+    blocks would be torn apart.
     """
     rank, n_ranks, axis = ranks.get_local_rank(), ranks.size(), cut_axis(path)
     if axis is None:
@@ -139,7 +140,7 @@ class Together(nn.Module):
         _sharded(self, module, ranks)
 
     def forward(self, work: Callable[[CausalLM], Any]) -> Any:
-        """What work makes of the model."""
+        """Call `work` with the model and return the result."""
         return work(self.module)
 
     def gather_gradients(self, *, now: bool) -> None:
@@ -150,7 +151,7 @@ class Together(nn.Module):
 
 
 def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
-    """The parts of all ranks beside each other along an axis."""
+    """Gather the parts of all ranks beside each other along an axis."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
     dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
     return torch.cat(parts, axis)
@@ -196,19 +197,22 @@ def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
 
 
 def _own_part(parameter: Tensor) -> Tensor:
-    """What a rank computes with: of a factor that all of them have whole, each finds a part of the gradient."""
+    """Return the tensor that a rank computes with.
+
+    If all ranks have a factor whole, each rank finds a part of the factor's gradient.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
 
 
 def _entering(x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """The input of a cut layer; its gradients on all ranks are summed."""
+    """Return the input of a cut layer unchanged; its gradients on all ranks are summed."""
     return DTensor.from_local(x, ranks, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def _leaving(part: Tensor, ranks: DeviceMesh) -> Tensor:
-    """The sum of what all ranks made; its gradient is that of each part."""
+    """Sum the results of all ranks; the gradient of the sum is the gradient of each part."""
     return (
         DTensor.from_local(part, ranks, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     )

@@ -26,7 +26,10 @@ class OwnExperts(ExpertsModule):
         self.first = first
 
     def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
-        """What each of the chosen experts that are here makes of its token, or of its share of it."""
+        """Compute the outputs of the chosen experts that are on this rank, and zeros for the others.
+
+        An expert is given its token, or its share of the token.
+        """
         mine = (ids >= self.first) & (ids < self.first + self.gate_proj.n_experts)
         x = h if h.dim() > ids.dim() else h[:, :, None].expand(*ids.shape, -1)
 

@@ -55,7 +55,7 @@ class ParallelModel(TorchModel):
         raise ValueError("tensor parallel: generation cannot split an adapter; merge it first with llorch lora merge")
 
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
-        """An empty cache for the heads of this rank."""
+        """Create an empty cache for the heads of this rank."""
         kind = {"dtype": self.target.dtype, "device": self.target.device}
         config = of_a_rank(self.config, self.ranks.size())
         return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
@@ -67,7 +67,7 @@ class ParallelModel(TorchModel):
 
 
 def of_the_first(ranks: DeviceMesh) -> Agree:
-    """What lets every rank go on with the tokens that the first one chose, and their log probabilities."""
+    """Return a function that gives every rank the tokens of the first rank and their log probabilities."""
 
     def agree(token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.cat((token.double(), logprob))  # a float64 holds every id

@@ -68,6 +68,6 @@ def cut_axis(path: str) -> int | None:
 
 
 def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
-    """The heads and the inner width that a rank has, as its cache and its memory are to hold them."""
+    """Return the configuration with the heads and the inner width of one rank, for its cache and its memory."""
     sizes = {name: getattr(config, name) // n_ranks for name in ("n_heads", "n_kv_heads", "intermediate_size")}
     return replace(config, **sizes)

@@ -46,7 +46,7 @@ def _conv(config: ModelConfig, at: Target) -> KernelExample:
 
 
 def _real_rows(made: tuple[Tensor, Tensor], real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What stands at padding means nothing."""
+    """Set rows at padding to zero, because their values mean nothing."""
     return made if real is None else (made[0] * real[..., None], made[1])
 
 

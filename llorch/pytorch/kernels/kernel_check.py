@@ -84,7 +84,7 @@ def tried(kind: str, leaves: KernelTable, at: Target, clock: Clock) -> KernelVer
 
 
 def _ours(kind: str, leaves: KernelTable, plain: Any) -> Any:
-    """A leaf made of a copy, which shares the weights; a block is tried in a model with all leaves."""
+    """Make a kernel of a copy that shares the weights; a block is tried in a model with all kernels."""
     if isinstance(plain, nn.Module):
         plain = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
     if kind != "block":
@@ -124,10 +124,11 @@ def _decoding(example: KernelExample, leaf: Any, dtype: torch.dtype) -> Callable
 
 
 def seconds(device: torch.device, kind: str) -> Clock:
-    """What takes the time of a call of a kind of leaf: Triton's own on CUDA, of a recorded call.
+    """Return the function that times a call of a kind of kernel; on CUDA it is Triton's, of a recorded call.
 
-    Recorded, because steps of decoding are, and because a host takes longer to launch a small kernel than it runs:
-    unrecorded, the one that saves no launch would seem the faster. What records itself is timed as it is called.
+    Calls are recorded because steps of decoding are recorded, and because a host takes longer to launch a small kernel
+    than the kernel runs. Unrecorded, the kernel that saves no launch would seem the faster. A kernel that records
+    itself is timed as it is called.
     """
     if device.type != "cuda":
         return _least
@@ -160,7 +161,7 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
 
 
 def _of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:
-    """An example of a leaf that is given tensors only."""
+    """Make an example of a kernel that is given tensors only."""
     return KernelExample(plain, lambda dtype: [tuple(tensor.to(dtype) for tensor in given) for given in inputs])
 
 
@@ -220,7 +221,7 @@ def _rotate(config: ModelConfig, at: Target) -> KernelExample:
 
 
 def _block(config: ModelConfig, at: Target) -> KernelExample:
-    """A whole model of one layer, which reads a padded prompt and goes on."""
+    """Make an example of a block: a whole model of one layer, which reads a padded prompt and goes on."""
     model = random_model(config, at)
     use_sdpa(model)
     ids = torch.arange(12, device=at.device).view(2, 6)
@@ -240,7 +241,10 @@ def _block(config: ModelConfig, at: Target) -> KernelExample:
 
 
 def _graph(config: ModelConfig, at: Target) -> KernelExample:
-    """Some steps of one sequence, replayed and one by one; these are the truth, in the dtype itself."""
+    """Make an example of a graph: some steps of one sequence, replayed and one by one.
+
+    The steps one by one are the reference, in the dtype itself.
+    """
     model = random_model(config, at)
     use_sdpa(model)
 

@@ -75,7 +75,10 @@ def speed_up(
 
 
 def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelVerdict]:
-    """What was found of some kinds of leaves, now or, unless it is to be found anew, by an earlier process."""
+    """Return the verdicts on some kinds of kernels, found now or by an earlier process.
+
+    `anew`: do not use the verdicts of an earlier process.
+    """
     folder = private_folder()
     kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
     found = {} if kept is None or anew else _read(kept)
@@ -118,7 +121,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main(results: str, device: str, dtype: str, *kinds: str) -> None:
-    """What the other process does: a line of results for each leaf, as soon as it is tried."""
+    """Try each kernel in a separate process, and write a line of results as soon as a kernel is tried."""
     at = target(device, dtype)
     compute_as_named(at)
     leaves = leaves_for(at.device, at.dtype, required=True)
@@ -153,7 +156,10 @@ def device_name(device: torch.device) -> str:
 
 
 def _name(at: Target) -> str:
-    """What decides the results: the device with its driver, who compiles, the dtype, and every source of this path."""
+    """Hash everything that decides the results.
+
+    The results depend on the device with its driver, the compiler, the dtype, and every source of this path.
+    """
     if at.device.type == "cpu":
         where = identity(find_compiler() or [])
     else:
@@ -165,7 +171,7 @@ def _name(at: Target) -> str:
 
 
 def driver() -> str:
-    """The version of the driver, as Linux tells it."""
+    """Return the version of the NVIDIA driver, as Linux tells it or else as torch finds it."""
     try:
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:

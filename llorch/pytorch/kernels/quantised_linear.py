@@ -43,7 +43,7 @@ class PackedMatrix(nn.Module):
         return {name: self.get_buffer(name).view(dtype) for name, dtype in self._dtypes.items()}
 
     def extra_repr(self) -> str:
-        """What torch prints of the module."""
+        """Return the text that torch prints of the module."""
         return f"{self.ggml_type.name}, out_features={self.out_features}, in_features={self.in_features}"
 
 
@@ -93,7 +93,7 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of the input."""
+        """Compute the gradient of the input; the layer gets None."""
         return back_by_tiles(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
 
 

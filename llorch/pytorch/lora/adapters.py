@@ -83,7 +83,10 @@ def activate(module: CausalLM, name: str | None) -> None:
 
 
 def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, nn.Parameter]:
-    """The very parameters of an adapter that the forward pass uses, by names and in order of `Adapter.flat`."""
+    """Return the very parameters of an adapter that the forward pass uses.
+
+    Names and order are those of `Adapter.flat`.
+    """
     require_adapter(module, name)
     return {
         f"{target.name}.{kind}": parameter
@@ -134,7 +137,7 @@ def paths_of(target: LoraTarget) -> list[str]:
 
 
 def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraLeaf:
-    """A leaf of a target, wrapped now if it was not."""
+    """Return the wrapped module of a target; wrap it now if it is not wrapped yet."""
     leaf = module.get_submodule(path)
     if not isinstance(leaf, LoraLeaf):
         fixed = is_fixed(getattr(module.lm_head, "base_layer", module.lm_head))

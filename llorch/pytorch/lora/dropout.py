@@ -37,7 +37,10 @@ def token_keys(
 
 
 def salt_of(name: str) -> int:
-    """The number of a matrix, `layers.0.q_proj`: leaves that have parts of one drop the same of their input."""
+    """Hash the name of a matrix, `layers.0.q_proj`, to a number.
+
+    Modules that have parts of one matrix drop the same features of their input.
+    """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 
 
@@ -113,7 +116,7 @@ def _mix(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
 
 
 def _bits(h: Int32[Tensor, "rows width"], b: Int32[Tensor, "rows 1"]) -> Int32[Tensor, "rows width"]:
-    """The second half of what the module says of a feature's bits, in the memory of the first."""
+    """Compute the second half of the bits of features, by this module's formula, in the memory of the first half."""
     h ^= _right(h, 16)
     h *= _FIRST32
     h ^= b

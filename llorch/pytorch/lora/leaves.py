@@ -77,17 +77,20 @@ class DeltaFunction(torch.autograd.Function):
 
 
 def _narrow(x: Tensor, lora_A: Tensor, scaling: float, mask: Tensor | None, share: float) -> Float[Tensor, "*rows r"]:
-    """What goes into B: where scaling is cheapest."""
+    """Compute the input of B; it is scaled already, because scaling is cheapest there."""
     return linear(_wide(x, mask, share, lora_A.dtype), lora_A) * scaling
 
 
 def _wide(x: Tensor, mask: Tensor | None, share: float, dtype: torch.dtype) -> Tensor:
-    """The input in the dtype of the computation, less what is dropped."""
+    """Return the input in the dtype of the computation, without the dropped features.
+
+    The kept features are divided by 1 - share.
+    """
     return x.to(dtype) if mask is None else x.to(dtype) * mask / (1 - share)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """What a process has that shares nothing with others."""
+    """Return the tensor unchanged, for a process that shares nothing with others."""
     return tensor
 
 
@@ -102,7 +105,7 @@ class AdapterSetting:
     rows: Tensor | None = None  # of lora_B, where the adapter stands beside several leaves
 
     def of_leaf(self, lora_B: Tensor) -> Tensor:
-        """What of lora_B, or of magnitudes, belongs to this leaf."""
+        """Return the rows of lora_B, or of magnitudes, that belong to this module."""
         return lora_B if self.rows is None else lora_B[self.rows]
 
 
@@ -183,13 +186,16 @@ class LoraLeaf(Dropping):
         return {kind: store[name] for kind, store in stores.items() if name in store}
 
     def start_of(self, name: str) -> LoraTensors | None:
-        """What is taken off what an adapter makes, as float32."""
+        """Return the factors whose product is taken off the adapter's result, as float32; None if there are none."""
         if name not in self.start_A:
             return None
         return LoraTensors(as_float32(self.start_A[name]), as_float32(self.start_B[name]))
 
     def forward(self, x: Tensor, *chosen: Tensor) -> Tensor:
-        """What the leaf makes, with what the active adapters make of it; experts are given who chose them, too."""
+        """Compute the result of the base with the results of the active adapters.
+
+        Modules of experts also take the ids of the chosen experts.
+        """
         y = self.base_layer(x, *chosen)
         for name, rows in self.parts:
             if rows is None:
@@ -200,11 +206,11 @@ class LoraLeaf(Dropping):
         return y
 
     def adapted(self, name: str, x: Tensor, y: Tensor, *chosen: Tensor) -> Tensor:
-        """The result of one adapter, given that of the base."""
+        """Compute the result with one adapter, given the result `y` of the base."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """What torch prints of the module."""
+        """Return the text that torch prints of the module."""
         return f"adapters={', '.join(self.names)}"
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor]:
@@ -305,7 +311,7 @@ class LoraEmbedding(LoraLeaf):
 
 
 def weight_tiles(leaf: Any) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-    """The matrix of a leaf, some rows at a time: as stored where they are dense, float32 where they are packed."""
+    """Yield the matrix of a module, some rows at a time: as stored where dense, float32 where packed."""
     leaf = leaf.leaf if isinstance(leaf, FixedRows) else leaf
     if isinstance(leaf, PackedMatrix):
         yield from tiles(leaf.fields, leaf.ggml_type, torch.float32)
@@ -316,10 +322,10 @@ def weight_tiles(leaf: Any) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
 
 
 def bias_of(leaf: Any) -> Float[Tensor, " out"] | None:
-    """What a projection adds to its product."""
+    """Return the bias that a projection adds to its product; None where it has none."""
     return leaf.leaf.bias if isinstance(leaf, FixedRows) else leaf.bias
 
 
 def as_float32(tensor: Tensor) -> Float32[np.ndarray, "*shape"]:
-    """A copy for NumPy, in the dtype of adapters; of a part all ranks have to ask for it."""
+    """Copy a tensor for NumPy, in the dtype of adapters; if ranks have parts of it, all ranks have to call this."""
     return all_of(tensor.detach()).to("cpu", torch.float32).numpy().copy()

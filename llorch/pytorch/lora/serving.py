@@ -83,7 +83,11 @@ class AdaptedModules(Opened):
         self._compiled.pop(name, None)
 
     def module_for(self, adapters: Sequence[str | None]) -> CausalLM:
-        """The module of a batch: one and the same view wherever all want the same adapter, the base where none does."""
+        """Return the module of a batch, with the adapters of its sequences.
+
+        It is one and the same view wherever all sequences want the same adapter, and the base where none wants one.
+        Raises ValueError if a compiled model is to use several adapters.
+        """
         for name in adapters:
             require_known(name, self.adapters)
         (first, *others) = dict.fromkeys(adapters)
@@ -100,7 +104,7 @@ class AdaptedModules(Opened):
         return self._uniform[first]
 
     def compiled_for(self, module: CausalLM, adapter: str | None, *, growing: bool) -> Forward:
-        """A module from `module_for` through torch.compile, once; see `compiled_forward`."""
+        """Compile a module from `module_for` with torch.compile, once; see `compiled_forward`."""
         if adapter not in self._compiled or self._compiled[adapter][0] is not module:
             self._compiled[adapter] = module, compiled_forward(module, growing=growing)
         return self._compiled[adapter][1]

@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         self.rule: Any = delta_rule
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """What the delta net adds to the residual stream."""
+        """Compute the array that the delta net adds to the residual stream."""
         net, real = self.net, place.real
         before = cache.state(self.layer) or State.empty(net, len(h), h.dtype, h.device)
         qkv, z = keep("qkv_in", self.in_proj_qkv(h)), keep("z_in", self.in_proj_z(h))
@@ -80,7 +80,7 @@ class ShortConv(nn.Module):
         self.act: Any = silu
 
     def forward(self, x: Channels, before: Taps, real: Real) -> tuple[Channels, Taps]:
-        """What comes out, and the last inputs of each sequence; `before` are those of earlier passes."""
+        """Compute the outputs, and the last inputs of each sequence; `before` has the last inputs of earlier passes."""
         seq, taps = x.shape[1], before.shape[1]
         if real is None:
             rows = torch.cat((before.to(x.dtype), x), dim=1)  # (batch, taps + seq, conv_width)
@@ -125,5 +125,5 @@ def softplus(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def _take(
     rows: Float[Tensor, "batch rows conv_width"], at: Int[Tensor, "batch n"]
 ) -> Float[Tensor, "batch n conv_width"]:
-    """Some rows of each sequence."""
+    """Take some rows of each sequence."""
     return rows.gather(1, at[..., None].expand(-1, -1, rows.shape[-1]))

@@ -29,7 +29,10 @@ Matrices = Float[Tensor, "batch v_heads key_dim value_dim"]
 def delta_rule(
     q: Keys, k: Keys, v: Values, beta: OfHeads, log_decay: OfHeads, state: Matrices
 ) -> tuple[Values, Matrices]:
-    """What each token reads, and the state after the last; value head h has key head h // (v_heads / k_heads)."""
+    """Compute the value that each token reads, and the state after the last token.
+
+    Value head h has key head h // (v_heads / k_heads).
+    """
     k_heads, step = k.shape[2], 1 if q.shape[1] <= FEW else CHUNK
     q, k = ((x * scale).transpose(1, 2)[:, :, None] for x, scale in ((q, k.shape[-1] ** -0.5), (k, 1)))
     v, beta, log_decay = (_grouped(x, k_heads) for x in (v, beta[..., None], log_decay[..., None]))
@@ -64,7 +67,10 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, sta
 
 
 def _decays(log_decay: Float[Tensor, "*heads seq 1"]) -> tuple[Float[Tensor, "*heads seq seq"], Tensor]:
-    """What is left at token i of what token j wrote, 0 before it was, and of the state before the chunk."""
+    """Compute the share that token i keeps of the write of token j, and the share of the state before the chunk.
+
+    The share is 0 before token j wrote.
+    """
     seq = log_decay.shape[-2]
     later = torch.ones(seq, seq, dtype=torch.bool, device=log_decay.device).tril(-1)
     sums = log_decay.expand(*log_decay.shape[:-1], seq).where(later, 0).cumsum(-2)

@@ -43,7 +43,7 @@ class SparseMoe(nn.Module):
         self.mixed: Any = mixed
 
     def forward(self, h: Hidden, keep: Keep) -> Hidden:
-        """What the feed-forward part adds to the residual stream."""
+        """Compute the array that the feed-forward part adds to the residual stream."""
         logits = keep("router_logits", self.gate(h))
         probs = keep("router_probs", self.softmax(widened(logits)))
         ids = keep("topk_ids", probs.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_chosen])
@@ -72,7 +72,7 @@ class ExpertsModule(nn.Module):
         self.act: Any = swiglu
 
     def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
-        """What each of the chosen experts makes of its token, or of its share of it."""
+        """Compute the output of each chosen expert for its token, or for its share of the token."""
         x = h if h.dim() > ids.dim() else h[:, :, None]  # (batch, seq, 1 or topk, hidden)
         gate, up = keep("expert_gate", self.gate_proj(x, ids)), keep("expert_up", self.up_proj(x, ids))
         return keep("expert_out", self.down_proj(keep("expert_act", self.act(gate, up)), ids))
@@ -175,5 +175,5 @@ def normalised(weights: Float[Tensor, "*rows topk"]) -> Float[Tensor, "*rows top
 
 
 def mixed(made: PerExpert, weights: Float[Tensor, "batch seq topk"]) -> Hidden:
-    """The weighted sum over the experts of a token, in at least float32."""
+    """Compute the weighted sum over the experts of a token, in at least float32."""
     return (widened(weights)[..., None, :] @ widened(made))[..., 0, :]

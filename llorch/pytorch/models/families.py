@@ -24,12 +24,12 @@ from llorch.pytorch.models.positions import AttentionByPosition
 
 
 def build(config: ModelConfig) -> CausalLM:
-    """The modules of a model of any family, without weights."""
+    """Build the modules of a model of any family, without weights."""
     return CausalLM(config, parts_of)
 
 
 def parts_of(config: ModelConfig, layer: int) -> Mapping[str, nn.Module]:
-    """The parts of a layer that are not the dense ones."""
+    """Build the parts of a layer that are not the dense parts."""
     this, parts = config.layer(layer), dict[str, nn.Module]()
     if this.mixer == "delta_net":
         parts["linear_attn"] = GatedDeltaNet(config, layer)

@@ -25,7 +25,7 @@ class GatedAttention(Attention):
         self.sigmoid: Any = torch.sigmoid
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """What attention adds to the residual stream."""
+        """Compute the array that attention adds to the residual stream."""
         q, gate = keep("q_gate_proj", self.q_proj(h)).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k = keep("k_proj", self.k_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)
         v = keep("v_proj", self.v_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)

@@ -11,7 +11,7 @@ class Llama4Moe(SparseMoe):
     """Route each token to a few experts, multiply what each is given, add up what they make, and the shared one."""
 
     def forward(self, h: Hidden, keep: Keep) -> Hidden:
-        """What the feed-forward part adds to the residual stream."""
+        """Compute the array that the feed-forward part adds to the residual stream."""
         logits = keep("router_logits", self.gate(h))
         ids = keep("topk_ids", logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_chosen])
         weights = keep("topk_weights", self.sigmoid(widened(logits.gather(-1, ids))).to(h.dtype))

@@ -30,7 +30,7 @@ class AttentionByPosition(Attention):
             self.rotate = Rotation(config, layer)
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """What attention adds to the residual stream."""
+        """Compute the array that attention adds to the residual stream."""
         here = place if self.bound is None else replace(place, visible=place.near[self.bound])
         return super().forward(h, here, cache, keep)
 
@@ -49,7 +49,7 @@ class Rotation(nn.Module):
     def forward(
         self, q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
     ) -> tuple[Heads, Context, Context]:
-        """Queries, and the whole context."""
+        """Return the queries, and the keys and values of the whole context."""
         if self.turn is not None:
             q, k = (
                 keep("q_rope", self.turn(q, place.cos, place.sin)), keep("k_rope", self.turn(k, place.cos, place.sin))

@@ -116,7 +116,7 @@ class ContinuousBatch:
             )
 
     def _root(self, module: CausalLM) -> bytes:
-        """What keys of prefixes begin with: pages of an adapter mean nothing to another."""
+        """Return the start of the keys of prefixes, by module: pages of an adapter mean nothing to another adapter."""
         if module not in self._roots:
             self._roots[module] = next(self._n_roots).to_bytes(8)
         return self._roots[module]
@@ -170,7 +170,7 @@ class ContinuousBatch:
         run.n_done = n_done
 
     def _chosen(self, runs: Mapping[int, ServedJob], logits: Float[Tensor, "batch vocab"]) -> Results:
-        """The next token of each job, or what went wrong with it alone."""
+        """Choose the next token of each job; a job that fails alone gets its error instead."""
         rows, step = [run.choosing for run in runs.values()], 1 if self._model.mode == "reproducible" else len(runs)
         parts = range(0, len(rows), step)
         made = [one for at in parts for one in next_tokens(rows[at : at + step], logits[at : at + step])]

@@ -23,11 +23,14 @@ class Choosing:
         self._numbers = np.random.default_rng(job.settings.seed)
 
     def draw(self) -> float:
-        """The next number of the seed."""
+        """Draw the next number of the seed."""
         return float(self._numbers.random())
 
     def allowed(self) -> Bool[np.ndarray, " vocab"] | None:
-        """What may come next, None for all; ValueError for nothing, and whatever the guide raises."""
+        """Mark the tokens that may come next; None stands for all.
+
+        Raises ValueError if no token is allowed, and any error of the guide.
+        """
         if self.job.guide is None:
             return None
         allowed, n = np.asarray(self.job.guide.allowed(), bool), self.seen.shape[1]
@@ -48,9 +51,10 @@ class Choosing:
 
 
 def next_tokens(rows: Sequence[Choosing], logits: Float[Tensor, "batch vocab"]) -> list[Sampled | Exception]:
-    """The next token of each row; its log probability is NaN where a logit is not finite. What a guide raises is given.
+    """Choose the next token of each row; a row whose guide raises gets the exception.
 
-    Rows are computed together, so that a last bit of one may depend on the others; one row has the bits of `generate`.
+    The log probability of a token is NaN where a logit of its row is not finite. Rows are computed together, so that a
+    last bit of one row may depend on the others. One row alone has the bits of `generate`.
     """
     made: list[Sampled | Exception] = []
     masks = [_given(row) for row in rows]
@@ -75,7 +79,7 @@ def _given(row: Choosing) -> Bool[np.ndarray, " vocab"] | Exception | None:
 def _settings(
     rows: Sequence[Choosing], device: torch.device
 ) -> tuple[BatchSettings, Needs, Bool[Tensor, "batch vocab"], Tensor, Tensor]:
-    """Settings, needs, what penalties look at, and numbers, for `choose`."""
+    """Return settings, needs, the tokens that penalties look at, and random numbers, for `choose`."""
     settings = [row.job.settings for row in rows]
     needs, first = Needs.of(settings), rows[0]
     seen = torch.cat([row.seen for row in rows]) if needs.penalty else first.seen.expand(len(rows), -1)
@@ -87,7 +91,7 @@ def _settings(
 def _stacked(
     masks: Sequence[Bool[np.ndarray, " vocab"] | Exception | None], logits: Float[Tensor, "batch vocab"]
 ) -> Bool[Tensor, "batch vocab"] | None:
-    """What each row may have next; None where there are no guides."""
+    """Stack the marks of the tokens that each row may have next; None where there are no guides."""
     if all(mask is None for mask in masks):
         return None
     every = np.ones(logits.shape[1], bool)
@@ -95,7 +99,7 @@ def _stacked(
 
 
 def top_of(logits: Float[Tensor, " vocab"], n: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens with their log probabilities before any filter; of equal ones the lowest id first."""
+    """Return the likeliest tokens with their log probabilities before any filter; of equal ones the lowest id first."""
     logprobs = logits.double().log_softmax(-1)
     least = logprobs.topk(min(n, len(logprobs))).values[-1]
     ids = (logprobs >= least).nonzero()[:, 0]

@@ -97,7 +97,7 @@ class PagedCache(Cache):
             self._first = page
 
     def state(self, layer: int) -> State | None:
-        """What a delta net remembers of the sequences of the pass."""
+        """Return the states of a layer's delta net for the sequences of the pass."""
         every = self.states[layer]
         return State(every.conv[self._rows], every.delta[self._rows])
 

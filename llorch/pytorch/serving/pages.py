@@ -102,5 +102,5 @@ class Pages:
 
 
 def next_key(before: bytes, ids: Sequence[int]) -> bytes:
-    """The key of a prefix that is one page longer than that of the key `before`."""
+    """Return the key of a prefix that is one page longer than the prefix of the key `before`."""
     return hashlib.sha256(before + np.asarray(ids, np.int64).tobytes()).digest()

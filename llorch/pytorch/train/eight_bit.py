@@ -33,10 +33,10 @@ class CodeBook:
 
 
 def code_book(*, signed: bool) -> CodeBook:
-    """The 256 values for numbers of -1 ... 1 or of 0 ... 1, with thresholds half way between them.
+    """Return the 256 values for numbers of -1 ... 1 or of 0 ... 1, with thresholds half way between them.
 
-    bitsandbytes makes its grid with torch's float32 `linspace`, whose last bits depend on the processor; ours are
-    rounded once.
+    bitsandbytes makes its grid with torch's float32 `linspace`, whose last bits depend on the processor; llorch's
+    values are rounded once.
     """
     positive = [10.0 ** (i + 1 - _DECADES) * _cells(2 ** (i + (not signed))) for i in range(_DECADES)]
     values = np.concatenate([*positive, *(-part for part in positive if signed), [0.0, 1.0]]).astype(np.float32)
@@ -61,7 +61,7 @@ class EightBit:
 
 
 def zeros(like: Float[Tensor, "*shape"]) -> EightBit:
-    """A tensor of zeros in the shape of another."""
+    """Create a tensor of zeros in the shape of another tensor."""
     absmax = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
     return EightBit(torch.zeros_like(like, dtype=torch.uint8), absmax)
 
@@ -75,7 +75,7 @@ class Codec:
         self.low, self.split, self.high = (torch.from_numpy(table).to(device) for table in cells(book))
 
     def decode(self, x: EightBit) -> Float32[Tensor, "..."]:
-        """The numbers that codes stand for."""
+        """Decode codes to the numbers that they stand for."""
         codes = _blocks(x.codes)
         blocks = self.values.index_select(0, codes.flatten().int()).view(codes.shape) * x.absmax[:, None]
         return blocks.flatten()[: x.codes.numel()].view(x.codes.shape)
@@ -107,5 +107,5 @@ def cells(
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """The flattened tensor in rows of one block, zeros behind its end."""
+    """Return the flattened tensor in rows of one block, with zeros after its end."""
     return pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)

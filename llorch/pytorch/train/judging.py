@@ -64,7 +64,7 @@ def judge_adapter(
 
 
 def _rows(data: TrainingData, split: str | None, name: str) -> tuple[str, PackedRows]:
-    """The rows of a split, and its name."""
+    """Return the name of a split and its rows; None picks the last split that has rows, of train, valid, test."""
     splits = {name: examples for name in ("train", "valid", "test") if len(examples := getattr(data, name))}
     chosen = split or list(splits)[-1]
     if chosen not in splits:

@@ -110,7 +110,10 @@ def _chunk(
     *,
     smoothing: float,
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows hidden"], Sequence[Tensor | None]]:
-    """The loss of every row, and the gradients of the rows and of what is trained; its logits end with it."""
+    """Compute the loss of every row, and the gradients of the rows and of the trained tensors.
+
+    The logits of the chunk are freed at the end.
+    """
     x = rows.detach().requires_grad_()
     with torch.enable_grad():
         logits = lm_head(x)
@@ -122,7 +125,7 @@ def _chunk(
 def _token_losses(
     logits: Float[Tensor, "rows vocab"], targets: Int64[Tensor, " rows"], *, smoothing: float
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
-    """The loss of every row, and its gradient in the memory of the logits."""
+    """Compute the loss of every row, and its gradient in the memory of the logits."""
     index = torch.arange(len(logits), device=logits.device)
     wide = widened(logits)
     wide -= wide.amax(-1, keepdim=True)

@@ -47,15 +47,15 @@ class Watcher(Protocol):
     """Is told what a run does."""
 
     def begins(self, training: Training) -> None:
-        """Model and data are loaded, and the state of a resumed run is."""
+        """Take the training: model and data are loaded, and so is the state of a resumed run."""
         ...
 
     def made(self, report: StepReport) -> None:
-        """A step was made."""
+        """Take the report of a step that was made."""
         ...
 
     def validated(self, step: int, loss: float) -> None:
-        """The validation set was run."""
+        """Take the loss on the validation set after a step."""
         ...
 
     def note(self, line: str) -> None:
@@ -75,7 +75,10 @@ class RunResult:
 
 
 def saved_settings(folder: Path) -> Mapping[str, Any]:
-    """The settings of a run that is there."""
+    """Read the settings of an existing run.
+
+    Raises FileNotFoundError where there is no run, and FormatError where its settings are no object.
+    """
     if not (folder / RUN).is_file():
         raise FileNotFoundError(f"{folder}: there is no run to resume, it has no {RUN}; start it without --resume")
     values = read_json(folder / RUN, limit=_LIMIT)
@@ -164,7 +167,7 @@ class Run:
                 self._save(log.synced())
 
     def _stopped_by(self, stop: StopRequest) -> int:
-        """The signal that one of the ranks was sent, or 0."""
+        """Return the number of the signal that one of the ranks was sent, or 0."""
         return self._ranks.largest(stop.number or 0)
 
     def _step(self, log: NoLog) -> None:

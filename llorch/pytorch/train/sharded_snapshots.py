@@ -108,7 +108,7 @@ class ShardedSaver:
         pending.over = True
 
     def _from_rank_0(self, work: Callable[[], Made]) -> Made:
-        """What rank 0 makes, on every rank; or its error, likewise."""
+        """Call `work` on rank 0, and return its result or raise its error on every rank."""
         made: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -122,7 +122,7 @@ class ShardedSaver:
 
 
 def _first(failed: BaseException) -> OSError:
-    """The error of the first rank that had one."""
+    """Return the error of the first rank that had one."""
     if not isinstance(failed, CheckpointException):
         return OSError(errno.EIO, printable(f"{type(failed).__name__}: {failed}"))
     rank, (error, _) = min(failed.failures.items())

@@ -172,7 +172,7 @@ class Training:
         self.step = int(record["step"])
 
     def identity(self) -> dict[str, Any]:
-        """What has to be equal for the steps to come to be the same, bit by bit; JSON."""
+        """Return the values that have to be equal for later steps to be the same, bit by bit; JSON."""
         settings = {name: value for name, value in self.settings.as_json().items() if name not in _SPOKEN_FOR}
         flat = self._initial.flat()
         return {
@@ -188,7 +188,7 @@ class Training:
         }
 
     def _loaded(self) -> Alone:
-        """The model with the new adapter."""
+        """Load the model with the new adapter."""
         settings, length = self.settings, self.data.settings.max_length
         mesh = self.ranks.mesh
         module = load_for_training(
@@ -241,7 +241,10 @@ def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
 
 
 def _left_out(weights: Weights) -> list[str]:
-    """The loss that keeps routers from always choosing the same experts, where a folder asks transformers for it."""
+    """Name the loss that llorch does not train, where a folder asks transformers for it.
+
+    This loss keeps routers from always choosing the same experts.
+    """
     if weights.config.experts is None or weights.config.family == "llama4":  # of which transformers computes none
         return []
     whole = read_settings(Path(weights.path) / "config.json")

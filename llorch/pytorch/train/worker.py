@@ -26,11 +26,17 @@ class Alone:
         self.module = module
 
     def run(self, work: Work) -> Any:
-        """What work makes of the model, whose parameters are whole meanwhile, but for what a rank has a part of."""
+        """Call `work` with the model and return the result.
+
+        The parameters of the model are whole meanwhile, except those that a rank has a part of.
+        """
         return work(self.module)
 
     def rows_of(self, batch: Batch) -> tuple[Batch, float]:
-        """The rows that are computed here, and how often they count: 0 of a rank that only keeps the others company."""
+        """Return the rows that are computed here, and the factor with which they count.
+
+        The factor is 0 for a rank that computes only because the other ranks need it to communicate.
+        """
         return batch, 1.0
 
     def own_rows(self, rows: Tensor) -> Tensor:
@@ -41,7 +47,7 @@ class Alone:
         """Whether the backward pass to come is the last of a step, by whose end gradients are summed over ranks."""
 
     def summed(self, value: Tensor) -> Tensor:
-        """The sum over all that take other rows, in place."""
+        """Sum a value over all ranks that take other rows, in place."""
         return value
 
 

@@ -65,7 +65,7 @@ class CpuBlock(Block):
         self._known: tuple[list[object], list[int], _Block | None] = [], [], None
 
     def forward(self, x: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """The residual stream after the layer."""
+        """Compute the residual stream after the layer; a few tokens without an observer take one compiled call."""
         if keep is keep_nothing and x.shape[0] * x.shape[1] <= self._most:
             keys, values = cache.keys[self.self_attn.layer], cache.values[self.self_attn.layer]
             struct = self._described()
@@ -74,7 +74,10 @@ class CpuBlock(Block):
         return super().forward(x, place, cache, keep)
 
     def _described(self) -> _Block | None:
-        """What the compiled function has to know, found anew when a leaf or a weight is another one or has moved."""
+        """Return the structure for the compiled function; None where the function cannot run the block.
+
+        The structure is made anew when a kernel or a weight is replaced or has moved.
+        """
         leaves = leaves_of(self)
         where = addresses(leaves)
         known_leaves, known_addresses, struct = self._known
@@ -146,9 +149,9 @@ def describe(block: Block, *, fixed: bool) -> _Block:
 def cpu_leaves(
     compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False
 ) -> Mapping[str, Callable[[Any], Any]]:
-    """The leaves of the CPU by kind; without the compiled ones, products of oneDNN are left.
+    """Return the kernels of the CPU by kind; without the compiled kernels, only products of oneDNN.
 
-    `fixed`: the compiled ones whose rows do not depend on their company, which none of oneDNN's promises.
+    `fixed`: use the compiled kernels whose rows do not depend on the other rows, which no kernel of oneDNN promises.
     """
     if dtype not in KINDS:
         return {}

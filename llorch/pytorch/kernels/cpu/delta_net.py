@@ -30,7 +30,7 @@ class CpuShortConv(nn.Module):
         self.register_buffer("by_tap", weight.float().T.contiguous(), persistent=False)
 
     def forward(self, x: Channels, before: Taps, real: Real) -> tuple[Channels, Taps]:
-        """What comes out, and the last inputs of each sequence."""
+        """Compute the outputs, and the last inputs of each sequence."""
         x, before, real = x.contiguous(), before.to(x.dtype).contiguous(), None if real is None else real.contiguous()
         y, after = torch.empty_like(x), torch.empty_like(before)
         pointers = map(pointer, (x, before, real, self._buffers["by_tap"], y, after))
@@ -82,7 +82,7 @@ class CpuDeltaRule:
     def __call__(
         self, q: Keys, k: Keys, v: Values, beta: OfHeads, log_decay: OfHeads, state: Matrices
     ) -> tuple[Values, Matrices]:
-        """What each token reads, and the state after the last."""
+        """Compute the value that each token reads, and the state after the last token."""
         (batch, seq, k_heads, key_dim), (v_heads, value_dim) = q.shape, v.shape[2:]
         if q.dtype is not torch.float32 or key_dim > MOST_KEYS:
             return delta_rule(q, k, v, beta, log_decay, state)
@@ -96,7 +96,10 @@ class CpuDeltaRule:
 
 
 def in_rows(x: Float[Tensor, "batch seq heads width"]) -> Float[Tensor, "batch seq heads width"]:
-    """The same with the heads of a token side by side and tokens at one distance; a part of wider rows is left so."""
+    """Return the numbers with the heads of a token side by side and tokens at one distance.
+
+    A tensor that has this layout, such as a part of wider rows, is returned without a copy.
+    """
     width = x.shape[3]
     fits = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == x.shape[1] * x.stride(1)
     return x if fits else x.contiguous()

@@ -56,7 +56,10 @@ class NotBuilt(Exception):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, built now or by an earlier process; None, after a warning, where they cannot be built or loaded."""
+    """Load the kernels, built now or by an earlier process.
+
+    Returns None, after a warning, where they cannot be built or loaded.
+    """
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
         try:
@@ -102,19 +105,19 @@ def private_folder() -> Path | None:
 
 
 def identity(command: Sequence[str]) -> str:
-    """What decides the bytes of the library: sources, flags, compiler and processor."""
+    """Hash everything that decides the bytes of the library: sources, flags, compiler and processor."""
     version = subprocess.run([*command, "--version"], capture_output=True, check=False, timeout=60).stdout
     sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
     return digest(*sources, version, repr([*FLAGS, *command, platform.machine(), _processor()]).encode())
 
 
 def digest(*parts: bytes) -> str:
-    """A name for what these parts decide."""
+    """Hash some parts to a name of 32 hexadecimal digits."""
     return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
 def _processor() -> list[str]:
-    """What -march=native looks at, as Linux tells it: the model and what it can do."""
+    """Return what decides -march=native, as Linux tells it: the model of the processor and its features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:

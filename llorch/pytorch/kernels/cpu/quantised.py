@@ -86,7 +86,7 @@ class CpuQuantisedLinear(PackedMatrix):
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
     def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
-        """What the compiled functions want to know of the matrix; found once, until the fields are moved."""
+        """Return the arguments that describe the matrix to compiled functions, found once until fields are moved."""
         buffers = self._buffers
         if buffers["codes"] is not self._found_for:
             more = next((buffers[name] for name in _MORE if name in buffers), None)

@@ -56,7 +56,10 @@ class SharedInputProducts(threading.local):
             layer.together = self
 
     def product(self, layer: DenseLinear, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """The product of a layer, made now or with that of another for this very tensor; asked again, made again."""
+        """Return the product of a layer, made now or earlier with another layer's product for this very tensor.
+
+        A product that is asked for again is made again.
+        """
         if x is not self._input or layer not in self._products:
             products = multiply_row(x, self._layers)
             self._input, self._products = x, dict(zip(self._layers, products, strict=True))

@@ -15,7 +15,7 @@ from llorch.pytorch.models.experts import QuantisedExperts
 
 
 def packed(leaf: QuantisedLinear) -> QuantisedLinear:
-    """A packed layer that multiplies by kernels, also where its gradient is wanted."""
+    """Make a packed layer multiply by kernels, also where its gradient is wanted."""
     leaf.multiply = multiply
     return leaf
 
@@ -29,7 +29,7 @@ def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
 
 
 def joined(block: Block) -> Block:
-    """A block whose projections of one input are made in one launch, where they are dense and ours."""
+    """Let a block make the projections of one input in one launch, where they are of the class DenseLinear."""
     if not block.is_dense:
         return block
     attention, mlp = block.self_attn, block.mlp

@@ -145,7 +145,7 @@ def _decoded(
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
     ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Some runs of some rows as float32, (ROWS, RUNS * 32)."""
+    """Decode some runs of some rows to float32, (ROWS, RUNS * 32)."""
     row, run = row[:, None], run[None, :]
     there = (row < n_out) & (run < n_runs)
     if KIND == "TABLE_4" or KIND == "TABLE_8":
@@ -174,7 +174,7 @@ def _looked_up(
     codes, table, d, offsets, row, run, n_runs, there,
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Some runs of a table, (rows, runs, part, word); the steps are those of the twin."""
+    """Look up some runs of a table, (rows, runs, part, word); the steps are those of `kernels.packing.decode`."""
     part = tl.arange(0, 8)[None, None, :]
     at = row.to(tl.int64)[:, :, None] * (n_runs * 32 // GROUP) + (run[:, :, None] * 32 + 4 * part) // GROUP
     scale = tl.load(d + at, mask=there[:, :, None], other=0)[:, :, :, None]
@@ -202,7 +202,10 @@ def _looked_up(
 @triton.jit
 @no_type_check
 def _parts(words, row, run, n_runs, there, BITS: tl.constexpr):
-    """The eight parts of each of the four words of each run: (rows, runs, part, word), the order of the elements."""
+    """Unpack the eight parts of each of the four words of each run.
+
+    The axes (rows, runs, part, word) are in the order of the elements.
+    """
     at = (row * (n_runs * 4) + run * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
     word = tl.load(words + at, mask=there[:, :, None], other=0).to(tl.int32)
     shift = BITS * tl.arange(0, 8)[None, None, :, None]

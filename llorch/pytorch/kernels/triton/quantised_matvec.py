@@ -31,10 +31,10 @@ RUN = 32
 
 
 def pointers(fields: Fields) -> list[Tensor]:
-    """What every kernel is given, in this order: codes, upper, scales, d, dmin.
+    """Return the tensors that every kernel is given, in this order: codes, upper, scales, d, dmin.
 
-    Codes of four bits are handed over as 32-bit words and their upper bits as 16-bit ones; a field that the type lacks
-    is any other one, and is never read.
+    Codes of four bits are handed over as 32-bit words and their upper bits as 16-bit words. Any other field stands for
+    a field that the type lacks, and is never read.
     """
     codes = fields["codes"]
     words = codes.view(torch.int32) if codes.dtype is torch.uint8 else codes
@@ -46,7 +46,7 @@ def pointers(fields: Fields) -> list[Tensor]:
 @triton.jit
 @no_type_check
 def load_half(d, row, block, n_blocks, there):
-    """A float16 of each block, as float32."""
+    """Load a float16 of each block as float32."""
     return tl.load(d + row * n_blocks + block, mask=there, other=0).to(tl.float32)
 
 
@@ -164,7 +164,7 @@ def _six_bits(x, codes, upper, scales, d, m, row, run, n_rows, n_runs):
 @triton.jit
 @no_type_check
 def _eight_bits(x, codes, d, m, row, run, n_rows, n_runs):
-    """Here a run is 8 elements, a quarter of a block."""
+    """Compute products of 8-bit codes, (M, RUNS); a run is 8 elements here, a quarter of a block."""
     there, eight = run < n_runs, tl.arange(0, 8)
     at = codes + row * (n_runs * 8) + (run * 8)[:, None] + eight[None, :]
     code = tl.load(at, mask=there[:, None], other=0).to(tl.float32)  # (RUNS, 8)
@@ -187,7 +187,7 @@ def _load_words(words, row, run, n_runs, there):
 def _dots(
     x, words, upper, m, run, n_rows, n_runs, START: tl.constexpr, STOP: tl.constexpr, SIX: tl.constexpr
 ):  # fmt: skip
-    """Sums of codes times inputs and of inputs, (M, RUNS), over some parts of the words of each run."""
+    """Sum codes times inputs, and inputs, (M, RUNS) each, over some parts of the words of each run."""
     M: tl.constexpr = m.shape[0]
     RUNS: tl.constexpr = run.shape[0]
     at = (m[:, None] * (n_runs * 32) + run[None, :] * 32)[:, :, None] + tl.arange(0, 8)[None, None, :]
