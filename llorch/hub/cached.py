@@ -1,4 +1,4 @@
-"""What huggingface_hub's cache holds of a model; nothing is asked of anybody.
+"""Models in huggingface_hub's cache; this module makes no request.
 
 Source: huggingface_hub, "Understand caching": below models--org--name/, refs/REVISION holds a commit and
 snapshots/COMMIT its files.
@@ -19,8 +19,8 @@ class Cached:
 
     Attributes:
         path: Its GGUF file, or its folder.
-        commit: Of the repository.
-        whole: Whether all is there; else a folder has weights, but others fetched it and left the tokenizer out.
+        commit: Commit of the repository.
+        whole: True if all is there; else a folder has weights, but others fetched it and left the tokenizer out.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class Cached:
 
 
 def repository_folder(repo: str) -> Path:
-    """Where the cache keeps a repository."""
+    """Return the folder where the cache keeps a repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -1,6 +1,6 @@
-"""Fetching a model of the hub: which files, how large, is there room; then huggingface_hub downloads them.
+"""Fetch a model of the hub: list the files, check sizes and free disk space; then huggingface_hub downloads them.
 
-Of a repository nothing but the files of the model is taken. Errors of the hub and of the way there become one line.
+llorch downloads only the files of the model from a repository. Errors of the hub and of the network become one line.
 """
 
 import errno
@@ -41,7 +41,7 @@ class Unreachable(FileNotFoundError):
     """Nobody could be asked."""
 
     def __init__(self, wanted: Reference, why: str, remedy: str) -> None:
-        """Of a model; `why` nobody could be, and what to do."""
+        """Name the model, the reason why the hub cannot be asked (`why`), and what to do."""
         super().__init__(f"{_neither(wanted)}, not in the cache of the Hugging Face hub, and {why}; {remedy}")
         self.why = why
 

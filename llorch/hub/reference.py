@@ -12,7 +12,7 @@ _PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class Reference:
-    """Which model of the hub is meant."""
+    """The repository, quantisation and revision of a model of the hub."""
 
     repo: str  # org/name
     quant: str = ""  # what the name of a GGUF file has, as Q4_K_M; or all of that name

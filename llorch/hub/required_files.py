@@ -20,7 +20,7 @@ _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files that lie 
 
 
 def is_folder(files: Collection[str]) -> bool:
-    """Whether a repository holds a Hugging Face folder whose weights are safetensors."""
+    """Return whether a repository holds a Hugging Face folder whose weights are safetensors."""
     return CONFIG in files and (WEIGHTS in files or INDEX in files)
 
 

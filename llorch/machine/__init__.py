@@ -1,4 +1,4 @@
-"""What there is on this machine for llorch to run with, and what of it is broken: findings, each with its repair.
+"""Find the parts of this machine that llorch can use and those that are broken, each with a repair.
 
 An optional package may end the process that imports it, or never come back from it; so each is imported in a process
 beside this one. In the order to read:

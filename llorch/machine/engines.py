@@ -1,4 +1,4 @@
-"""What runs beside NumPy: torch with its devices, our compiled leaves, and the witnesses."""
+"""Health checks of torch with its devices, of llorch's compiled kernels, and of the reference engines."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ _OF_WITNESSES = {  # by engine: what goldens name a version by, and whose it is
 
 
 def of_torch() -> Iterator[HealthCheck]:
-    """Devices that torch sees, and the C leaves of the torch path, built where they are not yet."""
+    """Check the devices that torch sees, and the C kernels of the torch path, which are built if they are not there."""
     if find_spec("torch") is None:
         return
     said, why = said_by(_TORCH, timeout=_TIMEOUT)

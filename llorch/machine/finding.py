@@ -1,4 +1,4 @@
-"""What the examination of a machine finds."""
+"""Results of the examination of a machine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,13 +8,13 @@ State = Literal["ok", "absent", "note", "broken"]
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """One thing.
+    """The state of one part of a machine.
 
     Attributes:
-        part: What it belongs to.
-        name: What it is.
+        part: The group of the part, such as `machine`.
+        name: The name of the part.
         state: absent: nothing is wrong, but something more would run with it. note: works, but not as usual.
-        text: What was found.
+        text: The finding.
         repair: A command that installs what is absent or repairs what is broken; empty where there is none.
     """
 

@@ -75,7 +75,7 @@ class RunningBatch:
                 yield from self._hand_out(*self._waiting.popleft())
 
     def _some_are_open(self) -> bool:
-        """Whether there is more to do; a batch in which half of the sequences ended goes on without them."""
+        """Return whether there is more to do; a batch in which half of the sequences ended goes on without them."""
         rows = [row for row, at in enumerate(self._rows) if self._answers[at].finish is None]
         if 0 < len(rows) <= len(self._rows) // 2:
             self.decoding = self._narrow(self.decoding, rows)

@@ -41,7 +41,7 @@ class TorchEngine:
     """See `llorch.bench.TimedEngine`."""
 
     def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
-        """Reserve the cache for a module that has the leaves that are to be measured."""
+        """Reserve the cache for a module that has the kernels that are to be measured."""
         cuda = target.device.type == "cuda"
         self._target, self._load, config = target, load, self._of_cache(module.config)
         self._chunk = max(1, CHUNK[target.device.type] // load.batch)
@@ -59,17 +59,17 @@ class TorchEngine:
             self._decoding.replay = graph(None)
 
     def _of_cache(self, config: ModelConfig) -> ModelConfig:
-        """Whose keys and values the cache holds."""
+        """Return the configuration of the model whose keys and values the cache holds."""
         return config
 
     @property
     def tokens(self) -> Tensor:
-        """What the last round wrote, a row per prompt."""
+        """Tokens that the last round wrote, a row per prompt."""
         return self._decoding.tokens[:, : self._load.decode + 1]
 
     @property
     def logprobs(self) -> Tensor:
-        """How likely the model found each of these tokens."""
+        """Log probabilities of these tokens."""
         return self._decoding.logprobs[:, : self._load.decode + 1]
 
     def prefill(self) -> None:
@@ -91,7 +91,7 @@ class TorchEngine:
         return 2 * n_bytes / best_time(lambda: (copy.copy_(source), self._wait()))
 
     def product_rate(self) -> float:
-        """See `Engine`; on the CPU the better of torch's two libraries, of which our leaves choose one."""
+        """See `Engine`; on the CPU the better of torch's two libraries, of which llorch's kernels choose one."""
         width, at = PRODUCT_WIDTH[self._target.device.type], self._target
         matrix = torch.randn(width, width, device=at.device).to(at.dtype)
         leaves: list[nn.Module] = [nn.Linear(width, width, bias=False, device=at.device, dtype=at.dtype)]
@@ -131,7 +131,7 @@ class ParallelEngine(TorchEngine):
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model to be measured, with its fast leaves in place."""
+    """A model to be measured, with its fast kernels in place."""
 
     module: CausalLM
     target: Target
@@ -204,7 +204,7 @@ def parallel_subject(made: MeasuredModel, mesh: DeviceMesh) -> Subject:
 
 
 def versions(*, cuda: bool) -> dict[str, str]:
-    """Of everything that computes."""
+    """Return the versions of Python, NumPy and torch, and on CUDA of CUDA and Triton."""
     found = {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__}
     if cuda:
         found["cuda"] = str(torch.version.cuda)

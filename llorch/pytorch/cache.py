@@ -24,7 +24,7 @@ Visible = Bool[Tensor, "batch 1 seq ctx"] | None  # None: each token sees all be
 
 @dataclass(frozen=True)
 class PassPlacement:
-    """Where the tokens of one pass stand."""
+    """The places of the tokens of one pass."""
 
     slots: Int[Tensor, "batch seq"]  # the last slot of the cache for padding
     cos: Float[Tensor, "batch seq half"]  # of each token's angles, at least float32
@@ -38,7 +38,7 @@ class PassPlacement:
 
 @dataclass(frozen=True)
 class State:
-    """What a delta net remembers of each sequence."""
+    """The memory of a delta net for each sequence."""
 
     conv: Float[Tensor, "batch taps conv_width"]  # the last inputs of its convolution, the oldest first
     delta: Float[Tensor, "batch v_heads key_dim value_dim"]  # at least float32 in every run
@@ -54,7 +54,7 @@ class State:
 
 
 class Cache:
-    """Of a batch, for every layer keys and values, (batch, kv_heads, n_slots + 1, head_dim), or the state of a net."""
+    """Keys and values of a batch for every layer, (batch, kv_heads, n_slots + 1, head_dim), or the state of a net."""
 
     # Where the context of each sequence of a pass lies in the only row; None: sequences are rows, all from slot 0 on.
     pages: Int[Tensor, "batch pages"] | None = None
@@ -105,7 +105,7 @@ class Cache:
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """What a pass changes for good; a slot that is written again forgets."""
+        """Tensors that a pass changes for good; a slot that is written again forgets."""
         return [tensor for state in self.states.values() for tensor in (state.conv, state.delta)]
 
     @property
@@ -150,7 +150,7 @@ class Cache:
     ) -> Visible:
         """Mark the slots that tokens see under a bound, beyond which they do not look back.
 
-        Where the bound lies before all slots, the result is `visible`.
+        The result is `visible` if the bound lies before all slots.
         """
         kind, size = bound
         first = self.first_position
@@ -189,7 +189,7 @@ class Cache:
 
 
 class NoCache(Cache):
-    """What a pass that is trained on uses: keys and values of this very pass, written nowhere, so gradients flow."""
+    """The cache of a pass that is trained on: keys and values of this very pass, written nowhere, so gradients flow."""
 
     def __init__(self, device: torch.device) -> None:
         """Hold nothing."""

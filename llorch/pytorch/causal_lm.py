@@ -107,7 +107,7 @@ class Block(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether both parts are those of this page."""
+        """True if attention and feed-forward part are the dense ones of this module."""
         return type(self._modules.get("self_attn")) is Attention and type(self.mlp) is MLP
 
 

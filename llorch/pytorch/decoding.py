@@ -59,12 +59,12 @@ class Decoding:
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What a step changes, but for slots of the cache, which a second try of the same step writes again."""
+        """Tensors that a step changes, but for slots of the cache, which a second try of the same step writes again."""
         own = self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen, self.counts
         return *own, *self.cache.state_tensors
 
     def fits(self, jobs: Sequence[Job], needs: Needs, module: CausalLM) -> bool:
-        """Whether these jobs can be begun here, with this very model."""
+        """Return whether these jobs can be begun here, with this very model."""
         room = max(len(job.end_ids) for job in jobs) <= self.end_ids.shape[1] and n_slots(jobs) <= self.cache.n_slots
         return room and self.needs == needs and self.batch == len(jobs) and self.module is module
 
@@ -191,7 +191,7 @@ def size_class(ctx: int, n_slots: int) -> int:
 
 
 def recordable(module: nn.Module) -> bool:
-    """Whether no part asks the device for a value in a step, as a recorded one cannot."""
+    """Return whether no part asks the device for a value in a step, as a recorded step cannot."""
     return not any(getattr(part, "reads_back", False) for part in module.modules())
 
 

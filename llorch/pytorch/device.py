@@ -1,4 +1,4 @@
-"""Where the torch path runs and in which dtype; what was asked for by name is used or refused, never replaced."""
+"""The device and the dtype of the torch path; a device that is named is used or refused, never replaced."""
 
 import re
 import warnings

@@ -38,7 +38,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run asks for."""
+    """The options of a run that decide its memory."""
 
     residency: Literal["decoded", "packed"]
     batch: int
@@ -103,7 +103,7 @@ def require_memory(
     CUDA, and on the CPU in float32 and bfloat16 where a C compiler is at hand. Elsewhere every use would decode them
     anew, so that it decodes once if that fits; so it does without `from_blocks`, where such kernels are left out.
 
-    Where `n_ranks` share every layer, each needs its part; `n_here` of them take it from the same memory.
+    If `n_ranks` share every layer, each needs its part; `n_here` of them take it from the same memory.
     """
     free = free_memory(target.device) / n_here
     wanted = Wanted("decoded", batch, n_tokens, n_ranks)
@@ -142,7 +142,7 @@ def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int)
 def room_of_pages(weights: Weights, target: Target, *, n_jobs: int, page: int, n_tokens: int | None = None) -> int:
     """Pages of a pool for the contexts of some jobs, refused where they do not fit beside the loaded weights.
 
-    Where nobody says for how many tokens: as many as all jobs can have, or as fit in half of the memory that is free.
+    Without a number of tokens: as many as all jobs can have, or as fit in half of the memory that is free.
     """
     free, context = free_memory(target.device), weights.config.max_position_embeddings
 

@@ -40,14 +40,14 @@ class TorchModel(AdaptedModules):
     def __init__(
         self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False, mode: Mode = "fast"
     ) -> None:
-        """Wrap a module with its weights and the leaves of a mode; `compiled`: decoding goes through torch.compile."""
+        """Wrap a module with its weights and the kernels of a mode; `compiled`: decoding goes through torch.compile."""
         super().__init__(weights, module, compiled=compiled)
         self.target, self.mode = target, mode
         self._spare: Decoding | None = None
 
     @property
     def where(self) -> str:
-        """What it runs on, `torch-cpu-float32`."""
+        """The target of the model, `torch-cpu-float32`."""
         return str(self.target)
 
     def remove_adapter(self, name: str) -> None:
@@ -77,7 +77,7 @@ class TorchModel(AdaptedModules):
             trace: Filled with every stage by name, when given; attention "sdpa" has no scores and probabilities.
             first_position: Position of the first token.
             last_only: Logits of the last token only.
-            adapter: Which adapter to use; None runs the base alone.
+            adapter: The adapter to use; None runs the base alone.
 
         Returns:
             One row per token, or one, as float32, or float64 where the model is.
@@ -142,10 +142,10 @@ class TorchModel(AdaptedModules):
         Args:
             prompts: Texts, ids or conversations (lists of messages), of any lengths.
             max_tokens: At most so many; as settings and adapters one, or one per prompt.
-            settings: How to sample.
+            settings: Settings of sampling.
             stop: Strings that end a text.
             ignore_eos: Go on after an end token.
-            adapter: Which adapter to use, None for the base alone.
+            adapter: The adapter to use, None for the base alone.
 
         Returns:
             Index of the prompt and its next token, as they come; computed as they are taken.
@@ -215,7 +215,7 @@ class TorchModel(AdaptedModules):
         return self._fast(made, [job.adapter for job in jobs])
 
     def _narrowed(self, decoding: Decoding, rows: Sequence[int]) -> Decoding:
-        """Where sequences had different adapters, those that are left need another view."""
+        """Go on with some sequences; if sequences had different adapters, those that are left need another view."""
         names = [decoding.adapters[row] for row in rows]
         module = decoding.module if len(set(decoding.adapters)) == 1 else view(decoding.module, names)
         return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots), module), names)
@@ -266,8 +266,9 @@ def load_torch(
     Args:
         path_or_name: As in `llorch.load`.
         device: `cpu`, `cuda` or `cuda:N`.
-        dtype: Of weights and activations: `float32`, `bfloat16`, `float16` or `float64`.
-        kernels: `torch`: never ours. `own`: ours. `auto`: ours; on CUDA those that are right and no slower there.
+        dtype: The dtype of weights and activations: `float32`, `bfloat16`, `float16` or `float64`.
+        kernels: `torch`: no kernels of llorch. `own`: llorch's. `auto`: llorch's; on CUDA those that are right and no
+            slower there.
         residency: `decoded`: all weights in `dtype`. `packed`: quantised matrices stay packed, where they can.
         attention: `sdpa`: fused. `eager`: step by step, so that a trace has scores and probabilities.
         mode: `fast`, or `reproducible`: neighbours in a batch cannot change a token.
@@ -280,7 +281,7 @@ def load_torch(
     Raises:
         FileNotFoundError: There is no such file, folder, built-in model or model of the hub.
         FormatError: The file cannot be used.
-        CheckpointMismatch: `kernels` is `own`, and one of ours is wrong on this device.
+        CheckpointMismatch: `kernels` is `own`, and a kernel of llorch is wrong on this device.
         MemoryError: The model would not fit.
         MissingDevice: The device is not here, or cannot compute in the dtype.
         MissingExtra: `kernels` is `own`, and what they are compiled with is absent.

@@ -1,4 +1,4 @@
-"""Where a weight lies in the torch modules: as in transformers, but experts are one stack and decays are made."""
+"""The paths of weights in the torch modules: as in transformers, but experts are one stack and decays are made."""
 
 from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, prefixes_of
 

@@ -26,7 +26,7 @@ CANDIDATES = 1024  # the highest logits that are tried before all are sorted
 
 @dataclass(frozen=True)
 class Needs:
-    """Which filters the settings of a batch use at all; a step without the others is built."""
+    """The filters that the settings of a batch use at all; a step without the others is built."""
 
     penalty: bool  # some row penalises what prompt and answer have
     sampled: bool  # some row is not greedy

@@ -1,16 +1,16 @@
 """The torch model with logits whose bits depend on a token and what it sees, and on nothing else.
 
-On a CPU with a compiler our leaves do it (`kernels.cpu`): each sum has one order, whatever the number of rows
-and of threads; another kind of processor may have another one. What follows is what there is without them.
+On a CPU with a compiler llorch's kernels do it (`kernels.cpu`): each sum has one order, whatever the number of rows and
+of threads; another kind of processor may have another order. The rest of this text is about runs without them.
 
 A library picks its kernel, and with it the order of a sum, by the shape of the whole batch. Two rules keep that out:
 
-- What is no product is made of +, -, *, / and square roots of single elements. IEEE 754 fixes the bits of each, so
+- Everything but products is made of +, -, *, / and square roots of single elements. IEEE 754 fixes the bits of each, so
   they are the same wherever an element stands, on any device; `fixed_order` has them.
 - Every product has one shape: projections take `ROWS` rows (the rest zeros), attention one sequence, `QUERIES` queries
-  and `KEYS` keys. Then one kernel makes all of them. That a row of its result does not depend on its place among the
-  rows either is no law but a habit of most kernels, so each product is tried before it is used, at its own shape, dtype
-  and number of threads. One that fails is called with a single row, which has no place and no company.
+  and `KEYS` keys. Then one kernel makes all of them. In most kernels a row of the result does not depend on its place
+  among the rows either, but nothing guarantees it. So each product is tried before it is used, at its own shape, dtype
+  and number of threads. A product that fails is called with a single row, which has no place and no other rows.
 
 Source: reliability of batched inference, https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """
@@ -121,7 +121,7 @@ def _agreeing_sizes(product: Product, like: Float[Tensor, "rows width"]) -> tupl
 
 
 def _stand_alone(product: Product, rows: Float[Tensor, "tokens ..."]) -> bool:
-    """Whether rows have the same bits a place further on, and above zeros.
+    """Return whether rows have the same bits a place further on, and above zeros.
 
     A kernel that adds in another order changes about a third of all results, so that many that agree are no accident.
     """
@@ -168,7 +168,7 @@ def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: 
 
 
 def _queries(q: Float[Tensor, "heads seq head_dim"], keys: Float[Tensor, "kv_heads ctx head_dim"]) -> int:
-    """How many queries a product of attention may have: `QUERIES` if their places do not matter, else one."""
+    """Return the number of queries of a product of attention: `QUERIES` if their places do not matter, else one."""
     key = (attention, len(q), len(keys), q.shape[2], q.dtype, q.device, torch.get_num_threads())
     if key not in _FOUND:
         _FOUND[key] = QUERIES if _queries_stand_alone(q, keys) else 1
@@ -254,11 +254,11 @@ FUNCTIONS: Mapping[str, Any] = {  # by the name that modules have for them
 
 @torch.inference_mode()
 def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
-    """Replace leaves so that no logit depends on the batch, on padding, or on how a prompt is cut into passes.
+    """Replace modules so that no logit depends on the batch, on padding, or on how a prompt is cut into passes.
 
-    Prefill and cached decode give the same bits too. That holds for one device, dtype and number of threads, and for
-    any number of them where all leaves are compiled. `own`: the CPU's take the place of what is here where there are
-    such; then nobody sees scores and probabilities.
+    Prefill and cached decode give the same bits too. These bits hold for one device, dtype and number of threads, and
+    for any number of threads where all kernels are compiled. `own`: use llorch's CPU kernels where there are such
+    kernels; an observer then sees no scores and no probabilities.
     """
     for module in model.modules():
         for name in vars(module).keys() & FUNCTIONS.keys():
@@ -285,7 +285,7 @@ def _fixed(leaf: Any, leaves: KernelTable) -> Any:
 
 
 def is_fixed(leaf: Any) -> bool:
-    """Whether no row of a projection depends on its company."""
+    """Return whether no row of a projection depends on the other rows."""
     return isinstance(leaf, FixedRows) or getattr(leaf, "fixed", False)
 
 

@@ -1,7 +1,7 @@
 """Stages that are neither input nor output of a module: made by a function that a module calls.
 
-A torch function mode sees the calls; hooks say inside which module they happen. What a kind of module shows this way
-is the matter of one class, begun anew whenever such a module runs: `AttentionCalls` below, `calls_delta_net`.
+A torch function mode sees the calls; hooks say inside which module they happen. One class shows the stages of one kind
+of module, begun anew whenever such a module runs: `AttentionCalls` below, `calls_delta_net`.
 """
 
 import re

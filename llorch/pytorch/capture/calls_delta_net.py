@@ -1,4 +1,4 @@
-"""What the delta nets of transformers show: Qwen3-Next and Qwen3.5, in chunks and token by token.
+"""Stages of the delta nets of transformers: Qwen3-Next and Qwen3.5, in chunks and token by token.
 
 The fused matrices of Qwen3-Next hold, for every key head, the rows of its query, its key, its values and their gates;
 here they are taken apart, as Qwen3.5 has them. Queries and keys are seen behind their L2 norm, where each is repeated
@@ -56,7 +56,7 @@ class DeltaNetCalls(Calls):
             self.keep("delta_state", self.layer, states.recurrent_states[0][0])
 
     def _normalised(self, heads: torch.Tensor) -> None:
-        """Of (v_heads, seq, key_dim) one for each key head."""
+        """Show one row for each key head, of (v_heads, seq, key_dim)."""
         once = heads[:: self._repeated]
         if self.keep(self._left["l2"].pop(0), self.layer, once.transpose(0, 1)):
             heads.copy_(once.repeat_interleave(self._repeated, dim=0))

@@ -1,4 +1,4 @@
-"""What the mixtures of experts of transformers show, computed expert by expert (the eager implementation).
+"""Stages of the mixtures of experts of transformers, computed expert by expert (the eager implementation).
 
 The loop over experts takes, for each, the tokens that chose it: `torch.where` says which, the first product after it
 makes gate and up, the second what comes out. Put back in the order of the choices these are stages.

@@ -6,9 +6,10 @@
 
     llorch.capture(model, {"blocks.{i}.attn.wq": "q_proj", "input of blocks.{i}.attn.wo": "attn_context"})
 
-What is neither input nor output of a module, transformers hands to its attention function: rotated queries, keys and
-values of the whole context; in eager attention the scores are what its softmax is given. Or a module calls a function
-that makes it, see `calls`. Elsewhere, name modules that end there, or use `llorch.Recorder` in the code.
+Some stages are neither input nor output of a module. transformers hands them to its attention function: rotated
+queries, keys and values of the whole context; in eager attention the scores are the input of its softmax. Or a module
+calls a function that makes it, see `calls`. Elsewhere, name modules that end there, or use `llorch.Recorder` in the
+code.
 """
 
 import re
@@ -56,11 +57,11 @@ def capture(
     """Record the runs of a model inside the `with` block, of one sequence; each has the cache whole, so a few do.
 
     Args:
-        model: In eager mode: what torch.compile made of one shows nothing.
-        names: What is watched, `output of PATH`, which `PATH` alone means, too, or `input of PATH`; `{i}` stands for
-            the layer. To the name of a stage, or one that a mapping explains later. Names of Hugging Face if None.
-        weights: Whether to note SHA-256 of every parameter, by which a diagnosis knows other weights.
-        features: What else is known of the engine: attributes of `Features`.
+        model: In eager mode; a module that torch.compile made shows nothing.
+        names: The arrays to watch, `output of PATH`, which `PATH` alone means, too, or `input of PATH`; `{i}` stands
+            for the layer. To the name of a stage, or one that a mapping explains later. Names of Hugging Face if None.
+        weights: Note SHA-256 of every parameter, by which a diagnosis knows other weights.
+        features: Other facts about the engine: attributes of `Features`.
 
     Yields:
         The recorder; what it recorded stays when the block ends.
@@ -158,7 +159,7 @@ def config_of(model: nn.Module) -> ModelConfig | None:
 
 
 class _Watch:
-    """What the hooks of one capture do."""
+    """The hooks of one capture."""
 
     def __init__(self, recorder: Recorder, config: ModelConfig | None) -> None:
         self.recorder, self._config = recorder, config

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether other processes may have more of it."""
+    """Return whether other processes may have more of the tensor."""
     return isinstance(tensor, DTensor)
 
 

@@ -1,8 +1,8 @@
-"""How the ranks of a mesh end: all with one line and one exit code, those of the rank that failed first.
+"""The end of the ranks of a mesh: all end with the line and the exit code of the rank that failed first.
 
 A rank that fails leaves both in the store of the launcher, and ends. The others, whose messages then do not arrive,
-find them there. Where there is nothing a rank was lost: those that are left say that they are there, and who does not
-is the one. On every machine one rank tells the user.
+find them there. If there is nothing, a rank was lost: the remaining ranks say that they are there, and a rank that does
+not say so is the lost one. On every machine one rank tells the user.
 
 Source: torch.distributed.Store, which outlives the ranks.
 """
@@ -24,7 +24,7 @@ _LATE = ("Timed out", "timed out", "Timeout", "timeout")
 
 
 class Ending:
-    """Where the ranks of one start leave why they end."""
+    """The messages that the ranks of one start leave about the reason why they end."""
 
     def __init__(self, store: Any, *, rank: int, n_ranks: int, timeout: timedelta) -> None:
         """As one of them; `timeout` is how long it waits for a message."""
@@ -95,7 +95,7 @@ class Ending:
 
 
 def is_of_messages(error: BaseException) -> bool:
-    """Whether a message was not sent or did not arrive, or another rank failed instead of sending it."""
+    """Return whether a message was not sent or did not arrive, or another rank failed instead of sending it."""
     if isinstance(error, (RankFailed, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and _has(error, _OF_MESSAGES)

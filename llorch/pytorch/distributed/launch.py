@@ -40,7 +40,7 @@ class RanksEnded(Exception):
     """Ranks that ended with an exit code of their own, and have said why."""
 
     def __init__(self, exit_code: int) -> None:
-        """Which code."""
+        """Keep the exit code."""
         super().__init__(f"the ranks ended with code {exit_code}")
         self.exit_code = exit_code
 
@@ -49,13 +49,13 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
     """Call a function in so many processes of this machine.
 
     Args:
-        n_ranks: How many.
-        work: What they call; a module's, as processes import it.
-        arguments: What it is given.
-        timeout: How long ranks have to end after SIGTERM or SIGINT, which this process passes on to them.
+        n_ranks: The number of processes.
+        work: The function that they call; a function of a module, as processes import it.
+        arguments: The arguments of the function.
+        timeout: Time that ranks have to end after SIGTERM or SIGINT, which this process passes on to them.
 
     Returns:
-        What rank 0 returned; only that one prints.
+        The result of rank 0; only rank 0 prints.
 
     Raises:
         EngineDied: A rank did not survive, or raised; the others are ended.
@@ -137,7 +137,7 @@ class Ranks:
     timeout: timedelta = TIMEOUT  # that it waits for a message
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        """Of a mesh, or alone."""
+        """Start as a rank of a mesh, or alone."""
         self.mesh = mesh
         self.rank = 0 if mesh is None else dist.get_rank()
         self.is_first = self.rank == 0
@@ -145,7 +145,7 @@ class Ranks:
     def first(self, work: Callable[[], Made]) -> Made:
         """Call `work` on the first rank and return the result on all ranks.
 
-        Where `work` raises, the other ranks raise RankFailed.
+        If `work` raises, the other ranks raise RankFailed.
         """
         if self.mesh is None:
             return work()

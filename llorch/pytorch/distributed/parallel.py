@@ -1,8 +1,8 @@
-"""A model split over the ranks of a device mesh, outside the page, which does not know of it.
+"""A model split over the ranks of a device mesh; the module `causal_lm` does not know of it.
 
-    tp    tensor parallel: ranks that share every layer. Of q, k, v, gate and up each has some output rows, so that it
+    tp    tensor parallel: ranks that share every layer. Each has some output rows of q, k, v, gate and up, so that it
           has whole heads and a part of the inner width; of o and down the input columns that belong to them, and the
-          parts of the result are summed. Norms, embedding and logits are whole. Of experts each has some, see
+          parts of the result are summed. Norms, embedding and logits are whole. Each has some experts, see
           `llorch.pytorch.distributed.parallel_experts`; routers are whole.
     dp    data parallel: ranks that have other rows of a batch. Each keeps a share of every parameter (FSDP2); those of
           a block are put together when it runs, and gradients are summed as they are shared out again.
@@ -44,7 +44,7 @@ def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
     """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
 
     Args:
-        module: The page with its weights, which were cut when they were loaded, see `cut_for`, and if it is to be
+        module: The model with its weights, which were cut when they were loaded, see `cut_for`, and if it is to be
             trained its adapters, whole.
         mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
 
@@ -107,7 +107,7 @@ def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
 
 
 def connect(module: CausalLM, ranks: DeviceMesh) -> None:
-    """Let layers that have their parts share what goes in, sum what comes out, and cut their adapters likewise."""
+    """Let layers that have their parts share the input, sum the results, and cut their adapters in the same way."""
     for layer in module.model.layers:
         if isinstance(layer.mlp, SparseMoe):
             _require_plain_experts(layer)
@@ -144,7 +144,7 @@ class Together(nn.Module):
         return work(self.module)
 
     def gather_gradients(self, *, now: bool) -> None:
-        """Whether the backward pass to come sums gradients over ranks, or keeps them for a later one that does."""
+        """Set whether the backward pass to come sums gradients over ranks, or keeps them for a later pass that does."""
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.set_requires_gradient_sync(now, recurse=False)

@@ -3,9 +3,9 @@
 All ranks have whole logits and draw by the same numbers. The choice of the first one is the choice of all, so that no
 rounding can part them.
 
-Of the faster leaves those that replace a projection, a norm, the rotation, attention or the activation are right on a
-part: they see whole heads, or numbers one by one. The one that computes a whole block is left out, as it would not sum
-what the ranks make, and so is that of experts, which does not tell how many of them there are.
+Kernels that replace a projection, a norm, the rotation, attention or the activation are right on a part: they see whole
+heads, or numbers one by one. The kernel of a whole block is left out, because it would not sum the results of the
+ranks. The kernel of experts is left out too, because it does not tell how many experts there are.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class ParallelModel(TorchModel):
 
     @property
     def where(self) -> str:
-        """What it runs on, `torch-cpu-float32-tp2`."""
+        """The target and the mesh of the model, `torch-cpu-float32-tp2`."""
         return named_on(self.target, self.ranks)
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
@@ -92,7 +92,7 @@ def load_parallel(
     Args:
         path_or_name: As in `llorch.load`; the same on every rank.
         mesh: With an axis `tp`.
-        dtype: Of weights and activations.
+        dtype: The dtype of weights and activations.
         kernels: See `load_torch`.
         residency: See `load_torch`; `auto` decodes matrices whose blocks the ranks do not divide.
         n_tokens: Tokens of context to keep memory for.
@@ -119,7 +119,7 @@ def load_parallel(
 
 
 def _divided(weights: Weights, residency: Residency, n_ranks: int) -> Residency:
-    """Where matrices may lie: decoded where ranks do not divide their blocks."""
+    """Decode matrices if ranks do not divide their blocks; raise ValueError if they have to stay packed."""
     torn = torn_blocks(weights, n_ranks)
     if torn and residency == "packed":
         raise ValueError(f"tensor parallel: {torn}; use --weights decoded")

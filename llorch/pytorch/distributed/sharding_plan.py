@@ -1,6 +1,6 @@
-"""What of a model each of the ranks has that share its layers: which weights are cut, and where that cannot be.
+"""The part of a model that each rank has, if ranks share its layers: the weights that are cut or cannot be cut.
 
-Of q, k, v, gate and up a rank has some output rows, so that it has whole heads and a part of the inner width; of o and
+A rank has some output rows of q, k, v, gate and up, so that it has whole heads and a part of the inner width; of o and
 down the input columns that belong to them. Experts are dealt out one by one. Everything else is whole on every rank.
 """
 

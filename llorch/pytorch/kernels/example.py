@@ -12,7 +12,7 @@ from llorch.pytorch.device import Target
 
 @dataclass(frozen=True)
 class KernelExample:
-    """A leaf of torch's, and what it is called with."""
+    """A module of torch and the inputs with which it is called."""
 
     plain: Any
     inputs: Callable[[torch.dtype], Sequence[tuple]]  # the same numbers in any dtype; the first are those of decoding
@@ -28,5 +28,5 @@ class Numbers:
         self.at, self.generator = at, torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int) -> Tensor:
-        """Of size 1."""
+        """Draw normal random numbers of size 1."""
         return torch.randn(*shape, generator=self.generator).to(self.at.device, self.at.dtype)

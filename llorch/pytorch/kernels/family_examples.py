@@ -1,4 +1,4 @@
-"""What leaves of delta nets and experts are tried with, see `llorch.pytorch.kernels.kernel_check`."""
+"""Examples with which kernels of delta nets and experts are tried, see `llorch.pytorch.kernels.kernel_check`."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,7 @@ PACKED_EXPERTS = "packed experts "
 
 
 def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
-    """Examples of a kind of leaf, at the shapes of a model."""
+    """Make the examples of a kind of kernel, at the shapes of a model."""
     if kind.startswith(PACKED_EXPERTS):
         return _packed_experts(config, at, kind_named(kind.removeprefix(PACKED_EXPERTS)))
     return EXAMPLES[kind](config, at)

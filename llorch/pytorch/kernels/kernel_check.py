@@ -1,8 +1,8 @@
-"""One leaf of ours tried on a device: its results beside torch's, both against float64, and its time beside torch's.
+"""One kernel of llorch tried on a device: its results and torch's, both against float64, and the time of both.
 
-Every leaf is given examples of small odd shapes and of the shapes of an 8B model. It may be four times as far from the
-results in float64 as torch's own leaf or, where that is more, as four roundings to the dtype and the sums of float32
-before them may be: one wrong element is far more.
+Every kernel is given examples of small odd shapes and of the shapes of an 8B model. Its distance from the results in
+float64 may be four times that of torch's own module. It may also be, if that is more, as far as four roundings to the
+dtype and the sums of float32 before them can lead. One wrong element is far more.
 """
 
 import copy
@@ -49,14 +49,14 @@ Clock = Callable[[Callable[[], object]], float]  # seconds that a call takes
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """What a trial found."""
+    """The result of trying a kernel."""
 
     off: float  # largest error, as a part of what is allowed
     slow: float  # time of ours / time of torch's; NaN: not asked for
     died: str = ""  # why there is no result
 
     def fault(self, *, timed: bool) -> str:
-        """Why the leaf is left out; empty where it is not."""
+        """Return why the kernel is left out; empty if it is not."""
         if self.died:
             return self.died
         if not self.off <= 1:
@@ -66,7 +66,7 @@ class KernelVerdict:
 
 @torch.no_grad()
 def tried(kind: str, leaves: KernelTable, at: Target, clock: Clock) -> KernelVerdict:
-    """Try a kind of leaf of a table; with a leaf that raises, that is the result."""
+    """Try a kind of kernel of a table; an exception that the kernel raises is the result."""
     try:
         off, slow = 0.0, math.nan
         for config in (ODD, USUAL[at.device.type]):
@@ -111,7 +111,10 @@ def _results(example: KernelExample, leaf: Any, dtype: torch.dtype) -> list[Tens
 
 
 def _distances(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Of the whole, and of the worst element beside the largest; infinite where the results have another form."""
+    """Compute the relative error of the whole, and that of the worst element relative to the largest.
+
+    Both are infinite if the results have another form.
+    """
     if got.shape != exact.shape or got.dtype is not dtype or not got.isfinite().all():
         return math.inf, math.inf
     off, size = got.double() - exact.double(), exact.double()
@@ -152,7 +155,7 @@ def _least(call: Callable[[], object]) -> float:
 
 
 def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
-    """Examples of a kind of leaf, at the shapes of a model."""
+    """Make the examples of a kind of kernel, at the shapes of a model."""
     if kind in _EXAMPLES:
         return _EXAMPLES[kind](config, at)
     if (name := kind.removeprefix("packed ")) in KIND_NAMES:

@@ -1,9 +1,9 @@
-"""Which leaves of ours a model gets on a device: on CUDA those that have proved themselves there.
+"""The kernels of llorch that a model gets on a device: on CUDA those that have passed their check there.
 
 Before they are first used on a device, each is tried in a process of its own (see `kernel_check`), as a kernel
 that reads what is not its own ends the whole process, and one that waits for itself never ends. Results are kept for
-this very device, driver, torch, Triton and source. The leaves of the CPU, whose compiled part has run on many, are
-tried when the user asks for ours by name.
+this very device, driver, torch, Triton and source. The kernels of the CPU, whose compiled part has run on many
+machines, are tried when the user asks for llorch's kernels by name.
 """
 
 import json
@@ -62,7 +62,7 @@ def own_leaves(at: Target) -> KernelTable:
 def speed_up(
     module: CausalLM, at: Target, attention: Attention, *, compiled: bool, without: Sequence[str] = ()
 ) -> None:
-    """Put faster leaves in place of the page's, but for some kinds; what torch.compile is to fuse stays as it is."""
+    """Put kernels in place of plain modules, except some kinds; torch.compile fuses the modules that stay plain."""
     if attention == "sdpa":
         use_sdpa(module)
     leaves = {kind: make for kind, make in own_leaves(at).items() if kind not in without}
@@ -92,7 +92,7 @@ def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping
 def try_apart(
     at: Target, kinds: Sequence[str], *, program: Sequence[str] = ("-m", __name__)
 ) -> dict[str, KernelVerdict]:
-    """Try leaves in another process, and those after one that ended it in the next process."""
+    """Try kernels in another process; a kernel that ends it leaves the rest to the next process."""
     found: dict[str, KernelVerdict] = {}
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         results = Path(folder) / "results"

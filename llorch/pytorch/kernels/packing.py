@@ -1,4 +1,4 @@
-"""Quantised matrices as torch tensors, one to a field, and their decoding to float32: the twin of every kernel.
+"""Quantised matrices as torch tensors, one to a field, and their decoding to float32: the reference of every kernel.
 
 A file keeps the fields of a block side by side, which no wide load likes. Here each field is a matrix of its own with
 as many rows as the weight; bits are moved, none is added, so that a weight takes as many bytes as in its file.
@@ -31,7 +31,7 @@ thread that loads 16 bytes holds all codes that share a scale, and the inputs of
     upper   part j is bits 2 * j and 2 * j + 1 of a 16-bit word
     scales  (Q4_K) a little-endian stream of 12-bit numbers: even ones begin a byte, odd ones in the middle of one
 
-Source: ggml src/ggml-common.h (layouts in a file), see `llorch.files.blocks`; the order here is ours.
+Source: ggml src/ggml-common.h (layouts in a file), see `llorch.files.blocks`; the order here is llorch's.
 """
 
 from collections.abc import Callable, Mapping

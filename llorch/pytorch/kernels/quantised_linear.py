@@ -1,7 +1,7 @@
-"""Leaves of the torch model whose matrix stays packed: a linear layer and an embedding.
+"""Modules of the torch model whose matrix stays packed: a linear layer and an embedding.
 
-`multiply` is what makes the product. The one here, the twin of all others, decodes a tile of rows and multiplies it
-with what torch has; kernels take its place from outside. The matrix is frozen, so its gradient is never made; that of
+`multiply` makes the product. The function here, the reference of all kernels, decodes a tile of rows and multiplies it
+by torch's functions; kernels take its place from outside. The matrix is frozen, so its gradient is never made; that of
 the input is, from tiles too, whatever made the product.
 """
 
@@ -24,7 +24,8 @@ TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for 
 class PackedMatrix(nn.Module):
     """The fields of a packed matrix.
 
-    They are kept as integers, so that `.to(dtype)` of a model leaves them alone: its format fixes the dtype of a scale.
+    They are kept as integers, so that `.to(dtype)` of a model does not change them: its format fixes the dtype of a
+    scale.
     """
 
     def __init__(self, fields: Fields, ggml_type: Kind) -> None:

@@ -1,9 +1,9 @@
 """Attention by torch's scaled_dot_product_attention, which never holds all scores: two stages less to observe.
 
-Its half precision kernels round probabilities to the dtype of the values before the second product, which the page does
-not. Measured on two CPU cores, 14 query and 2 key heads of 64 elements, bfloat16, one token in a context of 512: query
-heads as rows of their key head take 30 us, `enable_gqa` 327 us, keys expanded to all heads 365 us. With 128 tokens
-`enable_gqa` is a twentieth faster than expanding and allocates nothing.
+Its half precision kernels round probabilities to the dtype of the values before the second product, which `causal_lm`
+does not. Measured on two CPU cores, 14 query and 2 key heads of 64 elements, bfloat16, one token in a context of 512:
+query heads as rows of their key head take 30 us, `enable_gqa` 327 us, keys expanded to all heads 365 us. With 128
+tokens `enable_gqa` is a twentieth faster than expanding and allocates nothing.
 """
 
 import torch
@@ -22,7 +22,7 @@ def use_sdpa(model: CausalLM) -> None:
 
 
 def sdpa_attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
-    """As `attention` of the page; `keep` is given nothing, as scores and probabilities do not exist."""
+    """Compute `attention` of `causal_lm`; `keep` is given nothing, as scores and probabilities do not exist."""
     batch, seq, n_heads, head_dim = q.shape
     kv_heads, ctx = keys.shape[1:3]
     if seq == 1:  # the query heads of a key head are rows that see the same slots

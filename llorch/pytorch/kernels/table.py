@@ -1,8 +1,9 @@
-"""Faster leaves in place of the page's: a table for each device says which there are, one walk puts them in.
+"""Replace modules of the reference model by optimized kernels, using one table per device.
 
-A leaf is whatever the page calls: a norm, a projection, the rotation, attention, the activation, a whole block. Ours
-has the interface of the plain one and shares its weights. A table goes from the kind of a leaf to what makes ours of a
-plain one; leaving a kind out of it leaves torch's in the model. `graph` makes what replays steps of decoding.
+A kernel replaces a module or a function that `causal_lm` calls: a norm, a projection, the rotation, attention, the
+activation, a whole block. It has the interface of the plain module and shares its weights. A table maps a kind to the
+function that makes the kernel from the plain module; a kind that the table lacks stays plain. `graph` makes the object
+that replays steps of decoding.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,10 @@ from llorch.pytorch.models.experts import ExpertLinear, ExpertsModule, Quantised
 
 
 def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:
-    """All of ours for a device and a dtype; where something they need is absent, it is named if they are required."""
+    """Return all kernels of llorch for a device and a dtype.
+
+    `required`: raise an error that names what they need, where it is absent.
+    """
     if device.type == "cpu":
         compiled = library()
         if required and compiled is None:
@@ -40,9 +44,9 @@ def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> K
 
 
 def put_leaves(model: CausalLM, leaves: KernelTable) -> None:
-    """Put ours in place of the plain leaves, for inference.
+    """Put kernels in place of the plain modules, for inference.
 
-    The page's own attention stays, because someone wants its stages.
+    Eager attention stays, because someone wants its stages.
     """
     for module in list(model.modules()):
         for name, leaf in module.named_children():

@@ -1,9 +1,9 @@
-"""LoRA on torch: adapters beside the leaves of the torch model.
+"""LoRA on torch: adapters beside the modules of the torch model.
 
-In comes an `Adapter` of `llorch.lora` and a model; out come the model with wrapped leaves, the parameters to train,
+In comes an `Adapter` of `llorch.lora` and a model; out come the model with wrapped modules, the parameters to train,
 and the adapter again, as arrays. In the order to read:
 
     adapters   put on, switch, train, take off: what others call
-    leaves     a frozen leaf and the adapters beside it; their product, with a lean backward pass
+    leaves     a frozen module and the adapters beside it; their product, with a lean backward pass
     serving    many adapters on one base that runs, each request with a view of its own
 """

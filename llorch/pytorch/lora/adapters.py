@@ -1,4 +1,4 @@
-"""Adapters beside the leaves of the torch model: put on, switched, trained and taken off again.
+"""Adapters beside the modules of the torch model: put on, switched, trained and taken off again.
 
     y = W x + scaling * B A x                                       LoRA
     y = m / |W + scaling * B A| * (W x + scaling * B A x)           DoRA; no gradient flows through the length |.|
@@ -40,7 +40,7 @@ from llorch.pytorch.paths import path_of
 def attach(
     module: CausalLM, adapter: Adapter, *, name: str = "default", trainable: bool = False, minus: Adapter | None = None
 ) -> None:
-    """Put a copy of an adapter beside the leaves of a model, whose weights are frozen, and make it the active one.
+    """Put a copy of an adapter beside modules of a model, whose weights are frozen, and make it the active one.
 
     `minus` is taken off what the adapter makes, frozen: the start of one that is trained with PiSSA.
     """
@@ -66,7 +66,7 @@ def attach(
 
 
 def detach(module: CausalLM, name: str) -> None:
-    """Take an adapter off; leaves without another one are the base's own again."""
+    """Take an adapter off; modules without another adapter are the modules of the base again."""
     require_adapter(module, name)
     for path, _, leaf in lora_leaves(module):
         leaf.remove(name)
@@ -130,7 +130,7 @@ def lora_leaves(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraLeaf]]:
 
 
 def paths_of(target: LoraTarget) -> list[str]:
-    """Of its leaves in our modules, which join no matrices; a tied `lm_head` is a leaf of its own."""
+    """Return the paths of a target's modules; llorch joins no matrices, and a tied `lm_head` has its own module."""
     if target.name == "lm_head":
         return ["lm_head"]
     return [path_of(part.name).removesuffix(".weight") for part in target.parts]
@@ -188,7 +188,7 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
 
 
 def _width(leaf: Any) -> int:
-    """How many inputs a projection takes; a rank may have some of them."""
+    """Return the number of inputs of a projection; a rank may have some of them."""
     base: Any = leaf.leaf if isinstance(leaf, FixedRows | Reordered) else leaf
     return base.weight.shape[1] if isinstance(base, nn.Linear) else base.in_features
 

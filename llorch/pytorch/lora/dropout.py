@@ -1,7 +1,7 @@
-"""Which inputs of an adapter are dropped: computed where they are needed, from numbers that name them.
+"""The inputs of an adapter that dropout drops: computed where they are needed, from numbers that name them.
 
     key of a token      mix(mix(mix(mix(seed) ^ step) ^ sample) ^ slot)     64 bits
-    key in a leaf       mix(key ^ salt)                                     two halves a, b; the salt names the matrix
+    key in a module     mix(key ^ salt)                                     two halves a, b; the salt names the matrix
     bits of feature j   h = a + j * 0x9E3779B9;  h = (h ^ h >> 16) * 0x85EBCA6B ^ b;  h = (h ^ h >> 13) * 0xC2B2AE35
 
 and a feature is kept where its bits, as a signed number, reach the threshold of the share. A mask does not depend on
@@ -61,7 +61,7 @@ def drop_mask(
 
 
 class Dropping(nn.Module):
-    """A leaf that drops some of its input while it is trained."""
+    """A module that drops some of its input while it is trained."""
 
     token_keys: Int64[Tensor, "*rows"] | None = None  # of the tokens that come next, see `keyed`
     part = 0  # which of equal parts of all features it is given
@@ -95,7 +95,7 @@ def keyed(module: nn.Module, keys: Int64[Tensor, "batch seq"]) -> Iterator[None]
 
 @contextmanager
 def only(leaf: nn.Module, tokens: Int64[Tensor, " rows"]) -> Iterator[None]:
-    """Within this, a leaf is given some tokens of its batch, by their numbers in all of it."""
+    """Give a module, within this block, some tokens of its batch, by their numbers in all of it."""
     if not isinstance(leaf, Dropping) or leaf.token_keys is None:
         yield
         return

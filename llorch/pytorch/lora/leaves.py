@@ -1,7 +1,7 @@
-"""Leaves of the torch model that have adapters beside their frozen matrix; see `llorch.pytorch.lora.adapters`.
+"""Modules of the torch model that have adapters beside their frozen matrix; see `llorch.pytorch.lora.adapters`.
 
 Their product, scaling * B A x, goes through the narrow middle first, with a lean backward pass: torch would keep the
-input once more, in float32. Here it is kept as it came, which the leaves of a layer share, and the mask of dropout
+input once more, in float32. Here it is kept as it came, which the modules of a layer share, and the mask of dropout
 (`llorch.pytorch.lora.dropout`) as a byte per element.
 """
 
@@ -96,7 +96,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AdapterSetting:
-    """What an adapter has beside its parameters, on one leaf."""
+    """The settings of an adapter, beside its parameters, on one module."""
 
     config: LoraConfig
     scaling: float
@@ -110,10 +110,10 @@ class AdapterSetting:
 
 
 class LoraLeaf(Dropping):
-    """A frozen leaf, whatever multiplies there, and the adapters beside it."""
+    """A frozen module, whatever multiplies there, and the adapters beside it."""
 
     def __init__(self, base_layer: Any, *, fixed: bool) -> None:
-        """Wrap a leaf; without an adapter nothing changes. `fixed`: no row may depend on its company."""
+        """Wrap a module; without an adapter nothing changes. `fixed`: no row may depend on the other rows."""
         super().__init__()
         self.base_layer = base_layer
         self.fixed = fixed
@@ -131,7 +131,7 @@ class LoraLeaf(Dropping):
 
     @property
     def names(self) -> list[str]:
-        """Adapters beside this leaf."""
+        """Adapters beside this module."""
         return list(self._settings)
 
     def add(
@@ -147,9 +147,9 @@ class LoraLeaf(Dropping):
         part: MatrixPart,
         shared: "LoraLeaf | None" = None,
     ) -> None:
-        """Put an adapter beside the leaf, its parameters in `dtype`; it is not yet active.
+        """Put an adapter beside the module, its parameters in `dtype`; it is not yet active.
 
-        Of a target that is several leaves this is a `part`; those after the first have its parameters, `shared`.
+        If a target has several modules, this module is a `part`; those after the first have its parameters, `shared`.
         """
         device = next(tensor for tensor in (*self.base_layer.parameters(), *self.base_layer.buffers())).device
         stores = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.lora_magnitude_vector}
@@ -164,7 +164,7 @@ class LoraLeaf(Dropping):
         self._settings[name] = AdapterSetting(config, config.scaling_of(target), target, salt_of(target.name), rows)
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, if it is here; copies of this leaf, which share its dictionaries, keep it."""
+        """Forget an adapter, if it is here; copies of this module, which share its dictionaries, keep it."""
         for store in ("lora_A", "lora_B", "lora_magnitude_vector", "start_A", "start_B"):
             kept = {key: parameter for key, parameter in getattr(self, store).items() if key != name}
             setattr(self, store, nn.ParameterDict(kept))
@@ -177,7 +177,7 @@ class LoraLeaf(Dropping):
         self.parts = ((name, None),) if name in self._settings else ()  # type: ignore[assignment] (None is no key)
 
     def config_of(self, name: str) -> LoraConfig:
-        """How an adapter was made."""
+        """Return the configuration with which an adapter was made."""
         return self._settings[name].config
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:

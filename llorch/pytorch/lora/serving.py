@@ -1,8 +1,8 @@
 """Several adapters beside one base that runs: each request is given a model of its own, which shares all weights.
 
-The base's modules are never touched: without an adapter it runs as if there were none, with the same leaves, graphs and
-bits. A view is a copy of the few modules that own leaves, with adapters put beside those leaves; what a request
-uses cannot change under it, whatever is added, removed or asked for meanwhile. A compiled model compiles each of them.
+The base's modules are never touched: without an adapter it runs as if there were none, with the same kernels, graphs
+and bits. A view is a copy of the few modules that own kernels, with adapters put beside them; what a request uses
+cannot change under it, whatever is added, removed or asked for meanwhile. A compiled model compiles each of them.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
 
 
 def skeleton(module: Any) -> Any:
-    """Copy the modules that own leaves; the leaves are shared."""
+    """Copy the modules that own kernels; the kernels are shared."""
     made = copy(module)
     made._modules = {
         name: skeleton(child) if isinstance(child, _OWNERS) else child for name, child in module._modules.items()
@@ -55,7 +55,7 @@ class AdaptedModules(Opened):
     """A base module and the views of it through adapters; `module` is the pass without one."""
 
     def __init__(self, weights: Weights, module: CausalLM, *, compiled: bool) -> None:
-        """Wrap a module that has its weights, with the leaves that it is to run with."""
+        """Wrap a module that has its weights, with the kernels that it is to run with."""
         super().__init__(weights)
         self.module = module
         self._adapted = module  # from the first adapter on a copy, to which all are attached

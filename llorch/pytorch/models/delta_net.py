@@ -1,7 +1,7 @@
 """The gated delta net, which stands where attention stands: Qwen3-Next and Qwen3.5.
 
 A convolution over the last tokens, then a memory of one matrix per head that each token fades and corrects, then a norm
-that is gated. What lies between the convolution and the gated norm, and the state, is at least float32.
+that is gated. Arrays between the convolution and the gated norm, and the state, are at least float32.
 
 Padding may stand anywhere in a row: the convolution passes over it, and it writes nothing.
 

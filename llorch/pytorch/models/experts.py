@@ -94,7 +94,7 @@ class ExpertLinear(nn.Module):
 
     @property
     def n_experts(self) -> int:
-        """How many there are."""
+        """The number of experts."""
         return len(self.weight)
 
     def expert(self, number: int) -> nn.Linear:
@@ -136,13 +136,16 @@ class SharedExpert(MLP):
     """The feed-forward part that every token has."""
 
     def forward(self, h: Hidden, keep: Keep) -> Hidden:
-        """As that of the dense page, by other names."""
+        """Compute the dense feed-forward part, with other names of stages."""
         gate, up = keep("shared_ffn_gate", self.gate_proj(h)), keep("shared_ffn_up", self.up_proj(h))
         return keep("shared_out", self.down_proj(keep("shared_ffn_act", self.act(gate, up))))
 
 
 def reads_nothing_back(x: PerExpert, ids: Chosen, n_experts: int) -> bool:
-    """Whether the host may not ask which experts are chosen, because a step is recorded, or need not, for few rows."""
+    """Return whether the host does not ask the device which experts are chosen.
+
+    The host may not ask if a step is recorded, and need not ask if there are few rows.
+    """
     return x.is_cuda and (ids.shape[1] == 1 or ids.numel() <= n_experts)
 
 

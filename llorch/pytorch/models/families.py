@@ -1,4 +1,4 @@
-"""The torch model of every family: the dense page, with parts of other pages where a layer is another.
+"""The torch model of every family: the dense modules, with parts of other modules where a layer is another.
 
     causal_lm          the loop, the dense block, attention and feed-forward: Llama, Qwen2, Qwen3
     experts            a router, and a few of many feed-forward parts: the MoE models of Qwen

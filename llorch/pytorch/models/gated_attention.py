@@ -1,6 +1,6 @@
 """Attention whose context is multiplied by a sigmoid: Qwen3-Next and Qwen3.5.
 
-Beside the rows of each query head, `q_proj` has those of its gate. All else is attention as the dense page has it.
+Beside the rows of each query head, `q_proj` has those of its gate. All else is attention as `causal_lm` has it.
 
 Source: transformers `modeling_qwen3_next.py`, Qwen3NextAttention.
 """

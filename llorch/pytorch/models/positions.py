@@ -1,6 +1,6 @@
 """Attention where a layer treats positions otherwise: windows, chunks, no RoPE, a temperature, Llama 4.
 
-All of that lies between the projections and the cache, where the dense page rotates, and in what a token sees. Sums and
+All of that lies between the projections and the cache, where `causal_lm` rotates, and in what a token sees. Sums and
 rotations are at least float32 and are rounded once, as there.
 
 Source: transformers `modeling_{mistral,qwen2,smollm3,ministral3,llama4}.py`.
@@ -19,7 +19,7 @@ from llorch.pytorch.causal_lm import Attention, Context, Heads, Hidden, Keep, ro
 
 
 class AttentionByPosition(Attention):
-    """As that of the dense page, but for what the layer says of positions."""
+    """Dense attention, except for the layer's own rules about positions."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         """Build the modules of one layer."""

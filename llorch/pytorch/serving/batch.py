@@ -2,7 +2,7 @@
 
 A pass is either a stretch of one prompt or one token of every job whose prompt is read; they take turns, so that nobody
 waits for more than one stretch. Pages that prompts and answers fill are found by later jobs that begin with the same
-tokens and have the same adapter. Where a model has delta nets, nothing is found again: a state is that of one token.
+tokens and have the same adapter. If a model has delta nets, nothing is found again: a state is that of one token.
 
 A job reserves pages for its prompt and its `max_tokens` when it joins: it waits for them, or it runs to its end.
 """
@@ -36,7 +36,7 @@ class ContinuousBatch:
         """Reserve the cache.
 
         Args:
-            model: What runs.
+            model: The model that runs.
             n_jobs: At most so many run together.
             n_tokens: Tokens of all jobs that the cache holds, in whole pages of 64; what half of the memory holds.
             chunk: Tokens of a prompt that are read per pass.

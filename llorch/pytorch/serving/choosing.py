@@ -1,4 +1,4 @@
-"""How the next tokens of some jobs are chosen, each by its own settings, numbers and guide."""
+"""The choice of the next tokens of some jobs, each by its own settings, numbers and guide."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens
 
 
 class Choosing:
-    """What the choices of one job depend on, beside its logits."""
+    """The state on which the choices of one job depend, beside its logits."""
 
     def __init__(self, job: Job, vocab_size: int, device: torch.device) -> None:
         """Begin before the first token."""

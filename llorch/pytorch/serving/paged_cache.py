@@ -1,9 +1,9 @@
 """The cache of jobs that come and go: keys and values of all of them in one pool of pages.
 
 Blocks that run in one call on the CPU read the pages where they lie. Other attention is given the contexts of the
-sequences of a pass side by side: they are gathered, page by page, from the pool. What a table has no page for comes
-from one that is always empty, and nobody sees it. A sequence that runs alone, its pages one behind the other, is looked
-at where it lies, as in a cache of one row.
+sequences of a pass side by side: they are gathered, page by page, from the pool. Slots for which a table has no page
+come from a page that is always empty, and nobody sees them. A sequence that runs alone, its pages one behind the other,
+is looked at where it lies, as in a cache of one row.
 
 A delta net has one state for each job, in a row of its own, which cannot be shared: it is that of the last token.
 """

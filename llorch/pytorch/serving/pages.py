@@ -19,14 +19,14 @@ NOBODYS = 0  # the page that stays empty, where a table ends before those of oth
 
 @dataclass
 class Lease:
-    """What one job has of the pool."""
+    """The pages and the reservation that one job has of the pool."""
 
     pages: list[int] = field(default_factory=list)  # in the order of its tokens
     n_reserved: int = 0  # that it has not taken yet
 
 
 class Pages:
-    """Who has which page; the contents lie elsewhere."""
+    """The table of which job has which page; the contents lie elsewhere."""
 
     def __init__(self, n_pages: int) -> None:
         """Start with all pages free; the first one is number 1."""

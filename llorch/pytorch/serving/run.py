@@ -31,17 +31,17 @@ class ServedJob:
 
     @property
     def is_reading(self) -> bool:
-        """Whether there is more of the prompt to read."""
+        """True if there is more of the prompt to read."""
         return not self.failed and self.n_done < len(self.job.ids)
 
     @property
     def goes_on(self) -> bool:
-        """Whether its last token is to be fed."""
+        """True if the last token of the job is to be fed."""
         return not (self.failed or self.is_reading) and len(self.ids) < len(self.job.ids) + self.job.max_tokens
 
     @property
     def row(self) -> SequenceRow:
-        """Where its tokens lie."""
+        """The places of the job's tokens."""
         return SequenceRow(self.lease.pages, self.state, self.n_done)
 
     @property

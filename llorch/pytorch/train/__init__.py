@@ -10,6 +10,6 @@ to read:
     forward     the model's pass over a batch whose documents do not see each other
     loss        cross entropy without all logits at once
     adamw       the update; `eight_bit` its moments in 8 bits
-    loading     a model whose leaves record gradients
+    loading     a model whose modules record gradients
     judging     what an adapter changes on data that it has not seen
 """

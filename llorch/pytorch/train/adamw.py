@@ -1,7 +1,7 @@
 """AdamW on the parameters of an adapter: formula and order of `llorch.train.adamw`, its moments in 8 bits if wanted.
 
-Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are theirs. Where ranks
-share parameters each updates its own part; only the norm is taken of whole gradients. With 8 bits the update uses the
+Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are equal. If ranks
+share parameters, each updates its own part; only the norm is taken of whole gradients. With 8 bits the update uses the
 new moments before they are rounded, so all of it but three operations is needed here anyway.
 """
 

@@ -26,7 +26,7 @@ _DECADES = 7
 
 @dataclass(frozen=True)
 class CodeBook:
-    """What codes stand for."""
+    """The values that codes stand for."""
 
     values: Float32[np.ndarray, "256"]  # ascending
     thresholds: Float32[np.ndarray, "255"]  # a number gets the first code whose threshold is not below it

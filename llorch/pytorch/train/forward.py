@@ -1,6 +1,6 @@
-"""The torch page run to be trained on: a batch of documents in, hidden states out, gradients wanted.
+"""The forward pass of training: a batch of documents in, hidden states out, gradients wanted.
 
-Documents that are packed into one row see only themselves. Where no row holds two of them the mask is the causal one
+Documents that are packed into one row see only themselves. If no row holds two of them, the mask is the causal one
 alone: padding stands at the end of a row, so no token sees it, and no loss is taken there.
 """
 
@@ -28,7 +28,7 @@ def hidden_states(
 
 
 def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacement:
-    """Where the tokens of a batch stand; a document longer than the context is refused."""
+    """Place the tokens of a batch; a document longer than the context is refused."""
     config = module.config
     longest = int(batch.positions.max()) + 1
     if longest > config.max_position_embeddings:
@@ -55,7 +55,7 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacem
 
 
 def _near(bound: Bound, positions: Int[Tensor, "batch seq"], visible: Visible) -> Bool[Tensor, "batch 1 seq ctx"]:
-    """Of what is visible those that are no further back than a bound."""
+    """Mark the visible tokens that are no further back than a bound."""
     kind, size = bound
     first = positions - size + 1 if kind == "window" else positions // size * size
     seq = positions.shape[1]

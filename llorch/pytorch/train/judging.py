@@ -1,4 +1,4 @@
-"""What an adapter changes on data that it was not trained on."""
+"""The change that an adapter makes on data that it was not trained on."""
 
 import math
 from dataclasses import dataclass

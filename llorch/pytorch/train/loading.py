@@ -1,4 +1,4 @@
-"""A model in torch whose leaves record gradients; those for inference do not.
+"""A model in torch whose modules record gradients; kernels for inference do not.
 
 On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
 takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to
@@ -77,11 +77,11 @@ def load_for_training(
 
 
 def _shared_by(mesh: DeviceMesh) -> dict[str, int]:
-    """How many ranks share every layer, and how many the memory of this machine."""
+    """Return how many ranks share every layer, and how many share the memory of this machine."""
     return {"n_ranks": axes_of(mesh)["tp"], "n_here": len(ranks_here(mesh.size()))}
 
 
 def prepare(module: CausalLM) -> None:
-    """Put the leaves in place that training runs on: fused attention, faster products of frozen weights."""
+    """Put the kernels in place that training runs on: fused attention, faster products of frozen weights."""
     use_sdpa(module)
     freeze_linears(module)

@@ -89,7 +89,7 @@ def saved_settings(folder: Path) -> Mapping[str, Any]:
 
 
 def saved_threads(folder: Path) -> int | None:
-    """How many threads computed the run that is there; None where its record does not say."""
+    """Return the number of threads that computed an existing run; None where its record does not say."""
     environment: Any = read_json(folder / RUN, limit=_LIMIT)
     for name in ("identity", "environment", "threads"):
         environment = environment.get(name) if isinstance(environment, dict) else None

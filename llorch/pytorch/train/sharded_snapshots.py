@@ -1,8 +1,8 @@
-"""Snapshots of a run of several processes, written while the training goes on: complete or absent, as those of one.
+"""Snapshots of several processes, written while the training goes on: complete or absent, as with one process.
 
     save    rank 0 makes the folder; every rank copies its parts, and a thread of it writes them
     poll    rank 0, once all are written, syncs and puts the snapshot in its place
-    wait    every rank learns what came of it
+    wait    every rank learns the result
 
 A rank waits for another at most for a time, in a process group of its own, so that nothing mixes with the training's.
 
@@ -59,7 +59,7 @@ class ShardedSaver:
             step: The step that was made.
             tensors: The same names on every rank; a DTensor is saved whole, from the parts of all, and another tensor
                 as one of the ranks has it: it is the same on each.
-            record: What is no tensor; that of rank 0 counts.
+            record: Values that are no tensors; those of rank 0 count.
 
         Raises:
             OSError: On every rank: the snapshot before was not saved, see `wait`, or this one cannot be begun.

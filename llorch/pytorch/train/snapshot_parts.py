@@ -3,8 +3,8 @@
     .metadata       a pickle: shape and dtype of each tensor, and where which part of it lies
     __0_0.distcp    parts, which one process wrote
 
-A pickle can run code, so nothing is taken from it but what describes tensors. That the parts make up each tensor is
-checked here, as torch leaves a value that was never written as it finds it.
+A pickle can run code, so nothing is taken from it but what describes tensors. This module checks that the parts make up
+each tensor, as torch does not change a value that was never written.
 
 Source: torch.distributed.checkpoint (`FileSystemReader`, `Metadata`), whose files are promised to no other version.
 """

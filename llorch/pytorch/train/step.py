@@ -45,9 +45,10 @@ class Stepper:
     seed: int = 0  # of dropout
 
     def step(self, batches: Sequence[Batch], rate: float, *, number: int = 0) -> tuple[float, float]:
-        """Make one of all its batches: its mean loss and the norm of the gradients before they are clipped.
+        """Make one step; return the mean loss of its batches and the norm of the gradients before they are clipped.
 
-        Dropout of every step has a `number` of its own. Where one of both is not finite, nothing is updated.
+        Each step has another `number`, for its dropout. Raises NonFiniteLoss if the loss or the norm is not finite;
+        nothing is updated then.
         """
         with deterministic():
             loss = self.backward(batches, number=number)

@@ -96,7 +96,7 @@ class Training:
 
     @property
     def notes(self) -> list[str]:
-        """What was found in the data, and what the model asks for that is not trained: a sentence each."""
+        """Findings in the data, and requests of the model that llorch does not train: a sentence each."""
         return [
             *self.data.notes,
             *_left_out(self._weights),

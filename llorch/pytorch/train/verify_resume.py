@@ -49,7 +49,7 @@ class Compared:
 
     @property
     def kind(self) -> str:
-        """What it belongs to."""
+        """The group of the tensor: `adapter`, `optimizer`, or the file of the adapter."""
         return self.name.partition("/")[0]
 
 
@@ -63,13 +63,13 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether no bit differs."""
+        """True if no bit differs."""
         return not self.differing_lines and not any(tensor.differing_bits for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of it."""
+    """The result of the comparison."""
 
     steps: int
     stopped_at: int  # step at which the halves were cut
@@ -78,7 +78,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the halves are equal and every control is not."""
+        """True if the halves are equal and every control is not."""
         return self.halves.equal and not any(control.equal for control in self.controls.values())
 
 
@@ -127,7 +127,7 @@ def compare_runs(one: Path, other: Path) -> RunComparison:
 
 
 class _Quiet:
-    """Watches a run: leaves of the validation set what one pass takes, and may stop the run."""
+    """Observer of a run: cuts the validation set to the size of one pass, and may stop the run."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self._stop_at = stop_at

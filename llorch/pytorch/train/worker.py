@@ -1,4 +1,4 @@
-"""Who computes a step: one process with the whole model, or the ranks of a mesh, each with its part and its rows.
+"""The processes that compute a step: one with the whole model, or the ranks of a mesh, each with its part and its rows.
 
 Every rank knows all batches of a step, so what a loss is divided by needs no message, and does not depend on the mesh.
 """
@@ -40,11 +40,11 @@ class Alone:
         return batch, 1.0
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Of something that all rows of a batch have, that of the rows that are computed here."""
+        """Return the part for the rows that are computed here, of something that all rows of a batch have."""
         return rows
 
     def sum_gradients(self, *, now: bool) -> None:
-        """Whether the backward pass to come is the last of a step, by whose end gradients are summed over ranks."""
+        """Set whether the backward pass to come is the last of a step, by whose end gradients are summed over ranks."""
 
     def summed(self, value: Tensor) -> Tensor:
         """Sum a value over all ranks that take other rows, in place."""

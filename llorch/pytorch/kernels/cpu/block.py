@@ -1,8 +1,8 @@
-"""The leaves of the CPU put in place, and a whole block for a few tokens in one call, where nobody observes its stages.
+"""The kernels of the CPU, and a whole block for a few tokens in one call, if nobody observes its stages.
 
-Decoding one token calls some 16 leaves per block, each of which costs Python a few microseconds. `cpu_block.c` calls
+Decoding one token calls some 16 kernels per block, each of which costs Python a few microseconds. `cpu_block.c` calls
 the same compiled functions in the same order, so the result has the same bits, which a test holds. With an observer,
-many tokens or a leaf that is not one of these, the block is what it is on the page.
+many tokens or a kernel that is not one of these, the block runs as in `causal_lm`.
 """
 
 import ctypes
@@ -52,10 +52,10 @@ class _Place(ctypes.Structure):
 
 
 class CpuBlock(Block):
-    """A block with the leaves, and the attribute paths, of another one."""
+    """A block with the modules, and the attribute paths, of another block."""
 
     def __init__(self, block: Block, library: ctypes.CDLL, *, fixed: bool = False) -> None:
-        """Take over the modules of a block whose leaves are in place; `fixed`: they are those of any number of rows."""
+        """Take over the modules of a block whose kernels are in place; `fixed`: these are for any number of rows."""
         nn.Module.__init__(self)
         self.fixed, self._most = fixed, MOST if fixed else FEW
         self.mixer = block.mixer
@@ -116,14 +116,14 @@ def leaves_of(block: Block) -> list[object]:
 
 
 def addresses(leaves: list[object]) -> list[int]:
-    """Where the weights of some leaves lie."""
+    """Return the addresses of the weights of some kernels."""
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     stores = (store for leaf in modules for store in (leaf._parameters, leaf._buffers))
     return [0 if tensor is None else tensor.data_ptr() for store in stores for tensor in store.values()]
 
 
 def can_describe(block: Block, *, fixed: bool) -> bool:
-    """Whether the compiled function does what this block does."""
+    """Return whether the compiled function does what this block does."""
     first, second, q_norm, k_norm, rotate, attend, act, *projections = leaves_of(block)
     norms = [norm for norm in (first, second, q_norm, k_norm) if norm is not None]
     kinds = (rotate, CpuRotate), (attend, CpuAttention), (act, CpuSwiglu)

@@ -1,7 +1,7 @@
-"""What a delta net does beside its products, on the CPU, in `cpu_delta.c`.
+"""The operations of a delta net other than its products, on the CPU, in `cpu_delta.c`.
 
 The state goes through any number of tokens one after the other, block of columns by block, each in the nearest cache:
-as fast as chunks are in torch, and passes of any length give the same bits. The twins are the functions of
+as fast as chunks are in torch, and passes of any length give the same bits. The reference functions are those of
 `llorch.pytorch.models.delta_net` and `llorch.pytorch.models.delta_rule`.
 """
 

@@ -18,7 +18,7 @@ FEW = 32  # rows up to which one call for all is faster
 
 
 class _Chosen(nn.Module):
-    """What dense and packed experts share: `matrix_of(dtype)` is what the compiled function has to know."""
+    """The base of dense and packed experts; `matrix_of(dtype)` has the arguments of the compiled function."""
 
     def __init__(self, sizes: tuple[int, int, int], library: ctypes.CDLL) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What a layer does beside its products, on the CPU: each is one pass over its input, in `cpu_layer.c`.
+"""The operations of a layer other than its products, on the CPU: each is one pass over its input, in `cpu_layer.c`.
 
 Decoding one token is some 25 small torch operations per layer, each of which costs more in calls than in work. The
-twins are the functions of `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
+reference functions are those of `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
 """
 
 import ctypes
@@ -72,12 +72,12 @@ class CpuRotate:
 
 
 class CpuAttention:
-    """Attention in `cpu_attention.c`; many tokens are left to another leaf, such as torch's fused attention."""
+    """Attention in `cpu_attention.c`; many tokens go to another kernel, such as torch's fused attention."""
 
     def __init__(self, library: ctypes.CDLL, many: Any | None) -> None:
-        """Keep the compiled functions and the leaf that stands here now; without one all tokens are attended to here.
+        """Keep the compiled functions and the kernel that stands here now.
 
-        Then no token depends on its company.
+        Without such a kernel all tokens are attended to here, and no token depends on the other rows.
         """
         self.library, self.many = library, many
 

@@ -1,9 +1,9 @@
 """The compiled part of the CPU kernels, the C files beside this one, built for this very processor when needed.
 
-Building takes half a second with any compiler that knows OpenMP. What was built is kept in a folder that belongs to the
-user alone, under a name made of sources, compiler and processor. Where there can be no such folder, or nothing
-is loaded from it, every process builds for itself in a temporary one; where that fails, too, it runs on what torch has,
-which is said once. The loops share torch's OpenMP threads, because torch's library is loaded before.
+Building takes half a second with any compiler that knows OpenMP. The library is kept in a folder that belongs to the
+user alone, under a name made of sources, compiler and processor. If there can be no such folder, or nothing is loaded
+from it, every process builds for itself in a temporary one; if that fails, too, it runs on torch's functions, and says
+so once. The loops share torch's OpenMP threads, because torch's library is loaded before.
 """
 
 import ctypes
@@ -93,7 +93,7 @@ def kept(command: Sequence[str]) -> ctypes.CDLL | None:
 
 
 def private_folder() -> Path | None:
-    """Where this user's caches are, if nobody else can write there: what is in it will be executed."""
+    """Return the folder of this user's caches, if nobody else can write there: its contents will be executed."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = (home if home.is_absolute() else Path.home() / ".cache") / "llorch"
@@ -126,7 +126,7 @@ def _processor() -> list[str]:
 
 
 def is_sealed(file: Path) -> bool:
-    """Whether a library ends in its own digest, as `built` leaves it; to load a torn one could end the process."""
+    """Return whether a library ends in its digest, as `built` writes it; loading a torn file could end the process."""
     try:
         data = file.read_bytes()
     except OSError:

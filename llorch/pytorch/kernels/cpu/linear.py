@@ -77,7 +77,7 @@ def product(
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and multiplies a dtype on this processor: tried, since no flag of torch's says it."""
+    """Return whether oneDNN multiplies a dtype on this processor: tried, since no flag of torch tells it."""
     try:
         one = torch.ones(1, 1, dtype=dtype)
         torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], "")

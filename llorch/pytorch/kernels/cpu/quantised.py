@@ -1,6 +1,6 @@
 """Products with a packed matrix on the CPU: few rows straight from the blocks, many by decoding a tile at a time.
 
-The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` is the twin of the decoding here, bit for bit.
+The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` gives the same numbers, bit for bit.
 """
 
 import ctypes

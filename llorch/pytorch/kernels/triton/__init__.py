@@ -6,6 +6,6 @@ all kernels. Read `fused` first (norm, rotation, activation), then `dense_matvec
 
 Functions under `triton.jit` are compiled from their source, not called. The checks of types that tests hook into every
 function of llorch must leave them alone, so `no_type_check` stands below every `triton.jit`. The compiler runs when one
-is first called on a device. What only it finds (a name with two shapes in two branches) passes in the interpreter, so
-that a test compiles every kernel for a device; that takes none.
+is first called on a device. The interpreter does not find every error, such as a name with two shapes in two branches.
+So a test compiles every kernel for a device; that takes no device.
 """

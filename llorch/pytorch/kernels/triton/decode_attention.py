@@ -1,12 +1,12 @@
-"""Attention of one new token per sequence, the context split between programs; the twin is `attention` of the page.
+"""Attention of one new token per sequence, the context split between programs; the reference: `causal_lm.attention`.
 
 A program takes one key head with all its query heads, so that its keys and values are read once, and one part of the
 slots. It leaves a maximum, a sum of powers and a sum of values; a second kernel puts the parts together. Slots that
 are not seen are not read, and which they are is told by the mask on the device: nothing depends on values that the host
 would have to know, so that a CUDA graph can hold it.
 
-Both products sum in float32. Half precision probabilities go into theirs as two numbers, p rounded and what that lost,
-so that no error of theirs is seen behind the rounding of the result.
+Both products sum in float32. Half precision probabilities go into the second product as two numbers, p rounded and the
+rest that rounding lost, so that no error of p is seen after the rounding of the result.
 
 Source: split-KV decoding as in https://pytorch.org/blog/flash-decoding.
 """
@@ -30,7 +30,7 @@ _LEAST = 16  # rows and columns of a product on tensor cores
 
 
 def decode_attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
-    """As `attention` of the page, each token seeing a slot; more than one token goes to `sdpa_attention`."""
+    """Compute `attention` of `causal_lm`, each token seeing a slot; more than one token goes to `sdpa_attention`."""
     if q.shape[1] != 1:
         return sdpa_attention(q, keys, values, visible, keep)
     q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.contiguous(), keys, values))
@@ -71,7 +71,7 @@ def _launch_parts(
 
 
 def _interpreted_bfloat16(q: Tensor) -> bool:
-    """Whether products need float32 operands: Triton's interpreter would multiply the bits of bfloat16 as integers."""
+    """Return whether products need float32 operands: Triton's interpreter multiplies bfloat16 bits as integers."""
     return q.dtype is torch.bfloat16 and knobs.runtime.interpret
 
 

@@ -1,7 +1,7 @@
 """A row of activations times a dense matrix, which is read once: what decoding a token consists of.
 
 A program takes some rows of the matrix and all of their columns, so that no sum is split between programs. A thread
-loads 16 bytes of each of its rows and uses the same inputs for all. Sums are float32, rounded once. The twin is
+loads 16 bytes of each of its rows and uses the same inputs for all. Sums are float32, rounded once. The reference is
 `torch.nn.functional.linear`, which also takes whatever has more rows: on an H100 its tensor cores are as fast for two
 and faster for any more.
 

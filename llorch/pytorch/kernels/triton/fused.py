@@ -1,9 +1,9 @@
-"""What a layer does beside its products: each in one launch, computed in float32 and rounded once.
+"""The operations of a layer other than its products: each in one launch, computed in float32 and rounded once.
 
-The twins are the functions of `llorch.pytorch.causal_lm`. A program of the norm takes a tile of whole rows: one of a
-hidden state, several of the short ones of a head. One of the rotation takes one token and all heads of its queries, of
-its keys or of its values; padding writes to its slot like any token, and which of several wins does not matter, as
-nobody sees it.
+The reference functions are those of `llorch.pytorch.causal_lm`. A program of the norm takes a tile of whole rows: one
+of a hidden state, several of the short ones of a head. One of the rotation takes one token and all heads of its
+queries, of its keys or of its values; padding writes to its slot like any token, and which of several wins does not
+matter, as nobody sees it.
 """
 
 from typing import Any, no_type_check
@@ -61,7 +61,10 @@ def _normalise(x, weight, y, n_rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
-    """As that of the page, which turns the heads of which a part is turned; rotated keys are a copy where observed."""
+    """Compute `rotate_and_cache` of `causal_lm`; rotated keys are a copy where observed.
+
+    The plain function turns heads of which only a part is turned.
+    """
     if 2 * place.cos.shape[-1] != q.shape[-1]:
         return plain_rotate_and_cache(q, k, v, layer, place, cache, keep)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -121,7 +124,7 @@ def _rotate(
 @triton.jit
 @no_type_check
 def _first_halves(head, head_there, column, HALF: tl.constexpr):
-    """Where the first halves of some heads lie, (heads, half), and which of the places are there."""
+    """Compute the offsets of the first halves of some heads, (heads, half), and the mask of those that are there."""
     return head[:, None] * (2 * HALF) + column[None, :], head_there[:, None] & (column < HALF)[None, :]
 
 

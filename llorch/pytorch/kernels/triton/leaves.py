@@ -1,4 +1,4 @@
-"""The table of what runs on CUDA instead of torch's own; importing it imports Triton."""
+"""The table of kernels that run on CUDA instead of torch's own; importing it imports Triton."""
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import Block
@@ -21,7 +21,7 @@ def packed(leaf: QuantisedLinear) -> QuantisedLinear:
 
 
 def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
-    """Multiply packed matrices of experts by kernels; a table's few rows have none, so the twin multiplies them."""
+    """Multiply packed matrices of experts by kernels; a `Table` has none for few rows, so torch multiplies those."""
     leaf.multiply = multiply
     if isinstance(leaf.ggml_type, GGMLType):
         leaf.multiply_chosen = multiply_chosen

@@ -13,7 +13,7 @@ a matrix is decoded once into scratch memory and multiplied by the library. The 
 weight, which many rows make small; a kernel that decodes would do it again for every tile of rows, and takes two to
 four times as long as the library at 512 rows, as measured on an H100.
 
-Decoded numbers have the bits of the twin, `kernels.packing.decode`: products and differences are not fused.
+Decoded numbers have the bits of the reference, `kernels.packing.decode`: products and differences are not fused.
 """
 
 from typing import Any, no_type_check
@@ -60,7 +60,7 @@ def multiply_by_decoded_tiles(
 
 
 def decode_to(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-    """Decode a matrix, or some of its rows, into new memory: the numbers of the twin, rounded to `dtype`."""
+    """Decode a matrix, or some rows, into new memory: the numbers of `kernels.packing.decode`, rounded to `dtype`."""
     n_out, n_in = len(fields["codes"]), width(fields, ggml_type)
     out = torch.empty(n_out, n_in, dtype=dtype, device=fields["codes"].device)
     n_tile, runs = _TILE_WRITTEN

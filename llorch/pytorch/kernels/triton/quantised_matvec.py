@@ -2,7 +2,7 @@
 
 A program takes a row of the matrix and all of its columns. So no sum is split between programs, which would need a
 second kernel to add up; its order depends on the shapes alone. A thread loads 16 bytes of codes at a time, and inputs
-likewise. With w = scale * (code - offset) - minimum for a run of elements,
+in the same way. With w = scale * (code - offset) - minimum for a run of elements,
 
     sum(w * x) = scale * (sum(code * x) - offset * sum(x)) - minimum * sum(x)
 
@@ -11,8 +11,8 @@ so that a weight of four bits costs a mask, a conversion and a multiply-add. The
 
 The matrices of experts lie one below the other; which a row of activations is multiplied by is read on the device.
 
-The twin is `kernels.quantised_linear.multiply_by_tiles`. What fields hold is told in `kernels.packing`;
-in what reads them, `row` and `run` (32 elements of a row) are tensors that broadcast to the result, which `there`
+The reference is `kernels.quantised_linear.multiply_by_tiles`. `kernels.packing` describes the contents of fields; in
+functions that read them, `row` and `run` (32 elements of a row) are tensors that broadcast to the result, which `there`
 masks.
 """
 
