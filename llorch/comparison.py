@@ -47,16 +47,16 @@ class Tolerance:
     common_factor: float | None = None
 
     def at_most(self, highest: "Tolerance") -> "Tolerance":
-        """This tolerance, but in neither limit above another."""
+        """Cap `error` and `worst` of this tolerance at those of `highest`."""
         return Tolerance(min(self.error, highest.error), min(self.worst, highest.worst))
 
     def at_least(self, lowest: "Tolerance") -> "Tolerance":
-        """This tolerance, but in no limit below another."""
+        """Raise each part of this tolerance to at least that of `lowest`."""
         tokens = None if self.tokens is None else np.maximum(self.tokens, lowest.tokens or 0.0)
         return Tolerance(max(self.error, lowest.error), max(self.worst, lowest.worst), tokens, self.common_factor)
 
     def times(self, factor: float) -> "Tolerance":
-        """This tolerance, so many times as large."""
+        """Multiply every part of this tolerance by `factor`."""
         tokens = None if self.tokens is None else factor * self.tokens
         common_factor = None if self.common_factor is None else factor * self.common_factor
         return Tolerance(factor * self.error, factor * self.worst, tokens, common_factor)
@@ -121,14 +121,15 @@ class Difference:
 
 
 def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tolerance:
-    """The tolerance that the producers' own distances from the truth give.
+    """Derive a tolerance from the distances between the reference engines and the float64 reference.
 
     Args:
-        distances: Of each producer (and layer) from the float64 truth; at least one, none with a fault.
+        distances: Distance of each reference engine (and layer) from the float64 reference; at least one, none with a
+            fault.
         floor: The smallest tolerance of the dtype, see `FLOORS`.
 
     Returns:
-        4 times the larger distance, never under the floor.
+        4 times the largest distance, never under the floor.
 
     Raises:
         ValueError: No distance, or one with a fault or without a finite size: it would let everything pass.
@@ -343,7 +344,7 @@ def _norm(array: "np.ndarray | np.float64") -> float:
 
 
 def _by_token(off_by: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
-    """The error of every token; where all of one is zero, any difference is infinite."""
+    """Measure the error of every token; if all values of a token are zero, any difference is infinite."""
     others = tuple(other for other in range(want.ndim) if other != axis)
     off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (off_by, want))
     if size.all():
@@ -352,7 +353,7 @@ def _by_token(off_by: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
 
 
 def times_over(part: float, whole: float) -> float:
-    """A ratio; 0 of 0 is none, anything else of 0 is infinite."""
+    """Divide `part` by `whole`; 0 / 0 gives 0, any other number over 0 gives infinity."""
     if part == 0:
         return 0.0
     return part / whole if whole > 0 else math.inf

@@ -35,7 +35,7 @@ class Pass(Tokens):
         return sorted({1, len(self.ids) // 2, len(self.ids) - 1} - {0, len(self.ids)})
 
     def after(self, n_cached: int) -> "Pass":
-        """The pass that remains when the first `n_cached` tokens are in the cache."""
+        """Return the pass that remains when the first `n_cached` tokens are in the cache."""
         return Pass(self.ids[n_cached:], self.first_position + n_cached)
 
 
@@ -90,6 +90,6 @@ def has_tokens(stage: Stage) -> bool:
 
 
 def token_axis(stage: Stage) -> int | None:
-    """The axis of a stage's array along which tokens stand; a state of a delta net has none."""
+    """Find the axis of a stage's array along which tokens stand; None for a state of a delta net."""
     axes = stage.axes.split()
     return next((axes.index(axis) for axis in ("seq", "ctx") if axis in axes), None)

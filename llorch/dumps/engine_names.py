@@ -75,18 +75,18 @@ def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: i
 
 
 def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nth: int, of: int) -> Meaning | None:
-    """What a name stands for; None where nobody uses it.
+    """Look up the stages that a name stands for; None for an unknown name.
 
     Args:
-        name: As the engine calls it.
-        layer: As declared beside the name.
+        name: Name that the engine uses.
+        layer: Layer declared with the name.
         config: The model.
-        op: Of ggml, where the dump says so.
-        nth: The how manieth array of this name in its pass, from 0.
-        of: How many there are.
+        op: Operation of ggml, where the dump states it.
+        nth: Index of this array among the arrays of this name in the pass, from 0.
+        of: Number of arrays of this name in the pass.
 
     Returns:
-        The meaning, without any stage for a node of llama.cpp that is none.
+        The meaning. It has no stages for a node of llama.cpp that is not a stage.
     """
     if _NO_STAGES.fullmatch(name):  # `norm` is not multiplied with its gain yet; that of transformers is `model.norm`
         return Meaning((), by_llamacpp=True)
@@ -97,9 +97,10 @@ def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nt
 
 
 def nameless(name: str, op: str, before: Meaning | None, config: ModelConfig) -> Meaning | None:
-    """What a node that llama.cpp gives a number only stands for, by its operation and the stage `before`.
+    """Look up the stages of a node that llama.cpp names only by a number.
 
-    These are flash attention, and in most families the product with `o_proj`.
+    The operation and the stage `before` decide. Such nodes are flash attention and, in most families, the product with
+    `o_proj`. None for other nodes.
     """
     if before is None or before.layer is None or not re.fullmatch("node_[0-9]+", name):
         return None
@@ -154,7 +155,7 @@ def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, 
 
 
 def _output_of_transformers(name: str, config: ModelConfig) -> Meaning | None:
-    """Outputs that transformers gives by number: the last of its hidden states is behind the final norm."""
+    """Look up outputs that transformers names by number. The last hidden state is the output of the final norm."""
     parts = re.fullmatch(r"(hidden_states|attentions|past_key_values)[._]([0-9]{1,4})(?:[._](key|value|0|1)s?)?", name)
     if parts is None or (parts[3] is not None) != (parts[1] == "past_key_values"):
         return None

@@ -27,10 +27,11 @@ def passes_of(
     embeddings: Mapping[int, RawArray],
     vocab_size: int,
 ) -> tuple[tuple[Tokens, ...], list[str]]:
-    """The tokens of every pass, and a note where they were found in `embeddings`, arrays by pass.
+    """Find the tokens of every pass, and write a note if they were found in `embeddings` (arrays by pass).
 
-    FormatError: nobody states them, a pass has none, or the model has no such token. GuardFailed: two say different
-    things, or a pass does not begin where the one before ended.
+    Raises:
+        FormatError: Nothing states the tokens, a pass has none, or the model has no such token.
+        GuardFailed: Two sources disagree, or a pass does not begin where the previous pass ended.
     """
     n_passes = 1 + max((number for number, _ in raw.arrays), default=0)
     given = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
@@ -111,14 +112,14 @@ def _in_embeddings(
 
 
 def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] | None:
-    """The tokens whose embeddings these are.
+    """Find the tokens that have these embeddings.
 
     Args:
-        array: The stage `embed`, (tokens, hidden).
-        weights: Of the model.
+        array: Array of the stage `embed`, (tokens, hidden).
+        weights: Weights of the model.
 
     Returns:
-        Of equal rows the lowest id; None where a row is no row of the table.
+        Token ids; the lowest id if several rows are equal. None if a row is not in the embedding table.
     """
     wanted = array.astype(np.float64)
     best = np.full(len(wanted), np.inf)

@@ -56,7 +56,7 @@ class Form:
     sizes: tuple[int, ...]
 
     def arranged(self, array: np.ndarray, axes: Sequence[str], ctx: int) -> np.ndarray:
-        """The array with these axes, a padded context cut."""
+        """Arrange the array along these axes, and cut a padded context to `ctx` keys."""
         array = array.reshape(self.sizes).transpose([self.axes.index(axis) for axis in axes])
         return array[tuple(slice(ctx) if axis == "ctx" else slice(None) for axis in axes)]
 
@@ -77,7 +77,11 @@ def single_axes(axes: Sequence[str]) -> tuple[str, ...]:
 def declared_form(
     declared: Sequence[str], table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Form:
-    """The form that declared axes mean; FormatError where they are not those of the stage, or do not fit the shape."""
+    """Build the form that declared axes mean.
+
+    Raises:
+        FormatError: The axes are not those of the stage, or do not fit the shape.
+    """
     axes, wanted = single_axes([axis for axis in declared if axis != "batch"]), single_axes(table)
     if sorted(axes) != sorted(wanted):
         known = [*wanted, *table, "batch"]
@@ -134,7 +138,10 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
 
 
 def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping[str, int]) -> Form | None:
-    """The form of these groups if the shape, without its axes of 1, is theirs; a context alone may be longer."""
+    """Build the form of these axis groups; None if the shape, without its axes of size 1, differs.
+
+    Only a context that is a group alone may be longer.
+    """
     left, found = [*shape], {}
     for group in groups:
         size = math.prod(sizes[axis] for axis in group)
@@ -149,7 +156,7 @@ def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping
 
 
 def far_nearest(distances: Mapping[Form, float]) -> Form | None:
-    """The form that is far less unlike ours than all others; None where none is."""
+    """Pick the form that is far nearer to llorch's values than all others; None if there is none."""
     best, second, *_ = sorted(distances, key=distances.__getitem__)
     return best if distances[best] < min(_LEAST_UNLIKE, distances[second] / FAR_NEARER) else None
 
@@ -170,7 +177,7 @@ def half_split(heads: np.ndarray) -> np.ndarray:
 
 
 def cut(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The projections of a fused array, (tokens, all rows): q, k and v, or gate and up."""
+    """Split a fused array, (tokens, all rows), into its projections: q, k and v, or gate and up."""
     widths = {"q_proj": config.q_width, "k_proj": config.kv_width, "v_proj": config.kv_width}
     each = [widths.get(part, config.intermediate_size) for part in parts]
     if order == "alternating":
@@ -183,17 +190,17 @@ def cut(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig
 
 
 def finished(array: np.ndarray, stage: Stage, layout: DumpLayout, config: ModelConfig, later: np.ndarray) -> np.ndarray:
-    """An array of the table's shape with what is declared undone.
+    """Undo the declared layout of an array in the table's shape.
 
     Args:
-        array: In the shape of the table.
-        stage: Which stage it is.
-        layout: What is declared.
+        array: Array in the shape of the table.
+        stage: Stage of the array.
+        layout: Declared layout.
         config: The model.
         later: True where a key is later than its query, (tokens, ctx).
 
     Returns:
-        The stage.
+        Array of the stage.
     """
     if layout.permuted and stage.name in PAIRED:
         array = half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)

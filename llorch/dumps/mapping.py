@@ -62,7 +62,7 @@ class NameMap:
     features: Mapping[str, str | bool] = field(default_factory=dict)
 
     def find(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
-        """The pattern of a name, and its layer; None where no pattern fits."""
+        """Find the pattern that fits a name, and the layer; None if no pattern fits."""
         for pattern in self.names:
             parts = re.fullmatch(_NUMBER.sub("([0-9]{1,4})", re.escape(pattern)), name)
             if parts and parts.groups():
@@ -72,7 +72,7 @@ class NameMap:
         return None
 
     def layout(self, stage: str, pattern: str) -> DumpLayout:
-        """What is declared of a name, or else of its stage."""
+        """Look up the layout declared for a name, or else for its stage."""
         return self.layouts.get(pattern) or self.layouts.get(stage) or DumpLayout()
 
 
@@ -99,7 +99,7 @@ def read_mapping(path: str | Path) -> NameMap:
 
 
 def mapping_of(values: Mapping[str, object], path: str | Path = "mapping") -> NameMap:
-    """A mapping of values as TOML gives them; FormatError as `read_mapping`."""
+    """Build a mapping from values that TOML gives; raise FormatError as `read_mapping` does."""
     _require_known(values, ("names", "layout", "run"), "", path)
     top = Fields(values, path)
     names, layouts, run = (top.section(key) or Fields({}, path) for key in ("names", "layout", "run"))
@@ -177,7 +177,7 @@ def _feature(run: Fields, key: str) -> str | bool | None:
 
 
 def _passes_of(run: Fields) -> tuple[Tokens, ...]:
-    """Passes one after the other, each behind the tokens of those before it."""
+    """Read the passes in order; each begins after the tokens of the passes before it."""
     first = run.integer("first_position", default=0, low=0)
     given = run.values.get("ids", [])
     lists = given if isinstance(given, list) and given and isinstance(given[0], list) else [given]

@@ -84,7 +84,7 @@ class ArrayReading:
         return all(n == self.sizes[axis] for axis, n in sizes if axis == "ctx")
 
     def same_of(self, ours: np.ndarray, table: tuple[str, ...]) -> np.ndarray:
-        """The tokens and keys of our array that this one has."""
+        """Select the tokens and keys of llorch's array that this array has."""
         if self.tokens is not None:
             return ours.take(self.tokens, axis=table.index("seq"))
         return ours[:, self.left_out :] if table[1] == "ctx" else ours
@@ -105,7 +105,7 @@ class StageReader:
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
-        """What was found."""
+        """List which axes were found by their sizes, and which arrays hold only the last token."""
         notes = [*self._notes]
         if self._by_shape:
             found = "; ".join(f"{stage} is {form}" for stage, form in self._by_shape.items())
@@ -115,7 +115,7 @@ class StageReader:
         return notes
 
     def seen(self, named: NamedArray) -> dict[str, Seen]:
-        """The stages of an array; FormatError where it does not fit."""
+        """Find the stages of an array, to be read later; raise FormatError if it does not fit."""
         ways = self.ways(named)
         read = ways[0] if len(ways) == 1 else self._decide(named, ways)
         if len(ways) == 1 and not named.declared_axes and read.form.differs_from(named.table):
@@ -191,7 +191,7 @@ class StageReader:
         return [ArrayReading(tokens, form, sizes, n_tokens) for form in forms]
 
     def _decide(self, named: NamedArray, ways: list[ArrayReading]) -> ArrayReading:
-        """The way whose values are far nearer to ours than those of all others; else that of the table."""
+        """Choose the reading whose values are far nearer to llorch's than all others, else the table's order."""
         forms = [read.form for read in ways]
         told = (named.stages, *forms)
         if told not in self._decided:
@@ -227,7 +227,7 @@ class StageReader:
         return self._in_pairs
 
     def _beside_ours(self, named: NamedArray, read: ArrayReading) -> tuple[np.ndarray, np.ndarray]:
-        """An array as it would be read, and the same rows of our run."""
+        """Read an array in one way, and compute the same rows in llorch's run."""
         assert self.weights is not None
         stage = BY_NAME[named.stages[0]]
         ours = our_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
@@ -251,7 +251,7 @@ class StageReader:
         return bool(array[:, len(self.passes[0].ids) :].any())
 
     def arrays(self, named: NamedArray, read: ArrayReading) -> dict[str, np.ndarray]:
-        """The stages of an array, read now, float32 or float64."""
+        """Read the stages of an array now, as float32 or float64."""
         stored = named.array.read()
         wide = stored.astype(np.float64 if stored.dtype == np.float64 else np.float32, copy=False)
         array = read.form.arranged(wide, single_axes(named.table), read.sizes["ctx"])

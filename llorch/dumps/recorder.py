@@ -111,11 +111,11 @@ class Recorder:
         )
 
     def stage(self, name: str, *, layer: str = "layer") -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-        """A decorator: record what a function returns, as `name`.
+        """Make a decorator that records the result of a function as `name`.
 
         Args:
-            name: As for `add`.
-            layer: The argument of the function that holds the layer. One without it is called once in each layer.
+            name: Name as for `add`.
+            layer: Argument of the function that holds the layer. A function without it is called once in each layer.
 
         Returns:
             The decorator.
@@ -135,7 +135,7 @@ class Recorder:
         return wrap
 
     def _next_layer(self, name: str) -> int | None:
-        """The number of the call in this pass; None for a stage outside the layers."""
+        """Count this call in its pass and return its number, from 0; None for a stage outside the layers."""
         if name in BY_NAME and not BY_NAME[name].in_layer:
             return None
         call = (len(self.passes), name)
@@ -143,12 +143,12 @@ class Recorder:
         return self._calls[call] - 1
 
     def raw_dump(self) -> RawDump:
-        """What was recorded, under the names of the engine."""
+        """Return the recorded arrays under the names of the engine."""
         arrays = tuple((number, array) for (number, _, _), array in self.arrays.items())
         return RawDump(self.source, arrays, tuple(self.passes), self.features, self.weights)
 
     def stage_dump(self, weights: Weights, *, mapping: NameMap | None = None) -> StageDump:
-        """What was recorded as stages of the table, of a model with these weights; as `names.stage_dump`."""
+        """Return the recorded arrays as stages of a model with these weights, as `stage_mapping.stage_dump` does."""
         return stage_dump(self.raw_dump(), weights.config, mapping=mapping, weights=weights)
 
     def save(self, folder: str | Path) -> None:

@@ -104,18 +104,18 @@ def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
 
 
 def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
-    """What every name stands for.
+    """Find the stages that every name stands for.
 
     Args:
         raw: The dump.
-        config: Of the model.
-        mapping: Comes before names that others use.
+        config: Configuration of the model.
+        mapping: Takes precedence over the names that engines use.
 
     Returns:
-        Arrays by what is known of them; those that are known to be no stage are in neither list.
+        Arrays, named and unnamed. Arrays that are known to be no stage are in neither list.
 
     Raises:
-        FormatError: A stage or a layer that the model does not have, or one of integers.
+        FormatError: The model does not have the stage or the layer, or the stage does not hold such numbers.
     """
     names = Names()
     times = Counter((n_pass, array.name, array.layer) for n_pass, array in raw.arrays)
@@ -165,7 +165,7 @@ def _checked(
 
 
 def _of_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
-    """The name of a stage that other layers of the model have, as of RoPE, and this one has not."""
+    """Return the name of a stage that other layers of the model have, e.g. RoPE, and this layer has not; else None."""
     stage = BY_NAME.get(meaning.stages[0])
     if stage is None or meaning.layer is None or not stage.in_layer or not 0 <= meaning.layer < config.n_layers:
         return None
@@ -175,7 +175,7 @@ def _of_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
 def _stages(
     raw: RawDump, named: Sequence[NamedArray], reader: StageReader
 ) -> tuple[dict[tuple[int, str], Seen], list[str]]:
-    """What was seen, by pass and stage key; and notes on arrays of which the stage was there already."""
+    """Collect stages by pass and stage key, and notes on arrays whose stage was there already."""
     found: dict[tuple[int, str], Seen] = {}
     notes = []
     for each in named:

@@ -24,7 +24,7 @@ DTYPES: Mapping[str, str] = {word: name for name in _NUMPY for word in (name, *_
 
 
 def known_dtype(text: str) -> str | None:
-    """The dtype's name here, `float32`, from one of its spellings: `F32`, `torch.float32`, `<f4`; None if unknown."""
+    """Translate a spelling of a dtype, `F32`, `torch.float32` or `<f4`, to `float32`; None if unknown."""
     return DTYPES.get(text.lower().rpartition(".")[2])
 
 
@@ -83,14 +83,14 @@ class Stored:
 
 
 def as_numbers(array: np.ndarray, dtype: str) -> np.ndarray:
-    """An array in one piece at an even address; the bits of bfloat16 as float32 of the same values."""
+    """Make an array contiguous and aligned; the bits of bfloat16 become float32 of the same values."""
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.require(array, requirements=["C", "A"])
 
 
 def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """An array from exactly its bytes."""
+    """Build an array from exactly its bytes."""
     return as_numbers(np.frombuffer(data, _NUMPY[dtype]).reshape(shape), dtype)
 
 

@@ -70,7 +70,10 @@ def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_po
 
 
 def _embeddings(unnamed: Sequence[tuple[int, RawArray]], weights: Weights) -> dict[int, RawArray]:
-    """The array of each pass whose rows are rows of the embedding table: among the first of that width."""
+    """Find, for each pass, an array whose rows are rows of the embedding table.
+
+    Only the first arrays of that width are tried.
+    """
     width = weights.config.hidden_size
     found: dict[int, RawArray] = {}
     tried: Counter[int] = Counter()
@@ -94,7 +97,7 @@ def _counted_from(patterns: Sequence[Pattern]) -> int:
 
 
 def _chosen(patterns: Sequence[Pattern], offset: int) -> dict[str, Guess]:
-    """A stage for each pattern, none twice: first those that are alike, then by the order of writing."""
+    """Choose a stage for each pattern, none twice: first by similar values, then by the order of writing."""
     open_to = {pattern.name: [*_possible(pattern, offset)] for pattern in patterns}
     chosen: dict[str, Guess] = {}
 
@@ -119,7 +122,7 @@ def _possible(pattern: Pattern, offset: int) -> Iterator[Guess]:
 
 
 def _in_order(open_to: dict[str, list[Guess]], chosen: Mapping[str, Guess]) -> dict[str, Guess]:
-    """The rest, such that between what was chosen already stages come in the order of the table."""
+    """Assign the remaining patterns so that stages between those already chosen follow the order of the table."""
     cheapest: dict[int, _Choice] = dict.fromkeys(range(-1, len(STAGES)), (0.0, {}))  # of what is behind a row
     for name, guesses in reversed(open_to.items()):
         if name in chosen:
@@ -139,7 +142,7 @@ def _in_order(open_to: dict[str, list[Guess]], chosen: Mapping[str, Guess]) -> d
 
 
 def _spelled(pattern: Pattern, guess: Guess | None, offset: int) -> str:
-    """A name as the mapping has it."""
+    """Spell a name as the mapping file spells it."""
     name = pattern.name
     if pattern.is_numbered and (guess is None or guess.offset is None) and pattern.is_one_name:
         name = pattern.members[0][1].name

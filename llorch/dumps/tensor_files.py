@@ -37,7 +37,7 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a .zip, before each file: magic, ..., l
 
 
 def open_safetensors_dump(path: Path) -> RawDump:
-    """The tensors of a .safetensors file, and the tokens and the engine where `llorch trace` wrote them."""
+    """Read the tensors of a .safetensors file, and tokens and engine if `llorch trace` wrote them."""
     with open_safetensors(path) as file:
         arrays = [
             _array(Stored(path, info.offset, require_dtype(info.dtype, name, path), info.shape), name)
@@ -64,7 +64,7 @@ def open_npy(path: Path) -> RawDump:
 
 
 def from_npy_folder(folder: Path) -> RawDump:
-    """The .npy files of a folder; FormatError Missing where it has none."""
+    """Read the .npy files of a folder; raise FormatError Missing if it has none."""
     paths = sorted(folder.glob("*.npy"))
     if not paths:
         raise FormatError("Missing", "the folder has no index.jsonl and no .npy file", path=folder)
@@ -79,7 +79,7 @@ def _npy(path: Path) -> RawArray:
 
 
 def open_npz(path: Path) -> RawDump:
-    """The arrays of a .npz file."""
+    """Read the arrays of a .npz file."""
     with _BoundedFile(open_regular(path)) as file:
         try:
             members = ZipFile(file).infolist()

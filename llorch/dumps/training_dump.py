@@ -99,7 +99,7 @@ class TrainingDump:
     notes: Sequence[str] = field(default=())
 
     def as_clipped(self) -> "TrainingDump":
-        """The same, its gradients being those after clipping."""
+        """Copy the dump with its gradients renamed to gradients after clipping."""
         names = {"gradient": "clipped"}
         steps = [
             replace(step, shown={(names.get(group, group), name): s for (group, name), s in step.shown.items()})

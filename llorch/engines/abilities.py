@@ -25,7 +25,7 @@ def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
 
 
 def not_a_number(engine: str, family: str, stage: str) -> str:
-    """The fault by which an engine shows NaN of a stage, to be read behind that; empty where none is known."""
+    """Explain a known NaN of an engine in a stage, as the end of a message; empty if none is known."""
     if (engine, family, stage) == ("llamacpp", "qwen2_moe", "shared_gate"):  # src/models/qwen2moe.cpp
         return "; llama.cpp computes sigmoid(x) as silu(x) / x, and x is 0 for one token"
     return ""

@@ -52,7 +52,7 @@ class Folder:
         return [name.removesuffix(f".{ending}") for name in self._files if name.endswith(f".{ending}")]
 
     def tensors(self, module: str) -> Tensors:
-        """The tensors of a module by ending."""
+        """Read the tensors of a module, keyed by the end of their names."""
         names = [name for name in self._files if name.startswith(f"{module}.")]
         return {name.removeprefix(f"{module}."): self._files[name].get_tensor(name) for name in names}
 
@@ -65,7 +65,7 @@ def dequantised(method: str, path: str, name: str) -> np.ndarray | None:
 
 
 def missing(method: str) -> str | None:
-    """The package that would have to be installed to judge a method; empty if no package is known, None if it is."""
+    """Return the package to install before a method can be judged; empty if unknown, None if it is installed."""
     library = LIBRARIES.get(method)
     if library is None:
         return ""

@@ -84,12 +84,12 @@ for _name, (_result, _arguments) in _SIGNATURES.items():
 
 
 def node(address: int) -> GgmlTensor:
-    """The tensor at an address that C handed out."""
+    """Return the tensor at an address that C handed out."""
     return GgmlTensor.from_address(address)
 
 
 def op_name(tensor: GgmlTensor) -> str:
-    """The operation that computes the tensor; the kind of activation for unary and gated operations."""
+    """Name the operation that computes the tensor, or the kind of activation for unary and gated operations."""
     return libggml.ggml_op_desc(ctypes.byref(tensor)).decode()
 
 
@@ -103,7 +103,7 @@ def source_names(tensor: GgmlTensor) -> tuple[str, ...]:
 
 
 def float_params(tensor: GgmlTensor) -> np.ndarray:
-    """The parameters of its operation, read as floats."""
+    """Read the parameters of the tensor's operation as floats."""
     return np.frombuffer(bytes(tensor.op_params), np.float32)
 
 
@@ -212,7 +212,7 @@ class _CPUTraits(ctypes.Structure):
 
 
 def variants(kind: ActivationKind) -> tuple[VariantName, ...]:
-    """The variants of a rounding that this build of ggml can show: that of its processor, and plain C."""
+    """List the variants of a rounding that this build of ggml can show: its processor's variant, and plain C."""
     return tuple(dict.fromkeys((HOST_VARIANT, "generic"))) if kind in _PLAIN else (HOST_VARIANT,)
 
 

@@ -44,7 +44,7 @@ class LoadPath:
 
 
 def stored_route(provenance: Mapping[str, Any], engine: str) -> LoadPath:
-    """The route that goldens state for an engine; they have to (ValueError)."""
+    """Read the load path that goldens state for an engine; raise ValueError if they state none."""
     said = provenance["engines"].get(engine, {}).get("route")
     if said is None:
         raise ValueError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
@@ -77,19 +77,22 @@ class Producer(Protocol):
         ...
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The row that the engine's own sampling sees for the last token."""
+        """Compute the row of logits that the engine's own sampling sees for the last token."""
         ...
 
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
-        """The engine's own greedy continuation of `n` tokens, with its own cache."""
+        """Generate `n` tokens greedily by the engine's own `generate`, with the engine's cache."""
         ...
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
-        """The distribution after the engine's own sampling filters; 0 for removed tokens."""
+        """Compute the distribution after the engine's own sampling filters; 0 for removed tokens."""
         ...
 
     def together(self, calls: Sequence[Call]) -> list[Any]:
-        """What each of these calls gives; an engine that reads a model layer by layer does so once for all of them."""
+        """Answer each of these calls.
+
+        An engine that reads a model layer by layer reads each layer once for all of them.
+        """
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:

@@ -115,7 +115,7 @@ class LlamaCpp:
         return self._logits(ids, first_position, None)
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The logits that llama.cpp's sampler sees: those of the last token, the only ones computed."""
+        """Compute the logits that llama.cpp's sampler sees: those of the last token, the only ones computed."""
         check_ids(ids, self.config)
         with self._context(len(ids)) as context:
             _decode(context, ids, first_position=0, all_logits=False)
@@ -139,14 +139,14 @@ class LlamaCpp:
         return out
 
     def together(self, calls: Sequence[Call]) -> list[Any]:
-        """What each of the calls gives."""
+        """Answer each of the calls, one by one."""
         return one_by_one(self, calls)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
-        """The distribution that llama.cpp's own sampler chain draws from.
+        """Compute the distribution that llama.cpp's own sampler chain draws from.
 
-        The chain is penalty, temperature, top-k, top-p, min-p, then the draw, whose normalised probabilities are read
-        back; 0 for tokens that the chain removed.
+        The chain is penalty, temperature, top-k, top-p, min-p, then the draw. The normalised probabilities of the draw
+        are read back. They are 0 for tokens that the chain removed.
         """
         candidates = np.zeros(len(logits), TOKEN_DATA)
         candidates["id"], candidates["logit"] = np.arange(len(logits)), logits
@@ -174,7 +174,7 @@ class LlamaCpp:
         return list(buffer[:n])
 
     def provenance(self) -> dict[str, object]:
-        """What a golden must say about where it comes from."""
+        """Return the facts on its origin that a golden must state."""
         return {
             "producer": self.name,
             "llama_cpp_python": llama_cpp.__version__,
@@ -226,7 +226,11 @@ class LlamaCpp:
 
 @contextmanager
 def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, LoadPath]]:
-    """The file that llama.cpp is given, its configuration, and how what it holds came there."""
+    """Yield the file that llama.cpp is given, the configuration and the load path.
+
+    Raises:
+        ValueError: ggml numerics with another dtype than float32, or without a GGUF file.
+    """
     if numerics == EXACT:
         with float_gguf(path, dtype) as given:
             yield given
@@ -309,7 +313,7 @@ def _sampler_chain(settings: SamplingSettings, history: Sequence[int], *, n_voca
 
 
 def last_errors() -> str:
-    """What llama.cpp said last about errors."""
+    """Return the last error messages of llama.cpp, joined by semicolons."""
     return "; ".join(_errors) or "no reason given"
 
 

@@ -44,7 +44,7 @@ def delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 def delta_net_stages(short: str, array: np.ndarray, config: ModelConfig) -> Mapping[str, np.ndarray]:
-    """The stages that a node is, in the table's shapes and Hugging Face's order of heads; none for other nodes."""
+    """Split a node into its stages, in the table's shapes and Hugging Face's order of heads; none for other nodes."""
     net = config.delta_net
     if net is None:
         return {}

@@ -57,7 +57,7 @@ def _shared_rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 def of_experts(short: str, array: np.ndarray, experts: Experts | None) -> np.ndarray | None:
-    """A stage of which each token has one row for each of its experts; None for other stages."""
+    """Reshape a stage to one row for each token and each of its experts; None for stages without experts."""
     if experts is None or short not in (
         "topk_ids",
         "expert_in",

@@ -32,7 +32,7 @@ class NodeRule(NamedTuple):
 
 
 def node_rules(config: ModelConfig) -> list[NodeRule]:
-    """The rules for every node that a trace of this model needs."""
+    """List the rules for every node that a trace of this model needs."""
     rules = [NodeRule("embed", "GET_ROWS", None, "token_embd.weight")]
     for i in range(config.n_layers):
         for stage, op, name, source in _layer_rules(config, i):
@@ -114,7 +114,7 @@ class GraphCapture:
             known.append(rule)
 
     def stage_of(self, tensor: GgmlTensor) -> str | None:
-        """The stage that a node computes, or None."""
+        """Find the stage that a node computes; None for other nodes."""
         op = ggml_tensor.op_name(tensor)
         sources = ggml_tensor.source_names(tensor)
         for rule in (*self._rules.get((op, tensor.name.decode()), ()), *self._unnamed):
@@ -147,7 +147,7 @@ class GraphCapture:
         return products * scale + mask[..., : products.shape[-2], :]
 
     def stages(self) -> dict[str, np.ndarray]:
-        """The captured arrays in llorch's shapes and in Hugging Face's order of head dimensions."""
+        """Return the captured arrays in llorch's shapes and in Hugging Face's order of head dimensions."""
         out = {}
         for stage, array in self.arrays.items():
             layer, dot, short = stage.rpartition(".")

@@ -20,9 +20,9 @@ _OWN = ("builtins", "llorch.errors")  # modules whose exceptions arrive as what 
 
 
 def message(value: object) -> list[bytes | memoryview]:
-    """The parts of a message; arrays are not copied.
+    """Encode a value as the parts of a message; arrays are not copied.
 
-    Made of None, numbers, texts, paths, arrays, sequences, mappings and dataclasses of llorch.
+    The value is made of None, numbers, texts, paths, arrays, sequences, mappings and dataclasses of llorch.
     """
     arrays: list[np.ndarray] = []
     text = json.dumps(_said(value, arrays)).encode()
@@ -48,7 +48,10 @@ def receive(channel: socket.socket) -> Any:
 
 
 def described(error: Exception) -> list:
-    """What `raised` needs to make an exception again, so far as its class is Python's or ours."""
+    """Describe an exception so that `raised` can make it again.
+
+    The class must come from Python or llorch. Other exceptions become a RuntimeError with the same text.
+    """
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ in _OWN)
     args = error.args
     if isinstance(error, OSError) and error.errno is not None:
@@ -63,7 +66,7 @@ def described(error: Exception) -> list:
 
 
 def raised(module: str, kind: str, args: Sequence, state: Mapping[str, object]) -> Exception:
-    """The exception that was described."""
+    """Make the exception that `described` has described."""
     made = getattr(importlib.import_module(module), kind)
     error = made.__new__(made, *args)  # `__init__` of ours takes other arguments, and has been there
     error.args = error.args or tuple(args)  # which MemoryError leaves to `__init__`

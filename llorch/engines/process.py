@@ -214,7 +214,7 @@ def _patience(path: Path, *args: object) -> float:
 
 
 def _last_words(file: Path) -> str:
-    """The last line that is not empty."""
+    """Return the last line of the file that is not empty."""
     with file.open("rb") as said:
         said.seek(max(0, file.stat().st_size - 8192))
         lines = [" ".join(line.split()) for line in said.read().decode(errors="replace").splitlines()]

@@ -189,7 +189,7 @@ class Transformers:
 
     @torch.no_grad()
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The logits of the last token, the only ones computed, as in `generate`."""
+        """Compute the logits of the last token, the only ones computed, as in `generate`."""
         with self._arithmetic():
             return as_array(self._model(self._ids(ids), logits_to_keep=1).logits[0, 0])
 
@@ -199,7 +199,7 @@ class Transformers:
 
     @torch.no_grad()
     def continued(self, ids: Sequence[int], n: int) -> tuple[list[int], np.ndarray]:
-        """The tokens of `greedy`, and the logits that each of them was chosen by."""
+        """Generate the tokens of `greedy`, and return them with the logits that each token was chosen by."""
         prompt = self._ids(ids)
         with self._arithmetic():
             out = self._model.generate(
@@ -209,7 +209,7 @@ class Transformers:
             return out.sequences[0, len(ids) :].tolist(), as_array(torch.cat(out.logits))
 
     def together(self, calls: Sequence[Call]) -> list[Any]:
-        """What each of the calls gives; a streamed model reads every layer once for all of them."""
+        """Answer each of the calls; a streamed model reads every layer once for all of them."""
         if self._streamed is None:
             return one_by_one(self, calls)
         jobs = [partial(getattr(self, method), *args, **kwargs) for method, args, kwargs in calls]
@@ -218,9 +218,9 @@ class Transformers:
             return self._streamed.together(jobs, n_passes=n_passes)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
-        """The distribution that transformers draws from after its own logits processors.
+        """Compute the distribution that transformers draws from after its logits processors.
 
-        0 for removed tokens; temperature 0 is `generate`'s argmax.
+        Removed tokens get 0. Temperature 0 means the argmax of `generate`.
         """
         scores = torch.tensor(logits, dtype=torch.float64 if self.dtype == "float64" else torch.float32)[None]
         with self._arithmetic():
@@ -244,7 +244,7 @@ class Transformers:
             return transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
 
     def provenance(self) -> dict[str, object]:
-        """What a golden must say about where it comes from."""
+        """Return the facts on its origin that a golden must state."""
         return {
             "producer": self.name,
             "transformers": transformers.__version__,
@@ -301,7 +301,7 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
 
 
 def _config_of_folder(path: Path, config_class: Any) -> Any:
-    """The engine's configuration, without the settings of a quantised folder: the model is one of floats."""
+    """Load the engine's configuration without the settings of a quantised folder, because the model holds floats."""
     config = config_class.from_pretrained(path, local_files_only=True)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -310,7 +310,7 @@ def _config_of_folder(path: Path, config_class: Any) -> Any:
 
 
 def _model_of_codes(weights: Weights, dtype: DtypeName) -> Any:
-    """The model of a quantised folder in floats, as our readers decode it."""
+    """Build the model of a quantised folder in floats, as llorch's readers decode it."""
     config_class, model_class = CLASSES[weights.config.family]
     config = _config_of_folder(Path(weights.path), config_class)
     config._attn_implementation = "eager"
@@ -320,7 +320,7 @@ def _model_of_codes(weights: Weights, dtype: DtypeName) -> Any:
 
 
 def _filled(model: Any, weights: Weights, dtype: DtypeName) -> Any:
-    """A model with the numbers that our readers decode."""
+    """Fill a model with the numbers that llorch's readers decode."""
     model.tie_weights()  # or the output matrix would be asked for, too
     ours = OurTensors(weights, getattr(torch, dtype))
     model.load_state_dict({name: ours.read(name) for name in named_once(model)}, strict=False, assign=True)
@@ -329,7 +329,10 @@ def _filled(model: Any, weights: Weights, dtype: DtypeName) -> Any:
 
 
 def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, LoadPath]:
-    """The model, what its weights are read from, a note on its RoPE, and the route."""
+    """Build a model without weights.
+
+    Return it with the reader of its weights, a note on its RoPE, and the load path.
+    """
     path, precision = Path(weights.path), getattr(torch, dtype)
     config_class, model_class = CLASSES[weights.config.family]
     if path.is_dir():
@@ -350,7 +353,7 @@ def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Ten
 
 
 def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPath]:
-    """The model, a note on its RoPE, and the route."""
+    """Load the model of a GGUF file. Return it with a note on its RoPE, and the load path."""
     path, (_, model_class) = Path(weights.path), CLASSES[weights.config.family]
     engine_config, note, told = _config_of_file(weights.config, _as_transformers_understands(path), dtype)
     model, reader = None, OURS
@@ -367,7 +370,11 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPa
 
 
 def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeName) -> tuple[Any, str, list[str]]:
-    """The engine's configuration, a note on its RoPE, and what it did not understand of the file: that is ours."""
+    """Build the engine's configuration.
+
+    Return it with a note on its RoPE, and the names of the settings that transformers did not understand in the file.
+    llorch gives those settings to the engine.
+    """
     rope, note = _rope_parameters(config, dtype)
     ours = _settings(config) | {"rope_parameters": rope | {k: theirs[k] for k in ("rope_theta",) if k in theirs}}
     theirs = {name: value for name, value in theirs.items() if name in ours or name == "rope_theta"}
@@ -418,7 +425,7 @@ def _experts_settings(experts: Experts | None) -> dict[str, Any]:
 
 
 def _of_family(config: ModelConfig) -> dict[str, Any]:
-    """What a family says of windows and of layers without RoPE, and how Llama 4 calls its experts."""
+    """Return the settings of a family for windows and layers without RoPE, and Llama 4's names for experts."""
     layers = [config.layer(i) for i in range(config.n_layers)]
     rotated = {"no_rope_layers": [int(layer.rope) for layer in layers]}
     match config.family:
@@ -470,9 +477,9 @@ def _as_transformers_understands(path: Path) -> dict[str, Any]:
 
 
 def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dtype: DtypeName) -> Any:
-    """The model as transformers' own GGUF loader reads and decodes it; None where it cannot.
+    """Load the model by transformers' own GGUF loader; None if the loader cannot.
 
-    Types that it does not decode, and biases of which the file has a part, are beyond it.
+    The loader fails on types that it does not decode, and on biases of which the file has only a part.
     """
     try:
         with redirect_stderr(StringIO()):  # its progress bar has no switch
@@ -491,9 +498,10 @@ def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dty
 
 
 def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, object], str]:
-    """What transformers is told about RoPE, and a note on it for the provenance.
+    """Build the RoPE settings for transformers, and a note on them for the provenance.
 
-    The divisors of a file are float32: in float64 they are not those that the published settings give, to 1e-8.
+    The divisors of a file are float32. In float64 they do not equal the divisors that the published settings give, to
+    1e-8.
     """
     theta: dict[str, object] = {"rope_theta": config.rope_theta}
     if config.family == "ministral3":
@@ -520,7 +528,7 @@ def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, o
 
 
 def _factors_of(rope: dict[str, object], head_dim: int) -> np.ndarray:
-    """The divisors that transformers' own llama3 scaling means."""
+    """Compute the divisors that transformers' own llama3 scaling means."""
     probe = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=131072)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](probe)
     return (_plain_frequencies(probe) / scaled).numpy()
@@ -557,7 +565,10 @@ def _processors(settings: SamplingSettings, history: Sequence[int]) -> LogitsPro
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Some models of llama.cpp have no configuration here: hidden_size must be a multiple of the number of heads."""
+    """Raise RuntimeError for a configuration that transformers refuses.
+
+    Some models of llama.cpp have no configuration here: hidden_size must be a multiple of the number of heads.
+    """
     try:
         yield
     except StrictDataclassError as error:

@@ -62,7 +62,7 @@ class HookRecorder:
         return stage in self.golden
 
     def instead(self, stage: str, layer: int) -> torch.Tensor | None:
-        """What the engine is to go on with in a stage that is made in parts."""
+        """Return the golden that replaces a stage computed in parts; None if the engine's result stays."""
         theirs = self.golden.get(key(stage, layer)) if _RECORDER.get() is self else None
         return None if theirs is None else torch.from_numpy(theirs.astype(np.float64))
 

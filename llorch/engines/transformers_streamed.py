@@ -45,7 +45,10 @@ class FolderTensors:
         self._files = {name.replace(".language_model.", "."): (file, name) for file in files for name in file.keys()}
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or some rows of it, in the dtype of the run; experts are one each, and put together."""
+        """Read a tensor, or some rows of it, in the dtype of the run.
+
+        Experts are stored one by one, and the reader joins them.
+        """
         if name not in self._files and (parts := _JOINED.get(name.rpartition(".")[2])):
             return torch.cat([self._stacked(name.rpartition(".")[0], part) for part in parts], dim=1)
         file, inner = self._files[name]
@@ -78,7 +81,7 @@ class FileTensors:
             dequantize(tensor.data[:1], tensor.tensor_type)
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or some rows of it (in the order of the file), in the dtype of the run."""
+        """Read a tensor, or some rows of it (in the order of the file), in the dtype of the run."""
         tensor = self._found[name]
         data = tensor.data if rows is None else tensor.data[rows]
         out = torch.empty((len(data), *tensor.shape[-2::-1].tolist()), dtype=self._dtype)
@@ -104,7 +107,10 @@ class OurTensors:
             self._parts["lm_head.weight"] = [inventory(weights.config)["embed_tokens"]]
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or some rows of it, in the dtype of the run; a copy, because torch wants to write to it."""
+        """Read a tensor, or some rows of it, in the dtype of the run.
+
+        The result is a copy, because torch wants to write to it.
+        """
         if name not in self._parts and name.endswith("o_proj.bias"):
             # These classes have all four biases or none; adding zero is exact.
             return torch.zeros(self._weights.config.hidden_size, dtype=self._dtype)
@@ -120,7 +126,7 @@ class OurTensors:
         return torch.from_numpy(array if rows is None else array[rows]).to(self._dtype)
 
     def _as_theirs(self, weight: Weight) -> np.ndarray:
-        """What transformers stores for a weight; in float64 where it is another number."""
+        """Convert a weight to the array that transformers stores, in float64 where the numbers differ."""
         array, layout = self._weights.read(weight.name), weight.in_huggingface
         if layout.form == "less_one":
             return array.astype(np.float64) - 1
@@ -137,12 +143,12 @@ Tensors = FolderTensors | FileTensors | OurTensors
 
 
 def named_once(model: nn.Module) -> list[str]:
-    """The parameters of a model; of two that are one tensor the first."""
+    """List the parameters of a model; tied parameters appear once, under the first name."""
     return [name for name, _ in model.named_parameters()]
 
 
 def without_weights(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """A model with parameters on `meta`; the frequencies of RoPE, which no file holds, are computed."""
+    """Build a model with parameters on `meta`. The frequencies of RoPE, which no file holds, are computed."""
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)

@@ -44,7 +44,7 @@ class ExpertSelection:
         return made
 
     def difference(self, ours: "np.ndarray | None") -> Difference:
-        """The share of tokens with a wrong choice; ties are none."""
+        """Measure the share of tokens with a wrong selection; ties are not wrong."""
         if fault := self.fault(ours):
             return Difference(float("inf"), float("inf"), fault)
         assert ours is not None

@@ -70,7 +70,7 @@ class EngineOutput:
 
     @classmethod
     def from_arrays(cls, flat: Mapping[str, np.ndarray], route: LoadPath) -> "EngineOutput":
-        """The inverse of `arrays`."""
+        """Rebuild the engine output from the result of `arrays`."""
         traces: dict[str, dict[str, np.ndarray]] = {}
         for name, array in flat.items():
             case, key = name.split("/")
@@ -122,7 +122,7 @@ class Golden:
 
 
 def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
-    """The inputs made from one prompt: at the start, and as far on as the context allows.
+    """Make the inputs from one prompt: at the start, and as far on as the context allows.
 
     Args:
         ids: The prompt.
@@ -159,7 +159,9 @@ def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
 
 
 def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """What the sampling filters are shown: a model that is sure of its next token would hide most mistakes.
+    """Make logits and a history as input of the sampling filters.
+
+    A model that is sure of its next token would hide most mistakes.
 
     Args:
         ids: The prompt.
@@ -188,14 +190,14 @@ def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GRE
 
 
 def calls_for(cases: Mapping[str, Pass], n_greedy: int) -> list[Call]:
-    """What an engine is asked for every case, for `Producer.together`; the first is the greedy continuation."""
+    """List the calls to an engine for every case, for `Producer.together`; the first is the greedy continuation."""
     near = cases["near"].ids
     traces: list[Call] = [("trace", (case.ids,), {"first_position": case.first_position}) for case in cases.values()]
     return [("greedy", (near, n_greedy), {}), ("selected_logits", (near,), {}), *traces]
 
 
 def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> EngineOutput:
-    """What a producer's answers to `calls_for` show, and its sampling filters."""
+    """Collect the engine output from the answers to `calls_for`, and run the engine's sampling filters."""
     greedy, selected, *traces = answers
     logits, history = sampler_inputs(cases["near"].ids, selected.size)
     return EngineOutput(
@@ -294,17 +296,17 @@ def read(folder: Path) -> Golden:
 
 
 def unable_of(folder: Path) -> Mapping[str, str]:
-    """The producers that stored goldens have none of, and why; at least one is left.
+    """Read which reference engines the stored goldens lack, and why; at least one is left.
 
     Args:
-        folder: Written by `save`.
+        folder: Folder that `save` has written.
 
     Returns:
-        Producer to reason.
+        Reason for each missing reference engine.
 
     Raises:
         FileNotFoundError: There are no goldens.
-        ValueError: A reason is not stated, or nobody is left.
+        ValueError: A reason is not stated, or no reference engine is left.
     """
     unable = _record(folder).get("cannot_judge", {})
     if not unable.keys() < {*PRODUCERS} or not all(unable.values()):
@@ -346,7 +348,7 @@ def _plain_distances(distances: Distances) -> dict[str, dict[str, dict[str, list
 
 
 def _distances(plain: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> Distances:
-    """The inverse of `_plain_distances`."""
+    """Invert `_plain_distances`."""
     return {
         producer: {
             case: {key: Difference(error, worst) for key, (error, worst) in found.items()}

@@ -124,7 +124,7 @@ def row_of(
     found: Difference, limit: Tolerance, place: StageRef, mode: str, witness: str, *, model: str, backend: str,
     truth_error: float = math.nan, producer_error: float = math.nan,
 ) -> Comparison:  # fmt: skip
-    """The row of a difference and its limit; errors against the truth are NaN where there is none."""
+    """Compare a difference with its tolerance. Errors against the float64 reference are NaN where there is none."""
     token_error, token_limit = found.nearest_token(limit)
     judges_factor = limit.common_factor is not None and found.fault is None
     return Comparison(
@@ -161,7 +161,7 @@ def _of_factor(found: Difference, limit: Tolerance) -> str:
 def exact_row(
     place: StageRef, witness: str, wrong: float, note: str, *, model: str, backend: str = "numpy"
 ) -> Comparison:
-    """The row of things that are equal or not; `wrong` is the share that is not."""
+    """Compare things that must be equal; `wrong` is the share that is not equal."""
     return Comparison(
         model=model,
         checkpoint=place.checkpoint,
@@ -184,10 +184,10 @@ def exact_row(
 
 
 def routed(rows: Iterable[Comparison], routes: Mapping[str, LoadPath]) -> Iterator[Comparison]:
-    """The same rows, each with the route of its producer."""
+    """Add the load path of its reference engine to each comparison."""
     return (replace(row, route=routes[row.producer]) for row in rows)
 
 
 def tied(row: Comparison, note: str) -> Comparison:
-    """The same row as a near-tie."""
+    """Mark a comparison as a near-tie."""
     return replace(row, verdict=TIE, note=note)

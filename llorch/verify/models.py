@@ -121,7 +121,7 @@ def stored(name: str) -> tuple[Weights, Golden]:
 
 
 def unable_for(engines: Iterable[str], config: ModelConfig, ids: Sequence[int], n_greedy: int) -> dict[str, str]:
-    """The engines that are no witness of a model run with a prompt, and why."""
+    """List the engines that cannot judge a model run with this prompt, with the reasons."""
     n_tokens = len(ids) + n_greedy
     if config.temperature is not None or any(layer.chunk for layer in config.layers):  # which count from position 0
         n_tokens = max(n_tokens, int(cases_for(ids, config)["far"].positions[-1]) + 1)

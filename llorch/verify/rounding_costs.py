@@ -37,7 +37,7 @@ class Arithmetic:
         return self.unit > UNIT
 
     def rounding(self, y: np.ndarray) -> np.ndarray:
-        """The variance of one rounding."""
+        """Compute the variance of one rounding of each element."""
         return np.square(self.unit * y) + self.smallest**2
 
 

@@ -98,7 +98,7 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
 
 
 def undecoded(weights: Weights) -> dict[str, str]:
-    """The library that would decode a quantised folder too and is not installed, and what that means."""
+    """Name the missing library that would decode a quantised folder too, and explain the effect."""
     if not isinstance(folder := weights.source, QuantisedFolder):
         return {}
     package = in_child("transformers", folder.path, f"{_LIBRARIES}:missing", folder.method)
@@ -117,7 +117,7 @@ def _share_of_others(folder: QuantisedFolder, name: str, theirs: np.ndarray | No
 
 
 def own_tensors(source: GGUFFile | SafetensorsFolder) -> Table:
-    """The tensor table by our reader, in the file's own names and shapes."""
+    """Build the tensor table by llorch's reader, in the names and shapes of the file."""
     if isinstance(source, GGUFFile):
         tensors = source.tensors.items()
         return {name: _entry(info.ggml_type.name, info.shape, source.raw(name)) for name, info in tensors}
@@ -133,7 +133,7 @@ def fingerprint(path: Path) -> str:
 
 
 def foreign_tensors(path: Path) -> Table:
-    """The same table of a GGUF file or a Hugging Face folder by the other reader."""
+    """Build the tensor table of a GGUF file or a Hugging Face folder by the reader that is not llorch's."""
     return _by_safetensors(path) if path.is_dir() else _by_gguf(path)
 
 
@@ -143,7 +143,7 @@ def differing(own: Table, foreign: Table) -> list[str]:
 
 
 def told(wrong: Sequence[str], own: Table, foreign: Table) -> str:
-    """The names of the first few of these tensors, and what is wrong with the very first."""
+    """Format the names of the first five wrong tensors, and the error of the first; empty if none is wrong."""
     if not wrong:
         return ""
     first, *others = wrong[:5]

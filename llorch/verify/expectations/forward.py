@@ -110,7 +110,7 @@ class ForwardSuite:
         return [*chain.from_iterable(self._made(runner, list(self._decode_passes(runner))))]
 
     def _made(self, runner: Runner, passes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What passes give; those through a large model go through it together."""
+        """Run the passes and return their results; those through a large model go through its layers together."""
         with runner.arithmetic():
             if isinstance(self.weights, SharedWeights):
                 return self.weights.together(passes)
@@ -158,7 +158,11 @@ class ForwardSuite:
     def _choice(
         self, runner: Runner, mode: str, case: str, witness: str, name: str, start: int = 0, stop: int | None = None
     ) -> ExpertSelection:
-        """What a witness chose for the tokens from `start` on; chained by the truth's logits, isolated by its own."""
+        """Return a reference engine's expert selection for the tokens from `start` on.
+
+        A chained selection uses the logits of the float64 reference, if there is one. An isolated selection uses the
+        logits of the reference engine.
+        """
         golden, (stage, layer) = self.witnesses(runner)[witness].traces[case], self._places[name]
         best = self.truth.evidence.traces[case] if self.truth is not None else golden
         if mode == "isolated":
@@ -175,7 +179,7 @@ class ForwardSuite:
         return ExpertSelection(golden[name][part], scores[part], variance[part])
 
     def _last_row(self, runner: Runner) -> Mapping[str, np.ndarray]:
-        """The row that sampling sees, for each witness with its choice of experts."""
+        """Compute the row that sampling sees, for each reference engine with its expert selection."""
         this, agreeing = self.cases["near"], self._agreeing(runner, "near")
         rows = [(group, runner.last_row(this, self._going_on(runner, "near", group[0]))) for group in agreeing]
         return {witness: row for group, row in rows for witness in group}
@@ -208,7 +212,7 @@ class ForwardSuite:
         return {WITNESS: self.truth.evidence} if self.truth is not None else {}
 
     def isolated(self, runner: Runner, case: str, witness: str, name: str) -> Expectation:
-        """A stage that is fed what the golden was fed."""
+        """Build the expectation of a stage that receives the inputs that the golden received."""
         stage, layer = self._places[name]
         choice = self._choice(runner, "isolated", case, witness, name) if stage.is_choice else None
         fused = runner.hidden >= SCORES and stage.name == "attn_context"
@@ -225,7 +229,7 @@ class ForwardSuite:
         )
 
     def chained(self, runner: Runner, case: str, witness: str, n_cached: int, name: str) -> Expectation:
-        """A stage of a pass of ours, or of its second part."""
+        """Build the expectation of a stage in llorch's own pass, or in the second part of that pass."""
         (stage, layer), stop = self._places[name], len(self.cases[case].ids)
         true = self.truth.evidence.traces[case][name] if self.truth is not None else None
         want = part_of(stage, self.witnesses(runner)[witness].traces[case][name], n_cached, stop)

@@ -109,6 +109,6 @@ class LastTokens:
             self._parts[name] = [last_tokens(stage, array).copy()]
 
     def of(self, name: str) -> np.ndarray | None:
-        """The stage of the last tokens; None where it never came."""
+        """Return the stage of the last tokens; None if it never came."""
         parts = self._parts.get(name)
         return None if parts is None else np.concatenate(parts, axis=token_axis(self._stages[name][0]) or 0)

@@ -101,21 +101,21 @@ def leaf_rows(
 
 
 def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The golden's input of a product, rounded as ggml does it for the type of the matrix."""
+    """Round the golden's input of a product as ggml does it for the type of the matrix."""
     name = matrix_of(stage, weights.config)
     kind = weights.as_stored(name if layer is None else f"layers.{layer}.{name}").ggml
     return round_activations(trace[input_keys(stage, layer, weights.config)[0]], ACTIVATION_TYPE[kind])
 
 
 def leaf_of(model: CausalLM, stage: Stage, layer: int | None) -> nn.Module:
-    """The module that makes a product."""
+    """Find the module that computes a product."""
     if layer is None:
         return model.lm_head
     return model.get_submodule(path_of(f"layers.{layer}.{stage.matrix}").removesuffix(".weight"))
 
 
 def multiply(leaf: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
-    """What a leaf makes of some rows, as float32; it must have run where it was asked to."""
+    """Compute the kernel's output for some rows, as float32; assert that it ran on the target's device and dtype."""
     with torch.inference_mode():
         y = leaf(torch.from_numpy(x).to(target.device, target.dtype))
     assert (y.device.type, y.dtype) == (target.device.type, target.dtype)

@@ -123,7 +123,7 @@ def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Compa
 
 
 def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardSuite:
-    """What is claimed of one model."""
+    """Build the checks of one model."""
     return ForwardSuite(name, weights, {CASE: golden.case}, golden.evidence(name), None)
 
 

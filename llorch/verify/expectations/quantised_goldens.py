@@ -48,7 +48,7 @@ class QuantisedGolden:
     provenance: Mapping[str, object]
 
     def evidence(self, model: str) -> dict[str, EngineOutput]:
-        """What a verifier is given for one model."""
+        """Return the engine output that a verifier is given for one model."""
         none, route = np.empty(0), stored_route(self.provenance, "llamacpp")
         return {"llamacpp": EngineOutput({CASE: self.traces[model]}, none, probabilities={}, greedy=none, route=route)}
 

@@ -194,10 +194,10 @@ def random_blocks(ggml_type: GGMLType, count: int, *, key: str) -> np.ndarray:
 
 
 def matrix_bytes(ggml_type: GGMLType, shape: tuple[int, ...], *, key: str) -> np.ndarray:
-    """The bytes of a random matrix.
+    """Make the bytes of a random matrix.
 
     Args:
-        ggml_type: Its type.
+        ggml_type: Type of the matrix.
         shape: (out, in).
         key: As for `random_blocks`.
 
@@ -208,7 +208,7 @@ def matrix_bytes(ggml_type: GGMLType, shape: tuple[int, ...], *, key: str) -> np
 
 
 def _vector(name: str, weight: Weight) -> np.ndarray:
-    """An uneven gain with outliers, or a bias."""
+    """Make an uneven gain with outliers, or a bias."""
     units = _floats(_random_bytes(2 * weight.shape[0], f"{name} {weight.name}").view("<u2"), 0.5)
     if not weight.name.endswith("_norm"):
         return units
@@ -246,7 +246,10 @@ def _set_scale(blocks: np.ndarray, scale: Scale) -> None:
 
 
 def _scatter_scale(words: np.ndarray) -> None:
-    """The scale of IQ1_M: four bits of it at the top of each of four numbers, whose other bits are inner scales."""
+    """Set the scale of IQ1_M in `words`, in place.
+
+    Four bits of the scale stand at the top of each of four numbers. The other bits of these numbers are inner scales.
+    """
     bits = _scale_of(
         words[:, 0] >> 12 | words[:, 1] >> 12 << 4 | words[:, 2] >> 12 << 8 | words[:, 3] >> 12 << 12, _IQ1_M_SIZE
     )

@@ -26,7 +26,7 @@ class GreedyJudge:
         return self._runner.text((*self._prompt, *after), n_tokens)
 
     def row(self, checkpoint: str, stage: str, witness: str, got: np.ndarray, want: np.ndarray) -> Comparison:
-        """The row of a text, or of its first token."""
+        """Judge a text, or the first token of a text."""
         difference = measure(got, want)
         row = exact_row(
             StageRef(checkpoint, stage), witness, difference.error, difference.fault or "",

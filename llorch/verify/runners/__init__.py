@@ -39,7 +39,7 @@ class Runner(Protocol):
     hidden: frozenset[str]  # stages that it does not show
 
     def arithmetic(self) -> AbstractContextManager[None]:
-        """What everything is to run under."""
+        """Return the context that all computation must run under."""
         ...
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
@@ -47,13 +47,16 @@ class Runner(Protocol):
         ...
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
-        """A pass on its own results, or the second of two, which alone is seen; it goes on as `go_on` says."""
+        """Run a pass on its own results, or the second of two passes, of which only the second is shown to `see`.
+
+        The pass continues with the values that `go_on` returns.
+        """
         ...
 
     def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
-        """A pass cut at `bounds`, 0 and its length included; `see` gets each stage and the end of its part.
+        """Run a pass cut at `bounds`, 0 and its length included.
 
-        Only parts that reach into the last tokens need to be shown.
+        `see` gets each stage and the end of its part. Only parts that reach into the last tokens need to be shown.
         """
         ...
 
@@ -62,9 +65,9 @@ class Runner(Protocol):
         ...
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """The distribution of every setting of `SAMPLINGS`."""
+        """Compute the distribution for every setting of `SAMPLINGS`."""
         ...
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
-        """The greedy text that follows a prompt."""
+        """Generate the greedy text after a prompt."""
         ...
