@@ -79,7 +79,7 @@ _ALL = slice(None)
 
 
 def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """What a pass over the tokens from `start` to `stop` shows of a stage of the whole pass; caches hold all before."""
+    """Cut a stage of a whole pass to the tokens from `start` to `stop`; caches hold all earlier tokens too."""
     cuts = {"seq": slice(start, stop), "ctx": slice(0, stop)}
     return array[tuple([cuts.get(axis, _ALL) for axis in stage.axes.split()])]
 

@@ -81,7 +81,7 @@ class Producer(Protocol):
         ...
 
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
-        """Generate `n` tokens greedily by the engine's own `generate`, with the engine's cache."""
+        """Generate `n` tokens greedily by the engine's own code, with the engine's own cache."""
         ...
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:

@@ -174,7 +174,7 @@ class LlamaCpp:
         return list(buffer[:n])
 
     def provenance(self) -> dict[str, object]:
-        """Return the facts on its origin that a golden must state."""
+        """Return the facts about a golden's origin that the golden must state."""
         return {
             "producer": self.name,
             "llama_cpp_python": llama_cpp.__version__,

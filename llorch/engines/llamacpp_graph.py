@@ -139,7 +139,10 @@ class GraphCapture:
             self.arrays[f"{layer}.attn_scores"] = self._scores(tensor, self.arrays[f"{layer}.kq"])
 
     def _scores(self, softmax: GgmlTensor, products: np.ndarray) -> np.ndarray:
-        """What enters the softmax: ggml scales and masks inside the node, with these two inputs of it."""
+        """Compute the input of the softmax.
+
+        ggml scales and masks inside the node, by a parameter and a second input of the node.
+        """
         scale, max_bias = ggml_tensor.float_params(softmax)[:2]
         if max_bias != 0:
             raise RuntimeError(f"llama.cpp: expected a softmax without ALiBi, got max_bias {max_bias}")

@@ -244,7 +244,7 @@ class Transformers:
             return transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
 
     def provenance(self) -> dict[str, object]:
-        """Return the facts on its origin that a golden must state."""
+        """Return the facts about a golden's origin that the golden must state."""
         return {
             "producer": self.name,
             "transformers": transformers.__version__,
@@ -469,7 +469,7 @@ def _hybrid_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def _as_transformers_understands(path: Path) -> dict[str, Any]:
-    """The hyperparameters that transformers' own reader finds in a GGUF file; none where it cannot read it."""
+    """Read the hyperparameters that transformers' own reader finds in a GGUF file; none if the reader fails."""
     try:
         return load_gguf_checkpoint(str(path), return_tensors=False)["config"]
     except (ImportError, NotImplementedError, RuntimeError, ValueError):

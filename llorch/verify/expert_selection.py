@@ -35,7 +35,7 @@ class ExpertSelection:
     variance: np.ndarray
 
     def settled(self, ours: np.ndarray) -> np.ndarray:
-        """What a run goes on with: the witness's choice, but where ours is wrong."""
+        """Return the ids that a run continues with: the reference engine's ids, but llorch's where llorch is wrong."""
         if self.fault(ours):
             return ours
         wrong = [token for token, tie in self._apart(ours) if not tie]

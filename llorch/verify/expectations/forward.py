@@ -130,7 +130,10 @@ class ForwardSuite:
                 yield partial(self._chained_rows, runner, case, witnesses, n_cached)
 
     def _agreeing(self, runner: Runner, case: str) -> list[list[str]]:
-        """The witnesses, those together that chose the same experts: one run of ours goes on with one choice."""
+        """Group the reference engines that chose the same experts.
+
+        llorch runs once for each group, with the group's expert selection.
+        """
         found: dict[bytes, list[str]] = {}
         for witness, golden in self.witnesses(runner).items():
             chosen = (golden.traces[case][name].tobytes() for name in self._choices)
@@ -327,7 +330,7 @@ class ForwardSuite:
         return tied(row, edge) if edge else row
 
     def _free_row(self, runner: Runner, case: str, chained: Sequence[Comparison]) -> Comparison:
-        """The run as users get it, with nothing replaced; what flips may do to it is granted, and no more."""
+        """Judge the run as users get it, with nothing replaced; the tolerance covers the effect of flips only."""
         witness, golden = next(iter(self.evidence.items()))
         claim = Expectation(
             StageRef("08", "logits", None, case), "free", witness, golden.traces[case]["logits"],

@@ -75,9 +75,10 @@ def show(
     go_on: GoOn = as_made,
     after_failure: bool = False,
 ) -> None:
-    """The same, stage by stage; the pass goes on with what `go_on` makes of a stage that has no golden.
+    """Show the trace of `run` stage by stage.
 
-    With `after_failure` a pass of other tokens fails before the second one.
+    The pass continues with the values that `go_on` returns for a stage without a golden. With `after_failure` a pass of
+    other tokens fails before the second pass.
     """
     whole = _of_this_shape(golden or {}, weights, this)
 
@@ -154,7 +155,7 @@ class NumpyRunner:
         self.weights = weights.astype(np.float64, keep=_fits_in_float64(weights)) if name == FLOAT64 else weights
 
     def arithmetic(self) -> AbstractContextManager[None]:
-        """Sums in float32 for `OWN_SUMS`."""
+        """Return the context of the backend: sums in float32 for `OWN_SUMS`."""
         return BACKENDS.get(self.name, nullcontext)()
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
@@ -266,7 +267,10 @@ class GgmlRunner(NumpyRunner):
         return array.astype(self.weights.dtype) if array.dtype.kind == "f" else array
 
     def _adopted(self, case: str, name: str, array: np.ndarray, stop: int) -> tuple[np.ndarray, int, int]:
-        """The array with values at an edge replaced, how many were, and how many are too far off for that."""
+        """Replace values at an edge of rounding.
+
+        Return the array, the number of replaced values, and the number of values that are too far off.
+        """
         flips = refused = 0
         stage = self._stages[name]
         for kind in self._rounded.get(name, ()):

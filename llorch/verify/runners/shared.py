@@ -75,7 +75,7 @@ class _PackedOnce(Packed):
         self.once.require_scales()
 
     def decode(self) -> np.ndarray:
-        """The whole tensor as float32, not to be written to."""
+        """Decode the whole tensor as float32; the caller must not write to the array."""
         if _here.get() is None:
             return self.once.decode()
         if self.name not in self.kept.matrices:

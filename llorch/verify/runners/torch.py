@@ -46,13 +46,13 @@ class TorchVariant:
 
 
 def plain(weights: Weights, target: Target) -> TorchModel:
-    """The page as it is written."""
+    """Load the reference implementation as it is written."""
     require_memory(weights, target, "decoded")
     return TorchModel(weights, target, load_dense(weights, dtype=target.dtype, device=target.device))
 
 
 def with_sdpa(weights: Weights, target: Target) -> TorchModel:
-    """The page with fused attention, nothing else."""
+    """Load the reference implementation with fused attention, and nothing else changed."""
     from llorch.pytorch.kernels.sdpa import use_sdpa
 
     model = plain(weights, target)
@@ -61,7 +61,7 @@ def with_sdpa(weights: Weights, target: Target) -> TorchModel:
 
 
 def loaded(**how: Any) -> Callable[[Weights, Target], TorchModel]:
-    """What `load_torch` gives users: the fastest leaves that there are, on CUDA with recorded steps."""
+    """Make a loader that loads as `load_torch` does for users: the fastest kernels, on CUDA with recorded steps."""
     how = {"residency": "decoded"} | how
 
     def load(weights: Weights, at: Target) -> TorchModel:
@@ -91,7 +91,7 @@ def variants_for(target: Target, weights: Weights) -> list[str]:
 
 
 def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Callable[..., Iterator["TorchRunner"]]:
-    """What makes the runners of a model, one after the other; `only` are suffixes of `VARIANTS`."""
+    """Return a function that makes the runners of a model, one after the other; `only` are suffixes of `VARIANTS`."""
 
     def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
         if wide or target.dtype_name != "float64":
@@ -102,7 +102,10 @@ def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Calla
 
 
 def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator["TorchRunner"]]:
-    """The page split over the ranks that share layers, alone and in a batch; all of them ask the same runners."""
+    """Return a function that makes runners of the reference implementation, split over the ranks that share layers.
+
+    There is one runner alone and one in a batch. All ranks ask the same runners.
+    """
 
     def split(weights: Weights, at: Target) -> TorchModel:
         cut = cut_for(weights.config, mesh)
@@ -118,7 +121,7 @@ def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator
 
 
 def _hidden_by(model: TorchModel) -> frozenset[str]:
-    """What reproducible attention does not show: nothing, unless a compiled one took its place."""
+    """Return the stages that batch-invariant attention does not show: none, unless compiled attention replaced it."""
     kinds = {module.attend for module in model.module.modules() if hasattr(module, "attend")}
     return frozenset() if kinds <= {fixed_attention} else SCORES
 
@@ -136,11 +139,11 @@ class TorchRunner:
         vars(self.model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
 
     def arithmetic(self) -> AbstractContextManager[None]:
-        """That of the target."""
+        """Return an empty context, because the target sets the arithmetic."""
         return nullcontext()
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
-        """The golden takes the place of each stage that the variant shows."""
+        """Run a pass in which the golden replaces each stage that the variant shows."""
         trace: dict[str, np.ndarray] = {}
         self._observed(this).feed(len(this.ids), trace=trace, golden=golden)
         self._show(trace, see)

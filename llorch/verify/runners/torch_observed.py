@@ -43,7 +43,7 @@ class Columns:
     n_slots: int  # slots that attention looks at
 
     def of(self, name: str, stage: Tensor) -> Tensor:
-        """The judged part of a stage, a view; all of the last row when the stage has not the shape it must have."""
+        """Return a view of the judged part of a stage; all of the last row if the stage has a wrong shape."""
         row = BY_NAME[name.rpartition(".")[2]]
         if tuple(stage.shape[1:]) != row.shape(self.config, seq=self.width, ctx=self.n_slots):
             return stage[-1]
@@ -131,7 +131,10 @@ class ObservedCase:
         return as_numpy(logits[-1] if last_only else logits[-1, seq])
 
     def _new(self, row: tuple[int, ...], stop: int) -> range:
-        """The tokens of a row that a pass adds; the neighbour stays as far ahead as it is longer."""
+        """Return the tokens of a row that a pass adds.
+
+        A longer neighbour stays ahead by the difference of the lengths.
+        """
         ahead = len(row) - len(self._ids)
         return range(self.n_cached + ahead if self.n_cached else 0, stop + ahead)
 
@@ -142,13 +145,14 @@ def _with_golden(golden: Mapping[str, np.ndarray], go_on: GoOn, start: int, name
 
 
 def observer(trace: Trace, goes_on: Callable[[str, np.ndarray], np.ndarray], where: Columns, target: Target) -> Keep:
-    """A `keep` that records the judged part of each stage, and puts something else in its place.
+    """Build a `keep` that records the judged part of each stage, and can replace that part.
 
     Args:
-        trace: Filled.
-        goes_on: What the pass goes on with, rounded to the dtype of the run; the array itself leaves it as it is.
+        trace: Receives the recorded arrays.
+        goes_on: Returns the array that the pass continues with, rounded to the dtype of the run. If it returns the
+            recorded array itself, the stage stays as it is.
         where: The judged part.
-        target: What every stage must be on, and of which dtype.
+        target: Device and dtype that every stage must have.
 
     Returns:
         The function; it raises CheckpointMismatch for a stage of another dtype or device.

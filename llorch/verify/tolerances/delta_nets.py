@@ -33,7 +33,10 @@ LANES = 8  # a short sum is added in one
 
 
 def own_half(s: Step) -> Step:
-    """The step with those numbers of q_gate_proj that it reads: queries, or of attn_gate the gates beside them."""
+    """Select the numbers of q_gate_proj that the step reads: gates for attn_gate, else queries.
+
+    Other steps stay as they are.
+    """
     if s.stage.input_names(s.config)[0] != "q_gate_proj":
         return s
     at, head_dim = int(s.stage.name == "attn_gate"), s.config.head_dim
@@ -42,7 +45,7 @@ def own_half(s: Step) -> Step:
 
 
 def _sigmoid(s: Step) -> np.ndarray:
-    """The slope is y (1 - y)."""
+    """Derive the variance after a sigmoid, whose slope is y (1 - y)."""
     return own_half(s).given[0] * np.square(s.y * (1 - s.y)) + 4 * s.rounding
 
 
@@ -62,7 +65,7 @@ def _behind_past(s: Step, given: np.ndarray, taps: int) -> np.ndarray:
 
 
 def _conv_out(s: Step) -> np.ndarray:
-    """A sum of a few products, added in order, then SiLU."""
+    """Derive the variance of a sum of a few products, added in order, and then SiLU."""
     kernel, x = s.weights["conv"].T.astype(s.y.dtype), s.x[0]
     n_terms, seq = len(kernel), len(x)
     given = _behind_past(s, s.given[0], n_terms - 1)
@@ -168,7 +171,7 @@ class _Head:
 
 
 def _chunk_sums(g: np.ndarray) -> np.ndarray:
-    """The sum of g from the beginning of each chunk on."""
+    """Sum g from the beginning of each chunk on."""
     return np.concatenate([np.cumsum(g[at : at + CHUNK]) for at in range(0, len(g), CHUNK)])
 
 

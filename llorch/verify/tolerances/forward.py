@@ -104,18 +104,18 @@ def variances(
     past: Mapping[str, np.ndarray] = MappingProxyType({}),
     states: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Expected squared differences of two right runs.
+    """Derive the expected squared differences of two right runs.
 
     Args:
         weights: The model, with its numerics.
         this: The tokens of the pass.
-        fed: What stages are given: a golden, or any engine's own numbers. Read as the stages come.
-        arithmetic: Of the run, by trace key.
-        made: What stages make of it, where that is something else.
-        hidden: Trace keys that are not fed, isolated, but made.
-        stored: Whether `fed` was rounded when it was written down, and what was made of it was not made of that.
-        past: Variances of what the caches held before, by trace key; none for a pass from an empty cache.
-        states: What delta nets held before, likewise.
+        fed: Arrays that stages are given: a golden, or any engine's own numbers. They are read as the stages come.
+        arithmetic: Arithmetic of the run, by trace key.
+        made: Arrays that stages compute from `fed`, if they differ from `fed`.
+        hidden: Trace keys that an isolated run computes and is not fed.
+        stored: True if `fed` was rounded when it was written down, and `made` was computed before that rounding.
+        past: Variances of the earlier contents of the caches, by trace key; none for a pass from an empty cache.
+        states: Earlier contents of delta nets, by trace key; none for a pass from an empty cache.
 
     Yields:
         Trace key, and an array (runs, *shape of the stage).
@@ -154,7 +154,7 @@ def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
 
 
 def _passed_on(s: Step, made: np.ndarray, *, hidden: bool, stored: bool) -> np.ndarray:
-    """What the next stages are given: isolated it is the golden, rounded."""
+    """Return the variances that the next stages are given; an isolated stage is given the golden, rounded."""
     if hidden:
         return made
     out = made.copy()
@@ -240,7 +240,10 @@ class Limits:
         return self._granted[name, start]
 
     def in_float64(self, name: str, start: int = 0) -> Tolerance:
-        """The same in float64: `MATHEMATICS`; a pass of one token is granted what is derived, up to a token's limit."""
+        """Return the tolerance in float64: `MATHEMATICS`.
+
+        For a pass of one token it is at least the derived tolerance, up to the tolerance of a token.
+        """
         if start < len(self._golden["embed"]) - 1:
             return MATHEMATICS
         error = min(_OF_A_TOKEN, _FLOAT64 * self._derived(name, start).error)
@@ -324,15 +327,15 @@ NOTHING_KNOWN = Margins(None, None, 0.0)
 
 
 def limit(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
-    """What an array may be off, as a whole, in its worst element and in each of its tokens.
+    """Derive the tolerance of an array as a whole, in its worst element and in each of its tokens.
 
     Args:
         golden: The array, or the part of it that is judged.
-        variance: Of the same elements, in one run.
-        stage: Which it is.
+        variance: Variance of the same elements, in one run.
+        stage: Stage of the array.
 
     Returns:
-        The limits; exact where nothing adds or passes on an error.
+        The tolerance; exact where nothing adds or passes on an error.
     """
     if not variance.any():
         return EXACT
@@ -349,12 +352,15 @@ def limit(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
 
 
 def off(variance: np.ndarray) -> np.ndarray:
-    """What every element may be off."""
+    """Derive the largest allowed error of every element."""
     return WORST * FACTOR * np.sqrt(variance + variance.mean(axis=-1, keepdims=True))
 
 
 def limit_of_softmax(vocab_size: int) -> Tolerance:
-    """What a distribution may be off: a float32 sum of so many terms, added one by one, and an exponential."""
+    """Derive the tolerance of a distribution.
+
+    Its error comes from a float32 sum of `vocab_size` terms, added one by one, and an exponential.
+    """
     error = FACTOR * UNIT * math.sqrt(vocab_size / 6 + 4)
     return Tolerance(error, WORST * error).at_least(Tolerance(FLOOR, FLOOR))
 
@@ -398,7 +404,10 @@ def _squared_steps(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
 
 
 def _flipped(variance: np.ndarray, cost: np.ndarray, of_token: tuple[int, ...]) -> np.ndarray:
-    """The error that was there, and what flips add: a squared step each, at most what two roundings at random are."""
+    """Add the effect of flips to the variance of the error.
+
+    Each flip is a squared step. Flips add at most the variance of two random roundings.
+    """
     mean = np.sqrt(2 / np.pi * variance * cost)  # the mean of |e| / step, times the squared step
     total, spread = (part.sum(axis=of_token, keepdims=True, dtype=np.float64) for part in (mean, mean * cost))
     granted = total + 4 * np.sqrt(spread) + 4 * cost.max(axis=of_token, keepdims=True)
@@ -447,7 +456,10 @@ def _of_product(s: Step, weight: "np.ndarray | QuantMethod") -> np.ndarray:
 
 
 def _row_by_row(weight: "np.ndarray | QuantMethod") -> Iterator[tuple[slice, np.ndarray, np.ndarray | None]]:
-    """Some rows of a matrix after the other: which, the rows, and the minimum of every block; None without such."""
+    """Yield tiles of a matrix's rows: their slice, the rows, and the minimum of every block.
+
+    The minimum is None for matrices without minima.
+    """
     matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
     minima = None
     if isinstance(weight, Matrix) and weight.packed.ggml_type in MINIMA:
@@ -459,18 +471,19 @@ def _row_by_row(weight: "np.ndarray | QuantMethod") -> Iterator[tuple[slice, np.
 
 
 def _of_one_scale(s: Step) -> np.ndarray:
-    """The size that the last norm divided by is off by one number for a whole row, twice that behind gate * up.
+    """Derive the variance from the error of the last norm's divisor, one number for a whole row.
 
-    Isolated, the inputs are the golden's.
+    The error counts twice after gate * up. Isolated, the inputs are the golden's.
     """
     made = np.square(s.y) * 4 * (2 * UNIT**2 + SQUARES * s.config.hidden_size)
     return np.stack([np.zeros_like(made), *[made] * (len(s.given[0]) - 1)])
 
 
 def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """The float32 scale of Q8_K has no edges: a whole block moves with the error of its largest value.
+    """Derive the variance from the float32 scale of Q8_K.
 
-    It comes from that value by two divisions, so that the last bit of it moves a block by a few.
+    This scale has no edges: a whole block moves with the error of its largest value. The scale comes from that value by
+    two divisions, so that the last bit of the value moves a block by a few.
     """
     made = np.zeros((len(given), len(x), len(matrix)), x.dtype)
     for start in range(0, x.shape[1], BLOCK_SIZE["Q8_K"]):
@@ -504,7 +517,10 @@ def _rope(s: Step) -> np.ndarray:
 
 
 def _tempered(s: Step) -> np.ndarray:
-    """The factor is a float32 logarithm, times and plus a number."""
+    """Derive the variance after the attention temperature.
+
+    The factor is a float32 logarithm, times and plus a number.
+    """
     assert s.config.temperature is not None
     factor = s.config.temperature.of(s.positions)[:, None, None].astype(s.y.dtype)
     return s.given[0].reshape(-1, *s.y.shape) * np.square(factor) + 4 * s.rounding
@@ -529,7 +545,10 @@ def _scores(s: Step) -> np.ndarray:
 
 
 def _of_inputs(x: np.ndarray, arithmetic: Arithmetic) -> "np.ndarray | float":
-    """What engines add that round the inputs of all products; those of blocks are of products with a matrix."""
+    """Derive the variance that engines add if they round the inputs of all products.
+
+    Engines that round blocks do so only for products with a matrix; for them it is 0.
+    """
     return _squared_steps(x, arithmetic.activations) / _ROUNDED if arithmetic.activations in _DIGITS else 0.0
 
 
@@ -539,7 +558,10 @@ def _grouped(q: np.ndarray, n_kv_heads: int) -> np.ndarray:
 
 
 def _probs(s: Step) -> np.ndarray:
-    """The derivative: dp = p (ds - sum(p ds)), where the sum holds the element's own ds too."""
+    """Derive the variance of a softmax.
+
+    The derivative is dp = p (ds - sum(p ds)), where the sum holds the element's own ds too.
+    """
     shifted, given = np.where(s.y > 0, s.x[0] - s.x[0].max(axis=-1, keepdims=True), 0), s.given[0]
     squared = np.square(s.y)
     made = (1 - 2 * s.y) * given + (squared * given).sum(axis=-1, keepdims=True)
@@ -589,12 +611,15 @@ def _expert_product(s: Step) -> np.ndarray:
 
 
 def _no_error(s: Step) -> np.ndarray:
-    """A choice is the same or another one, see `expert_selection`."""
+    """Return zeros: a selection is equal to another or differs from it, see `expert_selection`."""
     return np.zeros_like(s.y)
 
 
 def _topk_weights(s: Step) -> np.ndarray:
-    """The derivative of p / sum: dw = (dp - w sum(dp)) / sum, where the sum holds the weight's own dp too."""
+    """Derive the variance of p / sum.
+
+    The derivative is dw = (dp - w sum(dp)) / sum, where the sum holds the weight's own dp too.
+    """
     ids = s.x[1].astype(int)
     chosen, given = np.take_along_axis(s.x[0], ids, -1), np.take_along_axis(s.given[0], ids[None], -1)
     assert s.config.experts is not None
@@ -614,14 +639,14 @@ def _expert_in(s: Step) -> np.ndarray:
 
 
 def _shared_gate(s: Step) -> np.ndarray:
-    """The slope of the sigmoid, s (1 - s); llama.cpp divides silu(x) by x."""
+    """Derive the variance after the sigmoid, whose slope is s (1 - s); llama.cpp divides silu(x) by x."""
     logit = np.log(s.y) - np.log1p(-s.y)
     made = _of_product(replace(s, y=np.where(np.isfinite(logit), logit, 0)), s.weights["shared_gate"])
     return made * np.square(s.y * (1 - s.y)) + 4 * s.rounding
 
 
 def _mixed(s: Step) -> np.ndarray:
-    """A sum of products, added one by one."""
+    """Derive the variance of a sum of products, added one by one."""
     (outs, weights, *shared), (of_outs, of_weights, *of_shared) = s.x, s.given
     if s.config.experts is not None and s.config.experts.scaled_inputs:  # they were multiplied before
         weights, of_weights = np.ones_like(weights), np.zeros_like(of_weights)
@@ -636,7 +661,7 @@ def _mixed(s: Step) -> np.ndarray:
 
 
 def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod") -> np.ndarray:
-    """The sum of the squared terms of every element of a product."""
+    """Sum the squared terms of every element of a product."""
     parts = [_squared_terms(x, matrix, minima, np.square(matrix).T) for _, matrix, minima in _row_by_row(weight)]
     return np.concatenate(parts, axis=-1)
 

@@ -86,7 +86,7 @@ def rows(
 
 
 def routed(found: Iterator[Comparison], golden: TrainingGolden) -> Iterator[Comparison]:
-    """The same rows, each with the route of its producer; adapters and merged models were written by us."""
+    """Add the load path of its reference engine to each comparison. llorch wrote the adapters and the merged models."""
     for row in found:
         route = stored_route(golden.provenance, row.producer)
         ours = row.place.stage in limits.FROM_FILES and row.producer != TRUTH
@@ -96,7 +96,7 @@ def routed(found: Iterator[Comparison], golden: TrainingGolden) -> Iterator[Comp
 def claims(
     golden: TrainingGolden, config: ModelConfig, dtype: DtypeName, granted: Granted | None = None
 ) -> Iterator[Expectation]:
-    """What a run in a dtype has to reproduce, and how nearly: as nearly as the golden grants, if not told otherwise."""
+    """Yield the expectations of a run in a dtype. The golden gives the tolerances, unless `granted` gives others."""
     golden.require_all(config.n_layers)
     granted = granted or (lambda place, mode: limit(golden, config, place, mode, dtype))
     for place, modes in places(config.n_layers).items():
@@ -116,13 +116,17 @@ def claims(
 
 
 def unit(place: StageRef) -> float | None:
-    """What differences are measured in, where that is not the size of the array."""
+    """Return the unit that differences are measured in: the learning rate, or None for the size of the array."""
     group = BY_GROUP.get(place.stage)
     return OPTIMIZER.learning_rate if group and group.in_rates else None
 
 
 def limit(golden: TrainingGolden, config: ModelConfig, place: StageRef, mode: str, dtype: DtypeName) -> Tolerance:
-    """What an array of a run in a dtype is granted."""
+    """Look up the tolerance of an array of a run in a dtype.
+
+    Raises:
+        ValueError: The golden has no tolerance for this array.
+    """
     if dtype == "float64":
         return limits.wide_limit(golden.amplified(place) if mode == CHAINED else None)
     held = limits.held_to(place, mode, dtype)

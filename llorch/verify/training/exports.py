@@ -91,7 +91,7 @@ READERS: Mapping[str, Callable[[Path, Weights], Weights]] = {
 
 
 def file_row(model: str, kind: str, own: Table, golden: Table) -> Comparison:
-    """The row of an adapter file, whose tensors must all be equal."""
+    """Compare an adapter file with the golden; all tensors must be equal."""
     wrong = differing(own, golden)
     share = len(wrong) / len(own.keys() | golden.keys())
     place = at("adapter_file", part=kind, case="near")

@@ -63,19 +63,22 @@ class TrainingGolden:
         return [rows.batch() for rows in self.rows]
 
     def shown(self, place: StageRef) -> np.ndarray:
-        """What the engine of a place showed there."""
+        """Return the array that the engine of a place showed there."""
         return self._array(name_of(place))
 
     def truth(self, mode: str, place: StageRef) -> np.ndarray:
-        """The same in float64; what was exported means what the adapter means beside the base."""
+        """Return the float64 reference at a place.
+
+        The reference of exported files is the adapter's logits beside the base.
+        """
         return self._array(truth_name(mode, at("adapted_logits") if place.stage in FROM_FILES else place))
 
     def amplified(self, place: StageRef) -> np.ndarray | None:
-        """What `limits.amplification` made of a place, where errors grow."""
+        """Return the result of `limits.amplification` at a place; None where errors do not grow."""
         return self._array(amplified_name(place)) if place.stage == "parameters" else None
 
     def adapter_for(self, config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
-        """The adapter that every run starts from, with a configuration of the same ranks."""
+        """Return the adapter that every run starts from, with a configuration of the same ranks."""
         kinds = LORA_A, LORA_B
         found = {n: [self._array(adapter_name(f"{n}.{kind}")) for kind in kinds] for n in lora.targets(config)}
         return checked(lora, {name: LoraTensors(*arrays) for name, arrays in found.items()}, config)
@@ -97,7 +100,7 @@ class TrainingGolden:
 
 
 def text(place: StageRef) -> str:
-    """A place in the names of arrays and in messages: `plain/l0.gradient.q_proj.lora_A`."""
+    """Format a place for names of arrays and for messages: `plain/l0.gradient.q_proj.lora_A`."""
     return f"{place.case}/{place.key}"
 
 
@@ -107,22 +110,22 @@ def witness_of(place: StageRef) -> str:
 
 
 def name_of(place: StageRef) -> str:
-    """The name of what its engine showed."""
+    """Name the array that the engine of a place showed there."""
     return f"{witness_of(place)}/{text(place)}"
 
 
 def truth_name(mode: str, place: StageRef) -> str:
-    """The name of what PEFT makes of it in float64."""
+    """Name the array that PEFT computes for a place in float64."""
     return f"truth/{mode}/{text(place)}"
 
 
 def amplified_name(place: StageRef) -> str:
-    """The name of what its errors grow by."""
+    """Name the array that holds the growth of errors at a place."""
     return f"truth/amplification/{text(place)}"
 
 
 def adapter_name(flat: str) -> str:
-    """The name of a tensor of the adapter."""
+    """Name a tensor of the adapter."""
     return f"adapter/{flat}"
 
 
@@ -138,7 +141,7 @@ def names(n_layers: int) -> Iterator[str]:
 
 
 def lacking(missing: Collection[str]) -> ValueError:
-    """The error for arrays that are not among the goldens: a missing golden is a failure, never a pass."""
+    """Build the error for arrays that are not among the goldens: a missing golden is a failure, never a pass."""
     return ValueError(
         f"golden {FILES[0]}: {len(missing)} arrays missing: {_few(missing)}; run reference_outputs/regenerate.py"
     )

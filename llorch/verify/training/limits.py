@@ -74,17 +74,20 @@ def shows(place: StageRef, mode: str, dtype: DtypeName) -> bool:
 
 
 def held_to(place: StageRef, mode: str, dtype: DtypeName) -> DtypeName:
-    """The dtype whose limits hold: an optimizer step alone is float32 on any base."""
+    """Return the dtype whose tolerances apply: an isolated optimizer step is float32 on any base."""
     return "float32" if mode == ISOLATED and place.stage in FROM_FLOAT32 and dtype != "float64" else dtype
 
 
 def floor(stage: str, dtype: DtypeName) -> float:
-    """The smallest tolerance of a group of stages."""
+    """Return the smallest tolerance of a group of stages."""
     return OWN_FLOORS.get(stage, FLOOR) if dtype == "float32" else FLOORS[dtype]
 
 
 def ceiling(config: ModelConfig, stage: str, mode: str, dtype: DtypeName) -> Tolerance:
-    """The largest tolerance of a group of stages, whatever the witnesses show; float64 has none of its own."""
+    """Return the largest tolerance of a group of stages, however far apart the reference engines are.
+
+    float64 has no such ceiling.
+    """
     if dtype == "float32":
         error = (OF_PARAMETERS if stage == "parameters" else CEILINGS)[mode]
         return Tolerance(error, WORST * error)
@@ -103,7 +106,7 @@ def _stage_counts(config: ModelConfig) -> Mapping[str, int]:
 
 
 def wide_limit(amplified: np.ndarray | None) -> Tolerance:
-    """What a stage is granted in float64, given its `amplification` where it has one."""
+    """Return the tolerance of a stage in float64, given its `amplification` where it has one."""
     error, worst = (1.0, 1.0) if amplified is None else np.maximum(amplified, 1.0)
     return Tolerance(GATE * float(error), GATE * float(worst))
 
@@ -128,11 +131,12 @@ def amplification(
 
 
 def of_dump(config: ModelConfig, stage: str, mode: str, dtype: DtypeName, last_position: int) -> Tolerance:
-    """What a run of somebody's trainer is granted, where no golden says how far engines are.
+    """Derive the tolerance for a run of another trainer, where no golden says how far engines are apart.
 
-    Alone a quantity is float32 on any base, and granted the fixed ceilings of that. In a chain float32 is granted what
-    half precision is: roundings at every stage there and back; and the angles of far positions, which engines make in
-    float32 and which are off by half an ulp of the position; of all that 4 times, as where engines are measured.
+    An isolated quantity is float32 on any base, and has the fixed float32 tolerance. A float32 chain is allowed the
+    errors of half precision: roundings at every stage, forward and backward. It is also allowed the errors of angles at
+    far positions. Engines compute these angles in float32, with an error of half an ulp of the position. The sum counts
+    4 times, as where engines are measured.
     """
     if mode == ISOLATED:
         return ceiling(config, stage, mode, "float32")
@@ -145,9 +149,10 @@ def of_dump(config: ModelConfig, stage: str, mode: str, dtype: DtypeName, last_p
 
 
 def of_parameters(start: np.ndarray, rate: float, step: Tolerance) -> Tolerance:
-    """What parameters are granted in learning rates: what a step is, and the rounding of the sum to float32.
+    """Derive the tolerance of parameters, in learning rates.
 
-    Half an ulp of it, and as much for the decay before, which is rounded to float32 too.
+    It is the tolerance of a step, plus the rounding of the sum to float32. That rounding is half an ulp of the sum, and
+    as much again for the decay before, which is rounded to float32 too.
     """
     ulps = FLOAT32_ULP * np.array([math.sqrt(np.square(start).mean()), np.abs(start).max()]) / rate
     return Tolerance(step.error + float(ulps[0]), step.worst + float(ulps[1]))

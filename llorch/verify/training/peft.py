@@ -79,7 +79,7 @@ class Peft:
         torch.set_num_threads(self._n_threads)  # its models outlive the bases that they are made of
 
     def adapted(self, adapter: Adapter) -> Any:
-        """A fresh base with a copy of an adapter on it, in training mode (no dropout in these recipes)."""
+        """Load a fresh base with a copy of an adapter on it, in training mode (no dropout in these recipes)."""
         with _quiet():
             model = peft.get_peft_model(self._base()._model, peft.LoraConfig(**peft_settings(adapter.config)))
         parameters = trained(model)
@@ -94,7 +94,10 @@ class Peft:
         return model.train()
 
     def forward(self, adapter: Adapter, batch: Batch, *, case: str = "plain") -> Arrays:
-        """Inputs of the adapted projections, what PEFT adds to them, and logits; the tokens of all rows in a row."""
+        """Compute the inputs of the adapted projections, the values that PEFT adds to their outputs, and the logits.
+
+        The tokens of all rows stand one after the other.
+        """
         model, seen = self.adapted(adapter), {}
         with torch.no_grad(), Watch(model, adapter, seen, case=case):
             seen[at("adapted_logits", case=case)] = logits_of(model, batch)
@@ -179,7 +182,7 @@ class Peft:
         return Transformers(self._path, n_threads=self._n_threads, dtype=self._dtype)
 
     def provenance(self) -> dict[str, object]:
-        """What a golden must say about where it comes from."""
+        """Return the facts about a golden's origin that the golden must state."""
         return self._provenance | {"producer": self.name, "peft": peft.__version__, "optimizer": "torch.optim.AdamW"}
 
 
@@ -221,7 +224,7 @@ def gradients_of(model: Any) -> dict[str, np.ndarray]:
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """What flowed back, which has to be something."""
+    """Return the gradient of a tensor; assert that there is one."""
     assert tensor.grad is not None
     return tensor.grad
 
@@ -259,7 +262,7 @@ class Watch(TorchFunctionMode):
     """Notes what goes into projections, and the product of each `lora_B` output and its scaling."""
 
     def __init__(self, model: Any, adapter: Adapter, seen: dict[StageRef, Tensor], *, case: str) -> None:
-        """Hook into PEFT's model; what is noted goes into `seen`."""
+        """Register hooks on PEFT's model; they write into `seen`."""
         super().__init__()
         self._seen, self._outputs = seen, {}
         self._hooks = ExitStack()
@@ -363,10 +366,10 @@ def _flat_name(name: str) -> str:
 
 
 def tokens_of(tensor: Tensor, batch: Batch) -> np.ndarray:
-    """The slots that hold tokens, row after row."""
+    """Select the slots that hold tokens, row after row."""
     return array_of(tensor[torch.from_numpy(batch.documents >= 0)])
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """A copy; what is narrower than float32 is widened to it, and to float64 where everything is."""
+    """Copy a tensor; dtypes narrower than float32 widen to float32, or to float64 inside `float64_everywhere`."""
     return tensor.detach().float().contiguous().numpy().copy()

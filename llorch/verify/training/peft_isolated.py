@@ -68,7 +68,7 @@ class Isolated:
         return torch.from_numpy(self._golden.shown(place)).double()
 
     def _padded(self, place: StageRef) -> Tensor:
-        """The golden's tokens as rows of the first batch; 0 where there is padding."""
+        """Place the golden's tokens as rows of the first batch; 0 where there is padding."""
         tokens, held = self._given(place), torch.from_numpy(self._batch.documents >= 0)
         rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
         rows[held] = tokens

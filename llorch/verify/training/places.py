@@ -30,7 +30,7 @@ Arrays = dict[StageRef, np.ndarray]
 
 
 def at(stage: str, layer: int | None = None, part: str = "", case: str = "plain") -> StageRef:
-    """The place of an array of a group of stages, or of what one is fed."""
+    """Build the place of an array of a group of stages, or of an input of such a group."""
     return StageRef(BY_GROUP[HELD_LIKE.get(stage, stage)].checkpoint, stage, layer, case, part)
 
 
@@ -54,19 +54,19 @@ def shared_input(case: str) -> dict[str, StageRef]:
 
 
 def borders(n_layers: int) -> dict[StageRef, StageRef]:
-    """What goes into every block and comes out of the last -> its gradient."""
+    """Map the place of every block's input, and of the last block's output, to the place of the gradient."""
     inputs = {at("block_in", i): at("gradient", i, "block_in") for i in range(n_layers)}
     return inputs | {at("last_block_out"): at("gradient", None, "last_block_out")}
 
 
 def before(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
-    """What an optimizer step that is judged alone starts from: gradients and, after the first, the state."""
+    """Return the inputs of an isolated optimizer step: gradients and, after the first step, the state."""
     gradients = of_tensors("gradient", n_layers) if step == 1 else of_tensors("given", n_layers, f"step {step}")
     return {"gradient": gradients} | (after(step - 1, n_layers) if step > 1 else {})
 
 
 def after(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
-    """What an optimizer step leaves."""
+    """Return the places of the state that an optimizer step leaves."""
     return {stage: of_tensors(stage, n_layers, f"step {step}") for stage in STATE}
 
 

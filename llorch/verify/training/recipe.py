@@ -85,14 +85,14 @@ class Bits:
 
 
 def make_adapter(config: ModelConfig) -> Adapter:
-    """The adapter that every run starts from, the same numbers on every machine: neither A nor B is zero."""
+    """Make the adapter that every run starts from, the same numbers on every machine: neither A nor B is zero."""
     bits = Bits(config.vocab_size)
     tensors = {name: _tensors(bits, target, LORA.rank_of(target)) for name, target in LORA.targets(config).items()}
     return checked(LORA, tensors, config)
 
 
 def with_zero_b(adapter: Adapter) -> Adapter:
-    """The adapter as training starts it: A as it is, B zero."""
+    """Copy the adapter as training starts it: A as it is, B zero."""
     tensors = {name: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for name, t in adapter.tensors.items()}
     return replace(adapter, tensors=tensors)
 
@@ -118,7 +118,7 @@ class StoredBatch:
 
 
 def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list[Batch]:
-    """The micro-batches of an optimizer step, counted from 1; all are used in turn."""
+    """Select the micro-batches of an optimizer step, counted from 1; the steps use all batches in turn."""
     first = (step - 1) * accumulation
     return [batches[(first + i) % len(batches)] for i in range(accumulation)]
 

@@ -218,7 +218,7 @@ class NumpyTrainingRunner:
             yield found, grads
 
     def _initial(self) -> State:
-        """The stored adapter, and moments of zero."""
+        """Return the stored adapter, and moments of zero."""
         flat = {name: array.astype(self.dtype) for name, array in self.adapter.flat().items()}
         zero = {name: np.zeros_like(array) for name, array in flat.items()}
         return {stage: flat if stage == "parameters" else zero for stage in STATE}

@@ -27,7 +27,7 @@ def own_input(worker: Alone, matrix: str, x: Tensor) -> Tensor:
 
 
 def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
-    """What all ranks make with a matrix, given what is made here."""
+    """Combine the output of a matrix on this rank with the outputs of the other ranks."""
     if not isinstance(worker, OnMesh):
         return part
     if _ends(matrix, ROWS):

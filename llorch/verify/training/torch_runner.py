@@ -183,7 +183,7 @@ class TorchTrainingRunner:
         return torch.tensor(self.golden.shown(place), device=self.target.device, dtype=dtype or self.target.dtype)
 
     def _padded(self, place: StageRef) -> Tensor:
-        """The golden's tokens as rows of the first batch; 0 where there is padding."""
+        """Place the golden's tokens as rows of the first batch; 0 where there is padding."""
         tokens = self._given(place)
         held = torch.from_numpy(self.batches[0].documents >= 0)
         rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
@@ -256,7 +256,7 @@ class TorchTrainingRunner:
             yield place, array_of(whole(_gradient(stepper.optimizer.params[name])))
 
     def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
-        """What the trainer makes its steps with."""
+        """Build the stepper with which the trainer makes its steps."""
         worker = self._worker(adapter)
         optimizer = AdamW(
             trainable_parameters(worker.module, NAME), betas=recipe.betas, eps=recipe.eps,
@@ -320,7 +320,7 @@ class TorchTrainingRunner:
 
 @torch.no_grad()
 def _delta(leaf: Any, x: Tensor) -> Tensor:
-    """What the adapter of a leaf adds to a result of zero, in the dtype of the adapter."""
+    """Compute the adapter's addition to a result of zero, in the dtype of the adapter."""
     lora_B = leaf.own(leaf.lora_B[NAME])
     return leaf.adapted(NAME, x, lora_B.new_zeros((*x.shape[:-1], len(lora_B))))
 
@@ -336,7 +336,7 @@ def _at_each_leaf(module: CausalLM, note: Callable[[Any, str, Tensor], None]) ->
 
 
 def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
-    """The labels of a batch, all but one ignored."""
+    """Yield the labels of a batch once for each label, with all others ignored."""
     for row, column in zip(*np.nonzero(labels != IGNORED), strict=True):
         alone = np.full_like(labels, IGNORED)
         alone[row, column] = labels[row, column]
@@ -346,7 +346,7 @@ def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
 def _noting(
     found: dict[StageRef, Tensor], place: StageRef, given: tuple[Tensor, Tensor] | None
 ) -> Callable[..., tuple]:
-    """A hook that keeps the gradient of what goes into a module, or of what is given to it instead."""
+    """Build a hook that keeps the gradient of a module's input, or of the tensor that replaces the input."""
 
     def note(_module: nn.Module, inputs: tuple) -> tuple:
         x = inputs[0] if given is None else given[0].clone()
@@ -364,19 +364,19 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, given: Tensor, gradient: Tensor) -> Tensor:
-        """What the second block is given."""
+        """Return the input of the second block."""
         ctx.save_for_backward(gradient)
         return given.view_as(given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """What the first block is given, and what the second made."""
+        """Return the gradient that the first block is given, and the gradient that the second block computed."""
         (gradient,) = ctx.saved_tensors
         return (gradient if ctx.needs_input_grad[0] else None), grads[0], None
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """What flowed back; zero where nothing did, so that a cut graph is a wrong number."""
+    """Return the gradient of a tensor; zero where there is none, so that a cut graph is a wrong number."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
