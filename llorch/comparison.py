@@ -79,7 +79,7 @@ class Difference:
     common_factor: float = field(default=1.0, compare=False)  # the projection of `got` on `want`
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether this difference passes."""
+        """Check this difference against a tolerance; True if it passes."""
         if self.fault is not None or not (self.error <= tolerance.error and self.worst <= tolerance.worst):
             return False
         if not self.has_no_factor(tolerance):
@@ -87,7 +87,7 @@ class Difference:
         return self.tokens is None or tolerance.tokens is None or bool((self.tokens <= tolerance.tokens).all())
 
     def over(self, tolerance: Tolerance) -> float:
-        """By what factor the tolerance is exceeded; at most 1 when it passes, infinite for a fault."""
+        """Compute the factor by which the tolerance is exceeded; at most 1 for a pass, infinite for a fault."""
         if self.fault is not None:
             return math.inf
         factor = abs(self.common_factor - 1)
@@ -113,7 +113,7 @@ class Difference:
         return float(self.tokens[at]), float(limits[at] if limits.ndim else limits)
 
     def describe(self) -> str:
-        """One line for a person."""
+        """Format the difference as one line for a person."""
         if self.fault is not None:
             return self.fault
         numbers = f"expected {self.want:.7g}, got {self.got:.7g}"
@@ -181,14 +181,15 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
 
 
 def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:
-    """How far a stage, in any float dtype, is from its truth in float64."""
+    """Measure the distance of a stage, in any float dtype, from its float64 reference."""
     return measure(array.astype(true.dtype), true, masked=stage.masked)
 
 
 def measure_in(got: object, want: object, *, unit: float) -> Difference:
-    """How far one array is from another in a unit of its own, for numbers whose size says nothing of their error.
+    """Measure the distance between two arrays in a fixed unit, for numbers whose size says nothing about their error.
 
-    Parameters of a training move by about a learning rate per step, wherever they stand; that is the unit then.
+    Parameters in training move by about a learning rate per step, whatever their size. The learning rate is then the
+    unit.
 
     Args:
         got: The array under test.
@@ -255,11 +256,11 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether both have the same stages, and all pass."""
+        """True if both have the same stages, and all pass."""
         return self.first_divergence is None and not any(self.only.values())
 
     def __str__(self) -> str:
-        """One line: the verdict, when it fails the first stage that diverges, and what one side alone has."""
+        """Format one line: the verdict, the first stage that fails if any, and the stages that only one side has."""
         first = self.first_divergence
         text = f"{len(self.differences)} stages agree"
         if first is not None:

@@ -31,7 +31,7 @@ class Pass(Tokens):
 
     @property
     def splits(self) -> list[int]:
-        """Where it is cut in two to judge a cache: how many tokens the first of two passes has."""
+        """Positions at which the pass is cut in two to judge a cache: numbers of tokens in the first of two passes."""
         return sorted({1, len(self.ids) // 2, len(self.ids) - 1} - {0, len(self.ids)})
 
     def after(self, n_cached: int) -> "Pass":
@@ -85,7 +85,7 @@ def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarra
 
 
 def has_tokens(stage: Stage) -> bool:
-    """Whether tokens stand along an axis; a state is what it is behind the last of a pass."""
+    """Check if tokens stand along an axis. A state has none; it holds the value after the last token of a pass."""
     return not {"seq", "ctx"}.isdisjoint(stage.axes.split())
 
 

@@ -64,7 +64,7 @@ MODULES: Mapping[tuple[str, str], list[tuple[str, ...]]] = _modules()
 
 
 def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: int | None) -> tuple[str, ...]:
-    """Of what a name can stand for, what a layer has: the last that it makes; else what other models mean by it."""
+    """Choose the stages that a layer has: the last that the layer makes, else the meaning in other models."""
     if layer is None or layer < config.n_layers:
         for stages in reversed(alternatives):
             if all(BY_NAME[stage].in_layer == (layer is not None) for stage in stages) and all(
@@ -135,7 +135,7 @@ def _llamacpp(name: str, layer: int | None, config: ModelConfig, op: str, nth: i
 
 
 def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, of: int) -> Meaning:
-    """Of `Qcur`, up to four arrays: the product, the sum with the bias, a reshape of it, the rotated heads."""
+    """Read one of up to four arrays named `Qcur`: product, sum with the bias, a reshape of it, or rotated heads."""
     projected, rotated = (f"{letter}_proj",), (f"{letter}_rope",) if letter != "v" else (f"{letter}_proj",)
     if op:
         stages = {"ADD" if config.qkv_bias else "MUL_MAT": projected, "ROPE": rotated}.get(op, ())

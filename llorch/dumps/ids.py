@@ -138,7 +138,7 @@ def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] |
 
 
 def parting(wanted: list[int], got: list[int]) -> str:
-    """In which way one sequence of tokens comes of another, as the end of a message."""
+    """Explain how one sequence of tokens differs from another, as the end of a message."""
     if len(got) > 1 and (got[1:] == wanted or (len(got) == len(wanted) > 1 and got[1:] == wanted[:-1])):
         twice = f"{FIRST_TOKEN_TWICE}, as when template and tokenizer both add BOS"
         return f": {twice if got[0] == got[1] else f'{got[0]} comes first, like BOS'}"

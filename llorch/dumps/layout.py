@@ -61,7 +61,7 @@ class Form:
         return array[tuple(slice(ctx) if axis == "ctx" else slice(None) for axis in axes)]
 
     def differs_from(self, table: Sequence[str]) -> bool:
-        """Whether its axes, those of 1 aside, stand in another order than the table's."""
+        """Check if the axes, without those of size 1, stand in another order than the table's."""
         told = [axis for axis, n in zip(self.axes, self.sizes, strict=True) if n != 1]
         return told != [axis for axis in single_axes(table) if axis in told]
 
@@ -104,7 +104,7 @@ def declared_form(
 
 
 def fitting_forms(table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Form]:
-    """Every form that an array of this shape may have, the table's own order first; padded ones if no other fits."""
+    """List every form that an array of this shape may have, the table's order first; padded forms if no other fits."""
     exact: dict[tuple, Form] = {}
     padded: dict[tuple, Form] = {}
     for groups in _groupings(table, sizes):

@@ -59,12 +59,12 @@ class Pattern:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether a number says the layer."""
+        """True if the name holds a number for the layer."""
         return self.members[0][2] is not None
 
     @property
     def is_one_name(self) -> bool:
-        """Whether its number may be none of a layer."""
+        """True if all members have one name, so that the number in it need not be a layer."""
         return len({array.name for _, array, _ in self.members}) == 1
 
     @property
@@ -74,7 +74,7 @@ class Pattern:
 
     @property
     def mixes_shapes(self) -> bool:
-        """Whether arrays of one pass differ in shape: then the number is no layer."""
+        """True if arrays of one pass differ in shape: then the number is no layer."""
         return len({(n_pass, array.shape) for n_pass, array, _ in self.members}) > len({m[0] for m in self.members})
 
     def take(self, guesses: Sequence[Guess]) -> None:
@@ -144,7 +144,7 @@ def _compare_one(
 
 
 def _guesses(named: NamedArray, reader: StageReader, offset: int | None, ours: np.ndarray) -> Iterator[Guess]:
-    """Of every way to read an array as these stages."""
+    """Yield a guess for every way to read an array as these stages."""
     try:
         ways = reader.ways(named)
     except FormatError:

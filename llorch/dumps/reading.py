@@ -133,9 +133,9 @@ class StageReader:
         }
 
     def ways(self, named: NamedArray) -> list[ArrayReading]:
-        """All ways to read an array, as declared or as its shape allows; FormatError where there is none.
+        """List all ways to read an array, as declared or as its shape allows; raise FormatError if there is none.
 
-        One row, where nothing is said of tokens, is that of the last one.
+        If the dump does not state tokens, a single row is the row of the last token.
         """
         n_tokens, given = len(self.passes[named.n_pass].ids), named.array.tokens
         if "seq" not in named.table or given == tuple(range(n_tokens)):
@@ -207,7 +207,10 @@ class StageReader:
         return ways[forms.index(self._decided[told])]
 
     def _nearest(self, named: NamedArray, ways: Iterable[ArrayReading]) -> Form | None:
-        """By elements; where these do not tell, by the sizes of rows, which a wrong rotation leaves as they are."""
+        """Find the form nearest to llorch's values by elements.
+
+        If elements do not decide, compare sizes of rows, which a wrong rotation does not change.
+        """
         if self.weights is None or self._n_before:
             return None
         arrays = {read.form: self._beside_ours(named, read) for read in ways}

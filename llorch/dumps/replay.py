@@ -31,7 +31,7 @@ def watch(weights: Weights, passes: Sequence[Tokens], see: Callable[[int, str, n
 
 
 def our_stage(weights: Weights, passes: Sequence[Tokens], n_pass: int, key: str) -> np.ndarray:
-    """One stage of one pass; later ones are not computed."""
+    """Compute one stage of one pass; later stages are not computed."""
     found: list[np.ndarray] = []
 
     def see(number: int, name: str, array: np.ndarray) -> bool:

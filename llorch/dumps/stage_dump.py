@@ -72,7 +72,7 @@ class StageDump:
     def of_arrays(
         cls, passes: Sequence[Tokens], *arrays: Mapping[str, np.ndarray], source: str = "arrays", **features: str | bool
     ) -> "StageDump":
-        """Of traces that are in memory, one for each pass."""
+        """Build a dump from traces in memory, one trace for each pass."""
         seen = {
             (number, key): Seen(key, str(array.dtype), lambda array=array: array)
             for number, trace in enumerate(arrays)

@@ -202,7 +202,7 @@ def _stages(
 
 
 def _about_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
-    """One note on all of them, numbers as {i}."""
+    """Write one note on all unnamed arrays, with numbers as {i}."""
     if not unnamed:
         return []
     patterns = _patterns(unnamed)

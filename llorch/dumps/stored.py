@@ -61,7 +61,10 @@ class Stored:
 
     @property
     def overlaps(self) -> bool:
-        """Whether two elements share bytes, as with a stride of 0; what is read is then never larger than its file."""
+        """True if two elements share bytes, as with a stride of 0.
+
+        An array without overlaps is never larger than its file.
+        """
         inner = self.itemsize
         pairs = zip(self.strides or (), self.shape, strict=self.strides is not None)
         for stride, size in sorted(pair for pair in pairs if pair[1] > 1):

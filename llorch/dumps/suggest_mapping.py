@@ -87,7 +87,7 @@ def _embeddings(unnamed: Sequence[tuple[int, RawArray]], weights: Weights) -> di
 
 
 def _counted_from(patterns: Sequence[Pattern]) -> int:
-    """Whether layers count from 0 or 1: with which numbers are more alike."""
+    """Decide whether layers count from 0 or 1, by the numbering whose values are more alike."""
     alike = [
         sum(1 - min((g.unlike for g in pattern.guesses.values() if g.offset == offset), default=1.0)
             for pattern in patterns if pattern.is_numbered)

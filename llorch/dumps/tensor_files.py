@@ -59,7 +59,7 @@ def open_safetensors_dump(path: Path) -> RawDump:
 
 
 def open_npy(path: Path) -> RawDump:
-    """One array, named as its file."""
+    """Read one array, named like its file."""
     return _dump(path, [_npy(path)])
 
 
@@ -146,7 +146,7 @@ def _inflate(data: bytes, limit: int, name: str, path: Path) -> bytes:
 
 
 def _from_header(head: bytes, path: Path, name: str, *, start: int, size: int) -> Stored:
-    """Where the array of a .npy file of `size` bytes lies that begins at byte `start`."""
+    """Locate the array of a .npy file of `size` bytes that begins at byte `start`."""
     width = 2 if head[6:7] == b"\1" else 4
     begin = 8 + width
     length = int.from_bytes(head[8:begin], "little")

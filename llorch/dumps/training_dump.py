@@ -148,7 +148,7 @@ class _StepReader:
             self.numbers["lr"] = self.arrays[1, 1, "lr"]
 
     def step(self, number: int, settings: Settings) -> TrainingStep:
-        """One step with all of its micro-batches."""
+        """Read one step with all of its micro-batches."""
         own = {(micro, name): array for (step, micro, name), array in self.arrays.items() if step == number}
         micros = sorted(
             {micro for micro, name in own if name == "input_ids"}
@@ -225,7 +225,7 @@ def _plain(name: str) -> str:
 
 
 def _tensor_names(adapter: Adapter) -> dict[str, str]:
-    """Every name of a tensor, without what PEFT puts around it -> ours."""
+    """Map every name of a tensor, without PEFT's prefixes and suffixes, to llorch's name."""
     names: dict[str, str] = {}
     for flat in adapter.flat():
         target, _, kind = flat.rpartition(".")

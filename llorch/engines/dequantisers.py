@@ -58,7 +58,7 @@ class Folder:
 
 
 def dequantised(method: str, path: str, name: str) -> np.ndarray | None:
-    """One matrix (out, in) of a folder as float32; None where the library reads none of this name."""
+    """Decode one matrix (out, in) of a folder to float32; None if the library reads no matrix of this name."""
     matrix = _matrices(method, path).get(name)
     with torch.no_grad():
         return None if matrix is None else matrix().float().contiguous().numpy()
@@ -114,7 +114,7 @@ def _autoawq(folder: Folder) -> Mapping[str, Matrix]:
 
 
 def _file_of(package: str, ending: str) -> ModuleType:
-    """One file of a package, as a module."""
+    """Import one file of a package as a module."""
     path = next(file.locate() for file in files(package) or () if str(file).endswith(ending))
     spec = spec_from_file_location(Path(ending).stem, str(path))
     assert spec is not None

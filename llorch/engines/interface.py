@@ -33,7 +33,7 @@ class LoadPath:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the engine read all of it in the file itself."""
+        """True if the engine itself read everything from the file."""
         return not self.written and not self.told and self.read == self.decoded != OURS
 
     def __str__(self) -> str:

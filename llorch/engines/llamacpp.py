@@ -202,7 +202,7 @@ class LlamaCpp:
 
     @contextmanager
     def _context(self, n_tokens: int, watcher: "GraphWatcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
-        """An empty KV cache and a graph for up to `n_tokens` tokens at once."""
+        """Create a context with an empty KV cache for up to `n_tokens` tokens at once, and free it after use."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_tokens
         params.n_threads = params.n_threads_batch = self.n_threads

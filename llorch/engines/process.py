@@ -62,12 +62,12 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the engine's process."""
         return self._process.pid
 
     @property
     def runs(self) -> bool:
-        """Whether it can be asked."""
+        """True if the process can answer calls."""
         return self._end.alive and self._process.poll() is None
 
     def ask(self, what: str, request: Sequence[object], seconds: float) -> Any:
@@ -156,7 +156,7 @@ class EngineInChild:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process id of the engine's process."""
         return self._asked().pid
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class Transformers:
         return self._loaded
 
     def _arithmetic(self, *, refuse: bool = True) -> AbstractContextManager[None]:
-        """In which models are made and run."""
+        """Return the context in which models are made and run."""
         return float64_everywhere(refuse=refuse) if self.dtype == "float64" else nullcontext()
 
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
@@ -158,7 +158,7 @@ class Transformers:
     def isolated(
         self, ids: Sequence[int], golden: Mapping[str, np.ndarray], *, first_position: int = 0
     ) -> dict[str, Difference]:
-        """How far a trace is from what this engine makes of that trace's own values, stage by stage.
+        """Measure the error of each stage of a trace against this engine's output for the trace's own inputs.
 
         `l0.attention` stands for the context of a layer, made without its scores and probabilities.
         """

@@ -16,7 +16,7 @@ GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, a stage of ours from
 
 
 def as_made(name: str, array: np.ndarray, start: int) -> np.ndarray:
-    """Every stage as it is."""
+    """Return every stage as it is."""
     return array
 
 
@@ -87,7 +87,10 @@ class ExpertSelection:
         return found
 
     def _gap(self, token: int, got: list[int], want: list[int]) -> tuple[float, float]:
-        """How far the worst of ours scores below the best that it replaced, and what rounding moves that."""
+        """Measure how far llorch's worst expert scores below the best that it replaced.
+
+        Return this distance, and the distance that rounding may move.
+        """
         row, variance = self.scores[token].astype(np.float64), self.variance[token].astype(np.float64)
         worst, best = min(got, key=lambda i: row[i]), max(want, key=lambda i: row[i])
         moved = FACTOR * np.sqrt(2 * (variance[worst] + variance[best])) + np.finfo(np.float32).tiny

@@ -137,17 +137,17 @@ def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
 
 
 def _far_position(config: ModelConfig, n_far: int) -> int:
-    """Where a chunk or a temperature begins anew in the middle of the tokens, if the model has such."""
+    """Find a position where a chunk or a temperature begins anew in the middle of the tokens, if the model has such."""
     chunks = [layer.chunk for layer in config.layers if layer.chunk is not None]
     steps = chunks or [config.temperature.floor] if config.temperature is not None else chunks
     return -(-FAR_POSITION // steps[0]) * steps[0] - n_far // 2 if steps else FAR_POSITION
 
 
 def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
-    """How many tokens a prompt is continued by.
+    """Choose the number of tokens that continue a prompt.
 
     Args:
-        config: Its context bounds them, and so does the size of the model.
+        config: The model; its context and its size bound the number.
         n_prompt: Length of the prompt.
 
     Returns:

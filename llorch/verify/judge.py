@@ -48,7 +48,7 @@ class Comparison:
     place: StageRef = field(default=StageRef("", ""), repr=False, compare=False)
 
     def record(self) -> dict[str, object]:
-        """As `--json` gives it; the place is in the other fields."""
+        """Return the comparison as `--json` gives it; the place is in the other fields."""
         shown: dict[str, object] = {each.name: getattr(self, each.name) for each in fields(self)}
         del shown["place"]
         return shown | {"route": self.route and asdict(self.route)}
@@ -85,7 +85,7 @@ class Expectation:
     choice: ExpertSelection | None = None
 
     def difference(self, got: np.ndarray | None, want: np.ndarray | None = None) -> Difference:
-        """How far an array is from the golden, or as a whole from another."""
+        """Measure the difference between an array and the golden, or between whole arrays if `want` is given."""
         if self.choice is not None:
             return (self.choice if want is None else replace(self.choice, ids=want)).difference(got)
         if self.unit is not None:
@@ -95,14 +95,14 @@ class Expectation:
         return measure(got, self.want, masked=self.masked, token_axis=self.token_axis)
 
     def from_truth(self, array: np.ndarray | None) -> float:
-        """How far an array is from the truth; NaN where there is none."""
+        """Measure the error of an array against the float64 reference; NaN if there is none."""
         if self.truth is None:
             return math.nan
         return self.difference(None if array is None else array.astype(self.truth.dtype), self.truth).error
 
     @cached_property
     def of_witness(self) -> float:
-        """How far the golden is from the truth; the same for all that have to reproduce it."""
+        """Error of the golden against the float64 reference; the same for all runners that have to reproduce it."""
         return self.from_truth(self.want) if self.witness_error is None else self.witness_error
 
 

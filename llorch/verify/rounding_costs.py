@@ -33,7 +33,7 @@ class Arithmetic:
 
     @property
     def is_half(self) -> bool:
-        """Whether inputs and weights are rounded, too."""
+        """True if inputs and weights are rounded, too."""
         return self.unit > UNIT
 
     def rounding(self, y: np.ndarray) -> np.ndarray:

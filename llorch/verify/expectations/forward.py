@@ -97,7 +97,7 @@ class ForwardSuite:
 
     @property
     def routes(self) -> Mapping[str, LoadPath]:
-        """Of the file into each witness."""
+        """Load path of the file into each reference engine."""
         true = {WITNESS: self.truth.evidence} if self.truth is not None else {}
         return {name: shown.route for name, shown in {**self.evidence, **true}.items()}
 
@@ -149,7 +149,7 @@ class ForwardSuite:
         return [*rows, self._free_row(runner, case, rows)] if self.rounds and not n_cached else rows
 
     def _going_on(self, runner: Runner, case: str, witness: str) -> GoOn:
-        """With a witness's choice of experts, where ours is as good."""
+        """Make a function that continues with a reference engine's expert selection where llorch's is as good."""
 
         def go_on(name: str, array: np.ndarray, start: int) -> np.ndarray:
             if name not in self._choices:
@@ -205,11 +205,11 @@ class ForwardSuite:
 
     @property
     def rounds(self) -> bool:
-        """Whether values flip: under ggml numerics."""
+        """True if values flip: under ggml numerics."""
         return self.weights.numerics.rounds_activations
 
     def witnesses(self, runner: Runner) -> Mapping[str, EngineOutput]:
-        """Whose stages a runner has to reproduce; in float64 only the truth is that."""
+        """Return the reference engines that a runner has to reproduce; in float64 only the float64 reference."""
         if runner.dtype != "float64":
             return self.evidence
         return {WITNESS: self.truth.evidence} if self.truth is not None else {}
@@ -259,7 +259,7 @@ class ForwardSuite:
         return self._limits_for(runner, case).chained(name, n_cached)
 
     def limits(self, case: str, dtype: str = "float32", *, fused: bool = False) -> Limits:
-        """Of a case, for runs in a dtype; fused attention shows no scores."""
+        """Return the tolerances of a case, for runs in a dtype; fused attention shows no scores."""
         if (case, dtype, fused) not in self._limits:
             golden = self.truth.evidence if self.truth is not None else next(iter(self.evidence.values()))
             self._limits[case, dtype, fused] = Limits(
@@ -376,13 +376,13 @@ class ForwardSuite:
         return self._limits_for(runner, case).isolated(key)
 
     def softmax_limit(self) -> Tolerance:
-        """Of distributions, which are made from float32 logits."""
+        """Return the tolerance of distributions, which are made from float32 logits."""
         return widened(
             limit_of_softmax(self.weights.config.vocab_size), self._distances.get(("near", "isolated", "probabilities"))
         )
 
     def _isolated_error(self, witness: str, case: str, key: str) -> float:
-        """How far a golden is from what float64 makes of its own inputs; unknown without the truth."""
+        """Return the error of a golden against float64 on the golden's own inputs; NaN without a float64 reference."""
         if self.truth is None or witness == WITNESS:
             return math.nan if self.truth is None else 0.0
         return self.truth.isolated[witness][case][key].error
@@ -423,7 +423,7 @@ class ForwardSuite:
 
 
 def _with_flips(row: Comparison, flips: int, refused: int) -> Comparison:
-    """With the flips of a stage; one that was refused fails it."""
+    """Add the flips of a stage to a comparison; a refused flip fails it."""
     if refused:
         note = f"{refused} values round to other numbers, although they are not at a rounding edge"
         row = replace(row, verdict=FAIL, note=row.note or note)

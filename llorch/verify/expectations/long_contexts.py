@@ -76,7 +76,7 @@ class LongSuite:
 
 
 def bounds_of(this: Pass) -> dict[str, list[int]]:
-    """Where a pass is cut, by mode: not at all, and for a long text into chunks, with single steps at the growth."""
+    """Choose the cuts of a pass, by mode: no cut, and for a long text chunks, with single steps at the growth."""
     n = len(this.ids)
     whole = {WHOLE: [0, n]}
     if n <= LAST:

@@ -71,7 +71,7 @@ def decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]
 
 
 def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
-    """Every product of one model, by the plain leaves and by those of the target."""
+    """Compare every product of one model, by the plain kernels and by the target's kernels."""
     weights = open_weights(path).using(GGML)
     with closing(weights.source):
         model = load_packed(weights, dtype=target.dtype, device=target.device)
@@ -84,7 +84,10 @@ def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target)
 def leaf_rows(
     name: str, weights: Weights, golden: QuantisedGolden, model: CausalLM, target: Target, backend: str
 ) -> Iterator[Comparison]:
-    """Every product by the leaves of a model, on golden inputs; in float32 the limits are those of NumPy's products."""
+    """Compare every product of a model's kernels on golden inputs.
+
+    In float32 the tolerances are those of NumPy's products.
+    """
     trace, limits = golden.traces[name], suite_of(name, weights, golden).limits(CASE)
     for key, stage, layer in keys(weights.config):
         if stage.matrix:

@@ -55,14 +55,14 @@ def verify_quantised_stored() -> Iterator[Comparison]:
 
 
 def block_rows() -> Iterator[Comparison]:
-    """Of blocks and activations alone."""
+    """Compare blocks and activations alone."""
     golden = read(goldens_folder() / FOLDER)
     yield from decode_rows(golden)
     yield from rounding_rows(golden)
 
 
 def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
-    """Of some models and their files."""
+    """Compare some models and their files."""
     golden = read(goldens_folder() / FOLDER)
     for name, path, row in made_models(golden, names):
         yield row
@@ -95,7 +95,7 @@ def decode_row(kind: GGMLType, ours: np.ndarray, values: np.ndarray) -> Comparis
 
 
 def other_bits(ours: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Which of ours have other bits than ggml's."""
+    """Mark the values of llorch whose bits differ from ggml's; two NaN count as equal."""
     return (ours.view(np.uint32) != values.view(np.uint32)) & ~(np.isnan(ours) & np.isnan(values))
 
 
@@ -111,7 +111,7 @@ def rounding_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
 
 
 def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Every stage of one model, isolated, chained, and after a cache; both residencies."""
+    """Compare every stage of one model, isolated, chained, and after a cache; both residencies."""
     weights = open_weights(path).using(numerics.GGML)
     with closing(weights.source):
         suite = suite_of(name, weights, golden)

@@ -54,7 +54,7 @@ class QuantisedGolden:
 
 
 def types() -> list[GGMLType]:
-    """All types of matrices of the models, in the order of their first one."""
+    """List all matrix types of the models, in the order of their first use."""
     return list(dict.fromkeys(kind for recipe in MODELS.values() for kind in sorted(recipe.types)))
 
 

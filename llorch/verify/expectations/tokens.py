@@ -18,7 +18,7 @@ class GreedyJudge:
     """Judges greedy tokens of one runner: a TIE where they leave the golden's at near-ties of the truth alone."""
 
     def __init__(self, model: str, runner: Runner, prompt: Sequence[int], margins: Margins) -> None:
-        """Of what follows a prompt."""
+        """Take a prompt, the runner that continues it, and the margins of near-ties."""
         self._model, self._runner, self._prompt, self._margins = model, runner, prompt, margins
 
     def text(self, after: Sequence[int], n_tokens: int) -> np.ndarray:
@@ -41,7 +41,10 @@ class GreedyJudge:
         return tied(row, "; ".join(notes)) if notes else row
 
     def _departures(self, got: np.ndarray, want: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Where our text leaves the golden's, and our token; it is then begun anew behind the golden's token."""
+        """Yield each token at which llorch's text leaves the golden's, and llorch's token.
+
+        The text then starts again after the golden's token.
+        """
         at = 0
         while at < len(want):
             pairs = enumerate(zip_longest(got.tolist(), want[at:].tolist(), fillvalue=-1))

@@ -43,7 +43,7 @@ class Runner(Protocol):
         ...
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
-        """One pass in which the golden takes the place of each stage as soon as that was seen."""
+        """Run a pass in which the golden replaces each stage as soon as `see` has received it."""
         ...
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:

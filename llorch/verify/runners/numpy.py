@@ -49,13 +49,13 @@ CACHE_ROUNDS = frozenset({"k_cache", "v_cache", "attn_scores", "attn_context"}) 
 
 
 def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None = None) -> dict[str, np.ndarray]:
-    """Trace of our forward pass; with `n_cached` the trace of the second of two passes.
+    """Trace llorch's forward pass; with `n_cached` trace the second of two passes.
 
     Args:
         weights: The model in the dtype to run.
         this: The tokens.
         n_cached: Tokens that a first pass puts into the cache.
-        golden: Takes the place of each stage as soon as that was recorded, so that every stage is isolated.
+        golden: Replaces each stage as soon as it was recorded, so that every stage is isolated.
 
     Returns:
         Stage key to array.
@@ -112,7 +112,7 @@ def _passes(
     weights: Weights, this: Pass, n_cached: int, keeping: Callable[[int, int], Keep], *, last_only: bool = False,
     after_failure: bool = False,
 ) -> np.ndarray:  # fmt: skip
-    """One pass, or two when some tokens are cached; logits of the last."""
+    """Run one pass, or two if some tokens are cached; return the logits of the last pass."""
     cache = KVCache(
         weights.config, weights.cache_dtype, rounding=weights.cache_rounding, first_position=this.first_position
     )
@@ -149,7 +149,7 @@ class NumpyRunner:
     hidden: frozenset[str] = frozenset()
 
     def __init__(self, weights: Weights, name: str = "numpy") -> None:
-        """Of float32 weights; `name` is `numpy` (as it runs: small sums in float64), `OWN_SUMS` or `FLOAT64`."""
+        """Take float32 weights; `name` is `numpy` (as it runs: small sums in float64), `OWN_SUMS` or `FLOAT64`."""
         self.name = name
         self.dtype: DtypeName = "float64" if name == FLOAT64 else "float32"
         self.weights = weights.astype(np.float64, keep=_fits_in_float64(weights)) if name == FLOAT64 else weights
@@ -183,17 +183,17 @@ class NumpyRunner:
             forward(np.asarray(this.ids[start:stop]), self.weights, cache, keep=keep)
 
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
-        """As generation computes it."""
+        """Compute the last row of logits as generation computes it."""
         keep = lambda name, array: go_on(name, array, 0)  # noqa: E731
         return forward(np.asarray(this.ids), self.weights, self._cache(), keep=keep, last_only=True)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """By our sampler."""
+        """Compute the distributions by llorch's sampler."""
         rows = logits.astype(self.weights.dtype)
         return {name: probabilities(rows, settings, history) for name, settings in SAMPLINGS.items()}
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
-        """By our loop, one step after the other."""
+        """Generate the text by llorch's loop, one step after the other."""
         sampled = sample_ids(self._step(self._cache()), prompt, SamplingSettings(), max_tokens=n_tokens)
         return np.asarray([token for token, _ in sampled], np.int64)
 
@@ -205,12 +205,12 @@ class NumpyRunner:
 
 
 def _fits_in_float64(weights: Weights) -> bool:
-    """Whether half of the memory that is free would hold all of it."""
+    """Check if half of the free memory would hold all weights in float64."""
     return 8 * sum(math.prod(weights.shape(name)) for name in weights) < available_memory() / 2
 
 
 def numpy_runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:
-    """All ways of the NumPy path to run; in float64 where there is a truth to judge it by."""
+    """Yield a runner for each way to run the NumPy path; in float64 if there is a float64 reference."""
     yield from (NumpyRunner(weights, name) for name in (*BACKENDS, *([FLOAT64] if wide else [])))
 
 
@@ -220,14 +220,14 @@ class GgmlRunner(NumpyRunner):
     def __init__(
         self, weights: Weights, goldens: Mapping[str, Trace], limits: Mapping[str, Limits], name: str = GGML
     ) -> None:
-        """Of weights with their numerics; by case llama.cpp's traces and what is derived from them."""
+        """Take weights with their numerics, llama.cpp's traces by case, and the tolerances derived from the traces."""
         super().__init__(weights, name)
         self._goldens, self._limits = goldens, limits
         self._rounded = rounded_stages(weights)
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
-        """As there; a float16 cache shows as the float32 that the golden has."""
+        """Run a pass as `NumpyRunner.isolated` does; a float16 cache shows as float32, the golden's dtype."""
         show(self.weights, this, lambda name, array: see(name, self._shown(array)), golden=golden)
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
@@ -235,7 +235,7 @@ class GgmlRunner(NumpyRunner):
         self._adopting(case, this, see, n_cached, go_on=go_on)
 
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
-        """Likewise; `this` is the case `near`."""
+        """Compute the last row of logits as generation computes it; `this` is the case `near`."""
         return self._adopting("near", this, last_only=True, go_on=go_on)[-1]
 
     def free(self, this: Pass) -> np.ndarray:
@@ -243,7 +243,7 @@ class GgmlRunner(NumpyRunner):
         return _passes(self.weights, this, 0, lambda start, stop: lambda name, array: array)
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
-        """As users get it."""
+        """Generate the text as users get it."""
         model = Model(self.weights)
         vars(model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
         return np.asarray([t.id for t in model.generate(prompt, max_tokens=n_tokens, ignore_eos=True)], np.int64)

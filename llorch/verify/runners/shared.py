@@ -67,11 +67,11 @@ class _PackedOnce(Packed):
         return self.once.n_bytes
 
     def decode_rows(self, rows: Rows) -> np.ndarray:
-        """As there."""
+        """Decode some rows as `Packed.decode_rows` does."""
         return self.once.decode_rows(rows)
 
     def require_scales(self) -> None:
-        """As there."""
+        """Check the block scales as `Packed.require_scales` does."""
         self.once.require_scales()
 
     def decode(self) -> np.ndarray:
@@ -83,7 +83,7 @@ class _PackedOnce(Packed):
         return self.kept.matrices[self.name]
 
     def tiles(self) -> Iterator[tuple[int, np.ndarray]]:
-        """As there."""
+        """Yield the pieces of a matrix as `Packed.tiles` does."""
         if _here.get() is None:
             yield from self.once.tiles()
             return
@@ -96,7 +96,7 @@ class SharedWeights(Weights):
     """Packed weights that passes take turns with."""
 
     def __init__(self, weights: Weights, say: Callable[[str], None] = lambda line: None) -> None:
-        """Over the same file; `say` is told of every layer."""
+        """Share the file of `weights`; `say` is told of every layer."""
         vars(self).update(vars(weights.using(packed=True)))
         self._kept = _Kept(weights.config.n_layers, say)
 
@@ -113,7 +113,7 @@ class SharedWeights(Weights):
             self._kept.matrices.clear()
 
     def __getitem__(self, name: str) -> Any:
-        """As there, when all passes have got as far as this layer."""
+        """Return a weight when all passes have got as far as its layer."""
         here, place = _here.get(), name.rpartition(".")[0]
         if here is not None and place != here.place:
             if here.place is not None:

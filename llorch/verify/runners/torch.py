@@ -149,7 +149,7 @@ class TorchRunner:
         self._show(trace, see)
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
-        """Of two passes the second, in a cache that was used before."""
+        """Run a pass, or the second of two passes, in a cache that was used before."""
         observed, trace = self._observed(this), dict[str, np.ndarray]()
         if n_cached:
             observed.warm_up()
@@ -169,16 +169,16 @@ class TorchRunner:
                 see(name, array, stop)
 
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
-        """As generation computes it."""
+        """Compute the last row of logits as generation computes it."""
         return self._observed(this).feed(len(this.ids), last_only=True, go_on=go_on)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """In a batch all settings at once."""
+        """Compute the distributions; a batch computes all settings at once."""
         groups = [[*SAMPLINGS]] if self.variant.in_batch else [[name] for name in SAMPLINGS]
         return {name: row for names in groups for name, row in self._filtered(names, logits, history)}
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
-        """As users get it, in a batch beside another."""
+        """Generate the text as users get it, in a batch together with another prompt."""
         ids = [*prompt]
         prompts = [ids[::-1][:-1], ids] if self.variant.in_batch else [ids]
         made = self.model.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)

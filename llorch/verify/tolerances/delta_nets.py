@@ -93,7 +93,10 @@ def _l2_norm(s: Step) -> np.ndarray:
 
 
 def _log_decay(s: Step) -> np.ndarray:
-    """Of softplus(x) the slope is the sigmoid; log(1 + exp(x)) is off by a rounding of 1, however small it is."""
+    """Derive the variance of the log decay.
+
+    The slope of softplus(x) is the sigmoid. The value log(1 + exp(x)) is off by a rounding of 1, however small it is.
+    """
     bias, rate = (s.weights[name].astype(s.y.dtype) for name in ("dt_bias", "decay"))
     x = s.x[0] + bias
     with np.errstate(over="ignore"):
@@ -152,12 +155,12 @@ class _Head:
         return made + np.square(n) @ self.of_state
 
     def _of_reading(self, t: int, state: np.ndarray) -> np.ndarray:
-        """Of the query of a token, and of the sum over the state."""
+        """Derive the variance of reading the state: from the query of a token, and from the sum over the state."""
         own = SUM * len(state) * (np.square(self.q[t]) @ np.square(state))
         return self.of_q[:, t] @ np.square(state) + own
 
     def _of_writing(self, t: int, n: np.ndarray, decayed: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """Of value, beta and key of a token, and of the roundings of what it makes."""
+        """Derive the variance of writing the state: from a token's value, beta and key, and from roundings."""
         k, beta, of_k = self.k[t], self.beta[t], self.of_k[:, t]
         along, written = n @ k, beta * missing
         own = SUM * len(k) * (np.square(k) @ np.square(decayed)) + 2 * UNIT**2 * np.square(self.v[t])

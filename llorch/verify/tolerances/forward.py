@@ -148,7 +148,10 @@ def variances(
 
 
 def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
-    """Of what is hidden nothing is passed on; beside float32 the truth's digits tell nothing of rounding."""
+    """Convert to float32 and set hidden values to 0, so that they pass nothing on.
+
+    Digits beyond float32 tell nothing about rounding.
+    """
     array = array.astype(np.float32, copy=False)
     return np.where(np.isneginf(array), np.float32(0), array) if masked else array
 
@@ -218,23 +221,23 @@ class Limits:
         return replace(made, common_factor=factor)
 
     def chained_variance(self, name: str) -> np.ndarray:
-        """Of every element of a stage that was given ours."""
+        """Return the variance of every element of a stage that was given llorch's own inputs."""
         self._up_to(name)
         return self._chained[name]
 
     @property
     def free_variances(self) -> np.ndarray:
-        """Of the logits of a run in which no flip was replaced."""
+        """Variances of the logits of a run in which no flip was replaced."""
         self._up_to("logits")
         return self._free
 
     def isolated(self, name: str) -> Tolerance:
-        """Of a stage that was given the golden's inputs."""
+        """Return the tolerance of a stage that was given the golden's inputs."""
         self._up_to(name)
         return self._widened(self._isolated[name], "isolated", name)
 
     def chained(self, name: str, start: int = 0) -> Tolerance:
-        """Of a stage that was given ours, or of the part of it that belongs to the tokens from `start` on."""
+        """Return the tolerance of a stage that was given llorch's own inputs, for the tokens from `start` on."""
         if (name, start) not in self._granted:
             self._granted[name, start] = self._widened(self._derived(name, start), "chained", name)
         return self._granted[name, start]
@@ -256,19 +259,19 @@ class Limits:
         return limit(golden, variance, stage)
 
     def last_row(self) -> Tolerance:
-        """Of the logits that sampling sees."""
+        """Return the tolerance of the logits that sampling sees."""
         return self._widened(self._last(self.chained_variance("logits")), "chained", "selected_logits")
 
     def free(self) -> Tolerance:
-        """Of the logits of a run in which no flip was replaced."""
+        """Return the tolerance of the logits of a run in which no flip was replaced."""
         return limit(self._golden["logits"], self.free_variances, self._stages["logits"])
 
     def free_last_row(self) -> Tolerance:
-        """Of the last of them."""
+        """Return the tolerance of the last row of logits of a run in which no flip was replaced."""
         return self._last(self.free_variances)
 
     def moved(self) -> float:
-        """How far apart two logits of a row may be that rounding swaps, in root mean squares of the row."""
+        """Return the largest distance of two logits that rounding can swap, in root mean squares of the row."""
         variance, logits = self.chained_variance("logits"), self._golden["logits"]
         shares = variance.mean(axis=-1) / np.square(logits, dtype=np.float64).mean(axis=-1)
         return FACTOR * math.sqrt(4 * float(shares.max()))
@@ -306,10 +309,11 @@ class Margins:
     moved: "np.ndarray | float"
 
     def of(self, want: np.ndarray, at: int, token: int) -> tuple[float, float]:
-        """How far below the best token the less likely of ours and the golden's lies, and what rounding may move.
+        """Measure how far the less likely of llorch's and the golden's token lies below the best token.
 
-        Both in root mean squares of the logits; the distance is infinite when a token is none, or nothing is known.
-        Engines make angles in float32, which are off by up to position * 2^-24.
+        Return this distance, and the distance that rounding may move. Both are in root mean squares of the logits. The
+        distance is infinite if a token is invalid, or if no logits are known. Engines compute angles in float32, which
+        are off by up to position * 2^-24.
         """
         pair = [token, int(want[at])]
         known = self.text is None or np.array_equal(want[:at], self.text[:at])
@@ -366,16 +370,16 @@ def limit_of_softmax(vocab_size: int) -> Tolerance:
 
 
 def moved_past_p(vocab_size: int) -> float:
-    """By how much rounding moves a running sum of probabilities.
+    """Derive how far rounding moves a running sum of probabilities.
 
-    Engines sum up float32 probabilities; the n partial sums of such a sum, and of the one that normalises, are each
-    rounded by up to 2^-24: by 2^-24 * sqrt(2n / 3) on the average, of which 4 times are granted.
+    Engines sum up float32 probabilities. The n partial sums of such a sum, and of the sum that normalises, are each
+    rounded by up to 2^-24. The mean effect is 2^-24 * sqrt(2n / 3), and the tolerance is 4 times that.
     """
     return FACTOR * UNIT * math.sqrt(2 * vocab_size / 3)
 
 
 def product_error(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarray, arithmetic: Arithmetic) -> float:
-    """How large the relative error of a product alone may be, of rounded inputs and weights where they are rounded."""
+    """Derive the largest relative error of a product alone; rounding of inputs and weights counts in half precision."""
     terms = float(squared_terms(x, weight).sum(dtype=np.float64))
     size = float(np.square(y, dtype=np.float64).sum()) or 1.0
     own = x.shape[-1] * (SUM * terms + DRIFT * size) + 2 * (arithmetic.unit**2 * terms if arithmetic.is_half else 0.0)
@@ -394,7 +398,7 @@ def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind, *, token_axi
 
 
 def _squared_steps(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
-    """Of the codes that every value is rounded to."""
+    """Compute the squared steps of the codes that every value is rounded to."""
     blocks = x.reshape(-1, BLOCK_SIZE.get(kind, 1))
     if kind in _DIGITS:
         step = np.exp2(np.frexp(blocks)[1].astype(x.dtype) - _DIGITS[kind])
@@ -424,7 +428,7 @@ def _norm(s: Step) -> np.ndarray:
 
 
 def _normed(s: Step, gain: "np.ndarray | float" = 1.0) -> np.ndarray:
-    """Of a norm; that of heads of Llama 4 has no gain."""
+    """Derive the variance after a norm; the norm of Llama 4's heads has no gain."""
     x = s.x[0].reshape(s.y.shape)
     given = s.given[0].reshape(-1, *s.y.shape)
     mean_square = np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps)
@@ -599,7 +603,7 @@ def _swiglu(s: Step) -> np.ndarray:
 
 
 def _expert_product(s: Step) -> np.ndarray:
-    """Of each expert, the tokens that it was given."""
+    """Derive the variance of each expert's product, over the tokens that the expert was given."""
     (x, ids), given = s.x, s.given[0]
     made = np.empty((len(given), *s.y.shape), x.dtype)
     for expert in np.unique(ids).astype(int):

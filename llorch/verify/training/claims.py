@@ -59,7 +59,7 @@ def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[
 def _rows_of(
     name: str, weights: Weights, golden: TrainingGolden, backend: str, claimed: Iterable[Expectation]
 ) -> Iterator[Comparison]:
-    """Of one backend; files are written and read once, as it runs."""
+    """Yield the comparisons of one backend; only the backend `numpy` writes and reads files."""
     files = {}
     with BACKENDS.get(backend, nullcontext)():
         runner = NumpyTrainingRunner(weights, golden)
@@ -139,7 +139,10 @@ def limit(golden: TrainingGolden, config: ModelConfig, place: StageRef, mode: st
 def distances(
     golden: TrainingGolden, config: ModelConfig, dtype: DtypeName
 ) -> Iterator[tuple[Expectation, Difference]]:
-    """How far the witnesses are from the truth, beside claims that grant as much as is ever granted."""
+    """Yield the distances of the reference engines from the float64 reference.
+
+    Each distance stands with an expectation that has the largest tolerance.
+    """
 
     def most(place: StageRef, mode: str) -> Tolerance:
         return limits.ceiling(config, place.stage, mode, limits.held_to(place, mode, dtype))
@@ -176,7 +179,10 @@ def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) ->
 
 
 def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Errors:
-    """How far the witness is from the truth, with three digits; more would be noise."""
+    """Collect the largest errors of the reference engines, with three digits; more digits would be noise.
+
+    The errors are measured against the float64 reference.
+    """
     out: dict[str, dict[str, dict[str, float]]] = {}
     for claim, found in distances(golden, config, dtype):
         cases = out.setdefault(claim.mode, {}).setdefault(claim.place.stage, {})

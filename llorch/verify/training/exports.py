@@ -58,7 +58,7 @@ def export_all(weights: Weights, adapter: Adapter, folder: Path) -> None:
 
 
 def file_tables(folder: Path) -> dict[str, Table]:
-    """Every tensor of the adapter files, and the alpha of a GGUF file, read by the packages of their formats."""
+    """List every tensor of the adapter files, and the alpha of a GGUF file, read by the packages of their formats."""
     return {
         "peft_folder": safetensors_table(folder / EXPORTS["peft_folder"] / TENSOR_FILE),
         "lora_gguf": gguf_table(folder / EXPORTS["lora_gguf"]),
@@ -66,7 +66,7 @@ def file_tables(folder: Path) -> dict[str, Table]:
 
 
 def safetensors_table(path: Path) -> Table:
-    """Every tensor of a safetensors file by the safetensors package."""
+    """List every tensor of a safetensors file by the safetensors package."""
     from safetensors.numpy import load_file
 
     return {
@@ -76,7 +76,7 @@ def safetensors_table(path: Path) -> Table:
 
 
 def gguf_table(path: Path) -> Table:
-    """Every tensor of a GGUF file by the gguf package, and the alpha of an adapter, which decides all scales."""
+    """List every tensor of a GGUF file by the gguf package, and the alpha of an adapter, which decides all scales."""
     with GGUFFile(path) as file:
         alpha = file.metadata.get(ALPHA)
     return {**foreign_tensors(path), ALPHA: "none" if alpha is None else f"{alpha:g}"}

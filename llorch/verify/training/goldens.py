@@ -105,7 +105,7 @@ def text(place: StageRef) -> str:
 
 
 def witness_of(place: StageRef) -> str:
-    """Who shows it."""
+    """Name the reference engine that shows the array of a place."""
     return LOADED_BY[place.part] if place.stage in FROM_FILES else PEFT
 
 
@@ -130,7 +130,7 @@ def adapter_name(flat: str) -> str:
 
 
 def names(n_layers: int) -> Iterator[str]:
-    """Of all arrays that a golden holds."""
+    """Yield the names of all arrays that a golden holds."""
     yield from map(adapter_name, of_tensors("parameters", n_layers))
     for place, modes in places(n_layers).items():
         yield name_of(place)

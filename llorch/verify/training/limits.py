@@ -58,11 +58,12 @@ Parts = Mapping[str, np.ndarray]
 
 
 def shows(place: StageRef, mode: str, dtype: DtypeName) -> bool:
-    """Whether a run in a dtype can show a mistake there.
+    """Check if a run in a dtype can show a mistake at a place.
 
-    Adam's first step is nearly the sign of the gradient: where that is smaller than its rounding in half precision, a
-    correct run moves the parameter the other way, two learning rates off. Four times such distances are more than the
-    step itself, so parameters after a chain of steps tell nothing, and what was made with them tells little.
+    Adam's first step is nearly the sign of the gradient. If the gradient is smaller than its rounding in half
+    precision, a correct run moves the parameter the other way, two learning rates off. Four times such distances are
+    more than the step itself, so parameters after a chain of steps tell nothing. Arrays made with these parameters tell
+    little.
     """
     if dtype == "float32":
         return True
@@ -114,9 +115,10 @@ def wide_limit(amplified: np.ndarray | None) -> Tolerance:
 def amplification(
     steps: Sequence[tuple[Parts, ...]], norms: Sequence[float], recipe: OptimizerRecipe
 ) -> list[dict[str, np.ndarray]]:
-    """By how much errors of gradients may move parameters, in learning rates: root mean square and largest of a tensor.
+    """Derive how far errors of gradients may move parameters, in learning rates.
 
-    Each step, from the first, is its gradients before clipping, and m and v after it, by name; `norms` are theirs.
+    The result has the root mean square and the largest value of each tensor. Each step, from the first, is its
+    gradients before clipping, and m and v after it, by name; `norms` are the norms of the gradients.
     """
     sums, largest, made = dict[str, np.ndarray](), dict[str, float](), []
     for step, ((grads, m, v), norm) in enumerate(zip(steps, norms, strict=True), start=1):

@@ -109,7 +109,10 @@ class Peft:
             return losses_of(logits_of(self.adapted(adapter), batch), batch)
 
     def gradients(self, adapter: Adapter, batch: Batch, *, case: str = "plain") -> Arrays:
-        """Of every trained tensor, and of what goes into and comes out of the blocks; block inputs beside them."""
+        """Compute the gradients of every trained tensor, of the blocks' inputs and of the last block's output.
+
+        The inputs themselves are in the result too.
+        """
         model, blocks, ends = self.adapted(adapter), dict[StageRef, Tensor](), borders(self.config.n_layers)
         with fed(model, blocks):
             accumulate(model, [batch], smoothing=0.0)
@@ -198,7 +201,7 @@ def _rates(maker: Callable[..., Any]) -> np.ndarray:
 
 
 def peft_settings(lora: LoraConfig) -> dict[str, Any]:
-    """Our configuration in PEFT's names."""
+    """Translate llorch's configuration to PEFT's names."""
     return {
         "task_type": "CAUSAL_LM",
         "r": lora.r,

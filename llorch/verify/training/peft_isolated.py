@@ -53,7 +53,7 @@ class Isolated:
         self._adapter, self._n_layers = golden.adapter_for(producer.config), producer.config.n_layers
 
     def arrays(self) -> Arrays:
-        """All of them."""
+        """Compute all isolated arrays."""
         rslora = self._golden.adapter_for(self._producer.config, RSLORA)
         found = dict(self._deltas(self._adapter, of_matrices("lora_delta", self._n_layers), "plain"))
         found |= self._deltas(rslora, shared_input("rslora"), "rslora")
@@ -86,7 +86,7 @@ class Isolated:
                 yield place, array_of(seen[place])
 
     def _block_gradients(self) -> Arrays:
-        """One pass in which every block gets the golden's input, and then the golden's gradient of its result."""
+        """Run one pass in which every block gets the golden's input, and then the golden's gradient of its result."""
         model, ends, inputs = self._producer.adapted(self._adapter), borders(self._n_layers), dict[StageRef, Tensor]()
         with fed(model, inputs, {place: self._padded(place) for place in ends}) as made:
             loss = token_losses(logits_of(model, self._batch), self._batch, smoothing=0.0, reduction="mean")
@@ -95,7 +95,7 @@ class Isolated:
         return found | named(of_tensors("gradient", self._n_layers), gradients_of(model))
 
     def _step(self, step: int) -> Arrays:
-        """One optimizer step from the golden's gradients and, after the first, from its parameters and moments."""
+        """Run one optimizer step from the golden's gradients and, after the first, from its parameters and moments."""
         model, start = self._producer.adapted(self._adapter), before(step, self._n_layers)
         optimizer = optimizer_of(model, OPTIMIZER)
         for name, parameter in trained(model).items():

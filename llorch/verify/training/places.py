@@ -35,12 +35,12 @@ def at(stage: str, layer: int | None = None, part: str = "", case: str = "plain"
 
 
 def of_matrices(stage: str, n_layers: int, case: str = "plain") -> dict[str, StageRef]:
-    """Where a group has an array of every adapted matrix, by its canonical name."""
+    """Map the canonical name of every adapted matrix to the place of its array in a group."""
     return {f"layers.{i}.{name}": at(stage, i, name, case) for i in range(n_layers) for name in LAYER_TARGETS}
 
 
 def of_tensors(stage: str, n_layers: int, case: str = "plain") -> dict[str, StageRef]:
-    """Where a group has an array of every trained tensor, by the names and in the order of `Adapter.flat`."""
+    """Map every trained tensor to the place of its array in a group; names and order are those of `Adapter.flat`."""
     kinds = [(matrix, kind) for matrix in LAYER_TARGETS for kind in (LORA_A, LORA_B)]
     return {f"layers.{i}.{m}.{kind}": at(stage, i, f"{m}.{kind}", case) for i in range(n_layers) for m, kind in kinds}
 
@@ -49,7 +49,7 @@ MERGED_AT = of_matrices("merged_weight", 1)[MERGED]
 
 
 def shared_input(case: str) -> dict[str, StageRef]:
-    """Where the deltas of a case stand whose input does not depend on the adapter."""
+    """Map matrices to the places of a case's deltas whose input does not depend on the adapter."""
     return {f"layers.0.{name}": at("lora_delta", 0, name, case) for name in SHARED_INPUT}
 
 
@@ -76,7 +76,7 @@ def named(where: Mapping[str, StageRef], arrays: Mapping[str, np.ndarray]) -> Ar
 
 
 def places(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
-    """Every array that the engines show, in the order of the table, and the modes that it is judged in."""
+    """List every array that the engines show, in the order of the table, and the modes that it is judged in."""
     ends, alone, chained, both = borders(n_layers), MODES[:1], MODES[1:], MODES
     parts = [
         (both, of_matrices("lora_delta", n_layers).values()),

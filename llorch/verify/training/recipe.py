@@ -105,7 +105,7 @@ class StoredBatch:
     prompts: Sequence[int]
 
     def batch(self) -> Batch:
-        """As it is run: rows of one document each, padded at the end."""
+        """Build the batch as it is run: rows of one document each, padded at the end."""
         shape = len(self.ids), max(map(len, self.ids))
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)

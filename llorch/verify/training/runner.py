@@ -70,7 +70,7 @@ class NumpyTrainingRunner:
         self._golden = golden
 
     def isolated(self, *numbers: str) -> Results:
-        """Every stage that can be fed what the golden was fed; of some checkpoints, where they are told."""
+        """Yield every stage that can be fed the golden's inputs; `numbers` restrict it to some checkpoints."""
         made: dict[str, Callable[[], Results]] = {
             "15": self._isolated_deltas,
             "16": lambda: self._losses(self._split(self._given(at("adapted_logits")))),
@@ -82,7 +82,7 @@ class NumpyTrainingRunner:
             yield from made[number]() if number in made else ()
 
     def chained(self, *numbers: str) -> Results:
-        """Every run from its beginning; of some checkpoints, where they are told."""
+        """Yield the results of every run from its beginning; `numbers` restrict it to some checkpoints."""
         made: dict[str, Callable[[], Results]] = {
             "15": self._chained_deltas,
             "16": lambda: self._losses([trace["logits"] for trace in self._traces(self.adapter)]),
@@ -181,7 +181,7 @@ class NumpyTrainingRunner:
             yield at("loss", case=case), np.asarray(total / n_trained, self.dtype)
 
     def _isolated_gradients(self) -> Results:
-        """Each block alone: what goes in and the gradient of what comes out are the golden's."""
+        """Run each block alone: the input, and the gradient of the output, are the golden's."""
         given = {place: self._given(place) for pair in borders(self.n_layers).items() for place in pair}
         found = list(self._block_gradients(given))
         tensors = of_tensors("gradient", self.n_layers)
@@ -191,9 +191,9 @@ class NumpyTrainingRunner:
         ).items()
 
     def _block_gradients(self, given: Arrays) -> Iterator[tuple[Arrays, Named]]:
-        """Of every document by what goes into the blocks and comes out of the last, and by every tensor.
+        """Yield the gradients of every document: of the blocks' inputs and the last output, and of every tensor.
 
-        Where an input or its gradient is `given` it takes the place of ours, which is noted before.
+        An input or gradient that is `given` replaces llorch's, which is noted before.
         """
         weights, batch = AdaptedWeights(self.weights, self.adapter), self.batches[0]
         parts, ends = {place: self._split(array) for place, array in given.items()}, borders(self.n_layers)

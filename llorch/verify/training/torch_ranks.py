@@ -9,7 +9,7 @@ from llorch.pytorch.train.worker import Alone, OnMesh
 
 
 def all_rows(worker: Alone, rows: Tensor, n_rows: int) -> Tensor:
-    """Of all rows of a batch what each has, given the rows that are computed here."""
+    """Collect the values of all rows of a batch, given the rows that this rank computes."""
     if not isinstance(worker, OnMesh):
         return rows
     rank, found = worker.data_parallel.get_local_rank(), rows.new_zeros(n_rows, *rows.shape[1:])
@@ -19,7 +19,7 @@ def all_rows(worker: Alone, rows: Tensor, n_rows: int) -> Tensor:
 
 
 def own_input(worker: Alone, matrix: str, x: Tensor) -> Tensor:
-    """Of the input of a matrix, by its canonical name, what is multiplied here."""
+    """Select the part of a matrix's input, by the matrix's canonical name, that this rank multiplies."""
     if not isinstance(worker, OnMesh) or not _ends(matrix, ROWS):
         return x
     ranks = worker.tensor_parallel

@@ -85,7 +85,7 @@ def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = N
 
 
 def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Comparison]:
-    """Likewise, of goldens that are at hand."""
+    """Compare training runs in torch with goldens that are at hand, for each variant."""
     for suffix, as_trainer in VARIANTS.items():
         yield from _judged(
             name, TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer), f"{target}{suffix}"
@@ -95,7 +95,7 @@ def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Targ
 def mesh_rows(
     name: str, weights: Weights, golden: TrainingGolden, target: Target, mesh: DeviceMesh
 ) -> Iterator[Comparison]:
-    """Likewise, of what the ranks of a mesh make together; all of them have to ask."""
+    """Compare a training run that the ranks of a mesh make together; all ranks have to call this function."""
     runner = TorchTrainingRunner(weights, golden, target, as_trainer=True, mesh=mesh)
     yield from _judged(name, runner, named_on(target, mesh))
 
@@ -129,7 +129,7 @@ class TorchTrainingRunner:
         self.golden, self._mesh = golden, mesh
 
     def isolated(self) -> Results:
-        """Every stage that can be fed what the golden was fed."""
+        """Yield every stage that can be fed the golden's inputs."""
         yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers))
         yield from self._deltas(self.rslora, shared_input("rslora"))
         yield from self._losses(self._padded(at("adapted_logits")), nn.Identity())
@@ -138,7 +138,7 @@ class TorchTrainingRunner:
             yield from self._optimizer_step(step)
 
     def chained(self) -> Results:
-        """Every run from its beginning."""
+        """Yield the results of every run from its beginning."""
         yield from self._forward()
         worker = self._worker(self.rslora)
         yield at("adapted_logits", case="rslora"), self._tokens(self._logits(worker))
@@ -170,7 +170,7 @@ class TorchTrainingRunner:
         return Alone(module) if self._mesh is None else OnMesh(module, self._mesh)
 
     def _hidden(self, worker: Alone) -> Tensor:
-        """Of all rows, each computed by whom it falls to."""
+        """Compute the hidden states of all rows; each rank computes its own rows."""
         rows, _ = worker.rows_of(self.batches[0])
         own = worker.run(lambda module: hidden_states(module, rows, self.target.device))
         return all_rows(worker, own.detach(), len(self.batches[0].ids))
@@ -194,7 +194,7 @@ class TorchTrainingRunner:
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
     def _deltas(self, adapter: Adapter, where: Mapping[str, StageRef]) -> Results:
-        """Where the forward pass comes to a leaf, it is given the golden's input besides."""
+        """Compute the adapter's deltas: each kernel of the forward pass is given the golden's input besides."""
         worker, deltas = self._worker(adapter), dict[str, Tensor]()
 
         def note(leaf: Any, name: str, _: Tensor) -> None:
@@ -235,9 +235,9 @@ class TorchTrainingRunner:
         return loss_sum(hidden, lm_head, torch.from_numpy(labels), label_smoothing=smoothing, chunk=self.chunk)
 
     def _gradients(self, adapter: Adapter, *, fed: bool = False) -> Results:
-        """Of every trained tensor and of block inputs, in one backward pass.
+        """Yield the gradients of every trained tensor and of block inputs, in one backward pass.
 
-        Fed, each block is alone: what goes in and the gradient of what comes out are the golden's.
+        If `fed`, each block is alone: the input, and the gradient of the output, are the golden's.
         """
         stepper, inputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[StageRef, Tensor]()
         worker, n_rows = stepper.worker, len(self.batches[0].ids)
@@ -272,7 +272,7 @@ class TorchTrainingRunner:
         )
 
     def _optimizer_step(self, step: int) -> Results:
-        """One step from the golden's gradients, moments and parameters."""
+        """Run one optimizer step from the golden's gradients, moments and parameters."""
         optimizer, start = self._stepper(self.adapter, OPTIMIZER, 0.0).optimizer, before(step, self.n_layers)
         state: dict[str, Tensor] = {"step": torch.tensor(step - 1)}
         for name, parameter in optimizer.params.items():
