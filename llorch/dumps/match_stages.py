@@ -64,7 +64,7 @@ class Pattern:
 
     @property
     def is_one_name(self) -> bool:
-        """True if all members have one name, so that the number in it need not be a layer."""
+        """True if all members have one name, so that the number may not be a layer's."""
         return len({array.name for _, array, _ in self.members}) == 1
 
     @property

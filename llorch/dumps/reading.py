@@ -219,7 +219,10 @@ class StageReader:
         return far_nearest(by_elements) or far_nearest(by_sizes)
 
     def _has_pairs(self, named: NamedArray, paired: NamedArray, read: ArrayReading) -> bool:
-        """Whether llama.cpp's nodes have the pairs of its files; they do, unless the values are ours as they are."""
+        """Check if llama.cpp's nodes have the RoPE pairs of GGUF files.
+
+        They do, unless the values match llorch's without a change.
+        """
         if self._in_pairs is None:
             self._in_pairs = True
             if self.weights is not None and not self._n_before:

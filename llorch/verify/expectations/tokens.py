@@ -41,7 +41,7 @@ class GreedyJudge:
         return tied(row, "; ".join(notes)) if notes else row
 
     def _departures(self, got: np.ndarray, want: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield each token at which llorch's text leaves the golden's, and llorch's token.
+        """Yield each token at which llorch's text departs from the golden's, and llorch's token.
 
         The text then starts again after the golden's token.
         """

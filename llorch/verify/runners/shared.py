@@ -113,7 +113,7 @@ class SharedWeights(Weights):
             self._kept.matrices.clear()
 
     def __getitem__(self, name: str) -> Any:
-        """Return a weight when all passes have got as far as its layer."""
+        """Return a weight after all passes have got as far as the weight's layer."""
         here, place = _here.get(), name.rpartition(".")[0]
         if here is not None and place != here.place:
             if here.place is not None:

@@ -104,7 +104,7 @@ def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Calla
 def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator["TorchRunner"]]:
     """Return a function that makes runners of the reference implementation, split over the ranks that share layers.
 
-    There is one runner alone and one in a batch. All ranks ask the same runners.
+    One runner computes prompts alone, and one in a batch. All ranks have to call the same runners.
     """
 
     def split(weights: Weights, at: Target) -> TorchModel:

@@ -69,7 +69,7 @@ class TrainingGolden:
     def truth(self, mode: str, place: StageRef) -> np.ndarray:
         """Return the float64 reference at a place.
 
-        The reference of exported files is the adapter's logits beside the base.
+        The reference of exported files is the logits of the adapter on the base.
         """
         return self._array(truth_name(mode, at("adapted_logits") if place.stage in FROM_FILES else place))
 

@@ -49,7 +49,7 @@ MERGED_AT = of_matrices("merged_weight", 1)[MERGED]
 
 
 def shared_input(case: str) -> dict[str, StageRef]:
-    """Map matrices to the places of a case's deltas whose input does not depend on the adapter."""
+    """Map matrices to the `StageRef` of a case's deltas whose input does not depend on the adapter."""
     return {f"layers.0.{name}": at("lora_delta", 0, name, case) for name in SHARED_INPUT}
 
 
@@ -66,7 +66,7 @@ def before(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
 
 
 def after(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
-    """Return the places of the state that an optimizer step leaves."""
+    """Return the `StageRef` of each state array after an optimizer step."""
     return {stage: of_tensors(stage, n_layers, f"step {step}") for stage in STATE}
 
 

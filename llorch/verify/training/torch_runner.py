@@ -194,7 +194,7 @@ class TorchTrainingRunner:
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
     def _deltas(self, adapter: Adapter, where: Mapping[str, StageRef]) -> Results:
-        """Compute the adapter's deltas: each kernel of the forward pass is given the golden's input besides."""
+        """Compute the adapter's deltas: each kernel of the forward pass is also given the golden's input."""
         worker, deltas = self._worker(adapter), dict[str, Tensor]()
 
         def note(leaf: Any, name: str, _: Tensor) -> None:
