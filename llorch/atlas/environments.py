@@ -39,7 +39,9 @@ def _is_made(engine: AtlasEngine, folder: Path) -> bool:
 
 
 def python_of(engine: AtlasEngine, home: Path) -> Path:
-    """The interpreter of an engine's environment below a folder, which is made unless it is there; a witness has ours.
+    """Return the interpreter of an engine's environment below a folder; make the environment if it is missing.
+
+    A reference engine uses the interpreter that runs llorch.
 
     Raises:
         NotInstalled: Its packages cannot be had, or not in `INSTALL` seconds.

@@ -216,7 +216,7 @@ def _write_random(this: AtlasInput, folder: Path) -> None:
 
 
 def json_config(this: AtlasInput) -> dict[str, Any]:
-    """What stands in its `config.json`, without the size of the vocabulary."""
+    """Return the contents of an input's `config.json`, without the size of the vocabulary."""
     family = FAMILIES[this.family]
     feature = dict(FEATURES.get(this.feature, {}))
     rope = {**_ROPE, **family.rope, **feature.pop(_SCALING, {})}

@@ -37,7 +37,7 @@ The top of each adapter in `llorch/atlas/engines/` says what the adapter changes
 
 
 def readme(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
-    """The page: `facts` say where and when, `reports` are the names of files about bugs, by their titles."""
+    """Render the page: `facts` say where and when, `reports` map titles of bugs to the names of their files."""
     ran = [each for each in verdicts if each.word != NOT_RUN]
     parts = [
         "# Atlas: popular engines, judged stage by stage",
@@ -67,7 +67,7 @@ def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
 
 
 def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
-    """Inputs below each other, engines beside each other."""
+    """Render a table with a row for each input and a column for each engine."""
     engines = [name for name, _ in _by_engine(verdicts)]
     by_place = {(_name(each), each.input): each for each in verdicts}
     rows = [
@@ -119,7 +119,7 @@ def bugs(verdicts: Iterable[AtlasVerdict]) -> Iterator[tuple[str, list[AtlasVerd
 
 
 def _sayings(verdicts: Sequence[AtlasVerdict]) -> Iterator[str]:
-    """What engines said, and what is known of results that are not right, once each."""
+    """Yield the messages of engines, and the known causes of results that are not right, once each."""
     said: dict[tuple[str, str, str], list[AtlasInput]] = {}
     for each in verdicts:
         if each.said:
@@ -132,7 +132,7 @@ def _sayings(verdicts: Sequence[AtlasVerdict]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """A message of an engine as a code span."""
+    """Format a message of an engine as a code span."""
     text = " ".join(text.split())
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 

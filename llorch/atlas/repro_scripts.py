@@ -55,12 +55,12 @@ class _Case:
 
 
 def shown(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, python: Path, home: Path) -> ProgramOutput | None:
-    """The program, once it has shown the bug; None where there is none, or where it does not show it.
+    """Write and run a program that shows a bug; None if there is no program or if it does not show the bug.
 
     Args:
-        this: What the engine gets wrong.
-        sister: What it gets right.
-        engine: Which.
+        this: An input that the engine gets wrong.
+        sister: A control input that the engine gets right.
+        engine: The engine with the bug.
         python: The interpreter of its environment.
         home: A folder with `inputs`; the program runs in `programs`.
 

@@ -83,12 +83,12 @@ def run_all(
 
 
 def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRAM) -> str:
-    """What a program prints that is not an adapter; nothing where it ends badly, or takes too long.
+    """Run a program that is no adapter and return its output; empty if it fails or takes too long.
 
     Args:
         command: The interpreter and its arguments.
-        folder: Where it runs, made anew.
-        seconds: How long it may take.
+        folder: Working directory, made anew.
+        seconds: Time limit.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRA
 def _one_process(
     command: Sequence[str], requests: Sequence[Request], folder: Path, seconds: float, start: float, memory: int
 ) -> Iterator[RunEnd]:
-    """The runs of a process, at least one."""
+    """Yield the runs of one process, at least one."""
     asked = folder / "runs.jsonl"
     asked.write_text("".join(json.dumps(asdict(each)) + "\n" for each in requests), encoding="utf-8")
     with (folder / "said.txt").open("wb") as said:

@@ -71,7 +71,7 @@ def word_of(judged: JudgedRun) -> tuple[str, str]:
 
 
 def confirmed(verdicts: Sequence[AtlasVerdict]) -> Iterator[AtlasVerdict]:
-    """The same, where a correction from outside made an engine agree: with the cause."""
+    """Mark a wrong verdict as a bug if a control input made the engine agree; the verdict then names the cause."""
     by_place: Mapping[tuple[str, str, AtlasInput], AtlasVerdict] = {
         (each.engine, each.way, each.input): each for each in verdicts
     }

@@ -48,7 +48,7 @@ def write_atlas(
 
 
 def _shown(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | None:
-    """The first program that shows the bug, of all inputs that have it."""
+    """Find the first program that shows the bug, among all inputs that have it; None if there is none."""
     engine = BY_NAME[own[0].engine]
     for each in own:
         assert each.confirmed_by

@@ -65,7 +65,7 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
 
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
-    """The findings of `diagnose` alone, each looked for when it is asked for: the first takes a fraction of all."""
+    """Yield the findings of `diagnose` alone, each computed when it is asked for: the first takes a fraction of all."""
     judge, results = looked_at(weights, dump, lambda line: None)
     trials = Trials(judge.replay, judge.pasts)
     for finding in _findings(results, trials, lambda line: None):
@@ -133,7 +133,11 @@ def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Itera
 def _alike(
     first: StageResult, rest: Sequence[StageResult], trials: Trials, *, was_right: bool
 ) -> Iterator[StageResult]:
-    """What came of what cannot be read, and results of the same stage that nothing known explains in this pass."""
+    """Yield results that share the unexplained cause of `first`.
+
+    They are unreadable results, if `first` is unreadable too, and results of the same stage in layers where no known
+    mistake explains this pass.
+    """
     spoilt = list(_spoilt(first, rest))
     yield from spoilt
     here = [result for result in rest if result.stage == first.stage and result not in spoilt]
@@ -215,7 +219,10 @@ def _finding(
 
 
 def _suspects(best: Trial, tried: Sequence[Trial]) -> tuple[Suspect, ...]:
-    """What was named; a mistake gets the value of a setting that is the same."""
+    """Name the suspects of the best trial.
+
+    A single mistake without a value takes the value of a setting that has the same effect in the same places.
+    """
     made = [_suspect(hypothesis, best) for hypothesis in best.hypotheses]
     if len(made) == 1 and not made[0].value:
         values = (t.hypotheses[0] for t in tried if t.named and len(t.hypotheses) == 1 and t.places == best.places)
@@ -235,7 +242,7 @@ def _suspect(hypothesis: Hypothesis, trial: Trial) -> Suspect:
 def _sentence(
     first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str], here: Sequence[Trial]
 ) -> str:
-    """The whole of a finding for a person."""
+    """Format a finding as one message for a person."""
     where = made_in[0] if len(made_in) == 1 else f"{made_in[0]} to {made_in[-1]}"
     if kind == "not finite":
         return f"{first.key}: {first.local.describe()}, although its inputs are finite."
@@ -272,7 +279,7 @@ def _concentrated(result: StageResult) -> str:
 
 
 def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
-    """What is no mistake but arithmetic: of each kind, how much of what it may cost is there."""
+    """Yield an honest finding for each kind of arithmetic that explains differences; it names the used tolerance."""
     kinds: dict[str, list[StageResult]] = defaultdict(list)
     for result in results:
         if result.verdict == HONEST:

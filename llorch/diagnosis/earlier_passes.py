@@ -47,7 +47,7 @@ _KV = ("k_cache", "v_cache")
 
 
 def memory_of(stage: Stage) -> str:
-    """The stage that holds what a stage reads of earlier passes; empty where it reads nothing of them."""
+    """Return the stage that holds the values of earlier passes that a stage reads; empty if it reads none."""
     return STATES.get(stage.name, stage.name if stage.name in CACHES else "")
 
 

@@ -29,7 +29,7 @@ _GRANTED = Tolerance(FLOOR, FLOOR, FLOOR)
 
 
 def dtype_shown(array: np.ndarray) -> str:
-    """The narrowest dtype that holds every value: bfloat16 or float16, float32 for all others."""
+    """Infer the narrowest dtype that holds every value: bfloat16 or float16, float32 for all others."""
     finite = array[np.isfinite(array)].astype(np.float32)
     if np.unique(np.abs(finite)).size < _MIN_VALUES:
         return "float32"
@@ -187,7 +187,7 @@ class Expectations:
                 del arrays[name]
 
     def chosen_by(self, name: str, passed: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
-        """The scores that a choice was made by, and their variances: none of those that the engine shows."""
+        """Return the scores behind a choice, and their variances: 0 if the dump shows the scores; None if no choice."""
         if name not in self._scores:
             return None
         scores, variance = self._scores[name]
@@ -205,7 +205,7 @@ class _Hidden:
 
 
 def rows(array: np.ndarray, stage: Stage, seen: Seen) -> np.ndarray:
-    """The tokens and keys of a stage that were seen."""
+    """Select the tokens and keys of a stage that the dump shows."""
     if seen.keys is not None:
         return array[:, -seen.keys :]
     axis = token_axis(stage)

@@ -54,7 +54,7 @@ def check(
 
 
 def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -> None:
-    """The tokens that are said, and those whose embeddings the dump has."""
+    """Check the dump's token ids against the given ids and the dumped embeddings; raise GuardFailed if they differ."""
     said = [token for tokens in dump.passes for token in tokens.ids]
     if ids is not None and [*ids] != said:
         message = f"expected the given tokens {shown(ids)}, got a dump of {shown(said)}{parting([*ids], said)}"
@@ -83,7 +83,7 @@ def _is_wrong_lookup(found: Sequence[int], wanted: Sequence[int], n_rows: int) -
 
 
 def _rows(seen: Seen, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-    """The rows of a stage, and their tokens."""
+    """Read the dumped rows of a stage, and the token id of each."""
     return seen.read(), [*ids] if seen.tokens is None else [ids[token] for token in seen.tokens]
 
 
@@ -148,7 +148,7 @@ def _by_token(dump: StageDump, number: int, seen: Seen) -> dict[int, np.ndarray]
 
 
 def _half_the_digits(dump: StageDump, seen: Seen) -> float:
-    """What other kernels leave at least, of the coarsest dtype of the run."""
+    """Return the largest error that other kernels may cause: half the digits of the coarsest dtype of the run."""
     features = dump.features
     coarse = "bfloat16" if features.activations else "float16" if features.flash_attention else "float32"
     return max(FLOORS.get(dtype, 0.0) for dtype in (features.dtype, features.kv_cache, seen.stored, coarse)) ** 0.5

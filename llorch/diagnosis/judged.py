@@ -51,7 +51,7 @@ class Beside:
         return bool((np.isfinite(self.theirs) & np.isfinite(self.ours)).any())
 
     def where_finite(self) -> "Beside":
-        """The same without what neither of them has as a number: a mistake may make just that."""
+        """Set entries to 0 where both arrays are not finite: a mistake may produce just such values."""
         if self.masked or self.theirs.shape != self.ours.shape:
             return self
         nothing = ~np.isfinite(self.theirs) & ~np.isfinite(self.ours)

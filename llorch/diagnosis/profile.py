@@ -52,7 +52,7 @@ def has_heads(stage: Stage) -> bool:
 
 
 def by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
-    """A stage as token, head, channel; one head where it has none."""
+    """Reshape a stage to (token, head, channel); one head if the stage has none."""
     axes = stage.axes.split()
     if axes[-1] in ("q_width", "kv_width"):
         return array.reshape(len(array), -1, config.head_dim)

@@ -97,7 +97,7 @@ class Replay:
         return self.dump.passes[n_pass]
 
     def this(self, n_pass: int) -> Pass:
-        """The same as the verifier calls it."""
+        """Return a pass as the verifier describes it."""
         return Pass(self.tokens(n_pass).ids, self.tokens(n_pass).first_position)
 
     def n_cached(self, n_pass: int) -> int:
@@ -105,14 +105,14 @@ class Replay:
         return self.n_before + sum(len(tokens.ids) for tokens in self.dump.passes[:n_pass])
 
     def shape(self, n_pass: int, name: str) -> tuple[int, ...]:
-        """What a stage of a pass has for all of its tokens."""
+        """Return the shape of a stage of a pass for all tokens of the pass."""
         seq = len(self.tokens(n_pass).ids)
         return self.stages[name][0].shape(self.config, seq=seq, ctx=self.n_cached(n_pass) + seq)
 
     def fed(self, n_pass: int, name: str) -> np.ndarray | None:
-        """The engine's own array where it takes the place of ours: of all tokens, in the right shape, and possible.
+        """Return the engine's array if it replaces llorch's: it has all tokens, the right shape and possible values.
 
-        Keys that a window's cache leaves out are NaN.
+        Keys that a window's cache leaves out are NaN. None means that llorch's array stays.
         """
         return self._read(n_pass, name) if (n_pass, name) in self.dump.seen else None
 
@@ -139,18 +139,18 @@ class Replay:
         return np.int64 if self.stages[name][0].is_choice else self.weights.dtype
 
     def part_of(self, name: str) -> int:
-        """The part of the model that a stage is in: EMBED, a layer, or the number of layers."""
+        """Return the part of the model that a stage is in: EMBED, a layer, or the number of layers."""
         stage, layer = self.stages[name]
         return layer if layer is not None else EMBED if stage.name == "embed" else self.config.n_layers
 
     def first_part(self, n_pass: int, part: int) -> int:
-        """The part that a run has to begin with: the last one at or before it whose input the dump shows."""
+        """Return the part where a run must begin: the last one, at or before `part`, whose input the dump shows."""
         while part > EMBED and self.fed(n_pass, self.input_of(part)) is None:
             part -= 1
         return part
 
     def input_of(self, part: int) -> str:
-        """What a part after EMBED reads."""
+        """Return the key of the stage that a part after EMBED reads."""
         return "embed" if part == 0 else key("block_out", part - 1)
 
     def since(self, n_pass: int, name: str) -> tuple[str, ...]:
@@ -178,20 +178,20 @@ class Replay:
         x: np.ndarray | None = None,
         fed: bool = True,
     ) -> Arrays:
-        """Some parts of the model, one after the other.
+        """Run some parts of the model, one after the other.
 
         Args:
-            n_pass: Of the dump.
-            see: Called with each stage as it was made, before the engine's array takes its place.
-            past: What the caches held before; filled with what they hold then.
-            change: What is done differently.
+            n_pass: Number of the pass in the dump.
+            see: Called with each stage that llorch computed, before the engine's array replaces it.
+            past: Contents of the caches before the pass; the run adds what they hold after it.
+            change: Deviation from the right computation.
             first: The first part.
-            last: The last one, all if not told.
-            x: The input of the first; if not told the engine's, which the dump shows then.
-            fed: Whether the engine's arrays take the place of ours at all.
+            last: The last part; None for all parts.
+            x: Input of the first part; None for the engine's array, which the dump then shows.
+            fed: Replace llorch's arrays by the engine's.
 
         Returns:
-            What the stages of the last part were passed on as.
+            The arrays that the stages of the last part passed on.
         """
         setting = change.setting(
             LayerSetting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
@@ -232,7 +232,7 @@ class Replay:
         return passed
 
     def _with_left_out(self, n_pass: int, name: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
-        """The engine's array, with ours of the keys that it left out."""
+        """Fill the keys that the engine left out with llorch's."""
         if self.dump.seen[n_pass, name].keys is None or theirs.shape != ours.shape:
             return theirs
         return np.where(np.isnan(theirs), ours, theirs)
@@ -304,7 +304,7 @@ class Past:
         return {"past_k": k, "past_v": v, "past_conv": state.conv, "past_delta": state.delta}
 
     def memory(self, layer: int) -> Any:
-        """What a layer of this pass reads and writes, see `KVCache.memory`."""
+        """Return the cache or the state that a layer of this pass reads and writes, see `KVCache.memory`."""
         if layer not in self._states:
             return partial(self.append, layer)
         self._states_after[layer] = replace(self._states[layer])
@@ -320,7 +320,7 @@ class Past:
         return self._after[layer]
 
     def note(self, layer: int, passed: Arrays) -> None:
-        """What attention was given."""
+        """Record the keys and values that attention got, if the caches hold them as given."""
         if self.as_given and layer not in self._states:
             self._after[layer] = passed[key("k_cache", layer)], passed[key("v_cache", layer)]
 

@@ -83,7 +83,7 @@ class _Ours:
         return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)
 
     def _reading(self, name: str, told: str) -> str:
-        """The known mistake that reads these numbers out of a matrix of a quantised folder; empty if none does."""
+        """Name the known mistake that reads these numbers from a matrix of a quantised folder; empty if none does."""
         if name not in self._weights.slots:
             return ""
         roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
@@ -157,7 +157,7 @@ def _names(config: ModelConfig) -> dict[str, str]:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """A name without its first parts, the longest first: wrappers put theirs in front."""
+    """Yield a name without its first parts, the longest first: wrappers add parts in front."""
     parts = name.split(".")
     return (".".join(parts[n:]) for n in range(1, len(parts)))
 

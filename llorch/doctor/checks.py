@@ -87,7 +87,7 @@ _LARGE, _MOST = 1.0, 0.5  # of the base's norm; of the elements that the adapter
 
 
 def trained(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """A product that is exactly 0 was never trained."""
+    """Check that each product B A is not exactly 0: such a product was never trained."""
     zero = [name for name in adapter.tensors if _length(name, adapter) == 0]
     if adapter.config.use_dora:
         zero = [name for name in zero if _magnitude_is_that_of_the_base(name, adapter, weights)]
@@ -101,7 +101,7 @@ def trained(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
 
 
 def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """A change as long as the matrix itself is a scale or a base gone wrong more often than a result."""
+    """Compare each change with its base matrix: a change of the same norm is more often a wrong scale or base."""
     relative = {}
     for name, target in adapter.targets.items():
         base = math.hypot(*(float(np.linalg.norm(weights.read(part.name))) for part in target.parts))
@@ -114,7 +114,7 @@ def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> AdapterFin
 
 
 def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """A small change of a bfloat16 weight rounds to no change."""
+    """Count the changes that a merge into bfloat16 loses: a small change of a weight rounds to no change."""
     vanished = {}
     for name in parts_of(adapter):
         before = weights.read(name if name in weights else "embed_tokens")

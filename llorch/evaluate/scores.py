@@ -164,7 +164,7 @@ def _exp(of: Estimate) -> Estimate:
 
 
 def _difference(scores: PairScores, reference: float, model: float) -> Estimate:
-    """The error to first order: a perplexity moves with the mean loss by its own size."""
+    """Estimate the error to first order: the derivative of a perplexity by its mean loss is the perplexity."""
     return Estimate(model - reference, mean(model * scores.loss - reference * scores.reference_loss).error)
 
 

@@ -63,7 +63,7 @@ def text_ids(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, int | None]:
 
 
 def score(model: Model, windows: Windows) -> Iterator[PerToken]:
-    """The losses of each window's scored tokens, in nats; logits that are not finite are refused."""
+    """Yield the losses of each window's scored tokens, in nats; raise if logits are not finite."""
     for window in windows:
         loss = _score(model, window)
         _require_finite(model, loss)

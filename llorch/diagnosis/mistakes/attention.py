@@ -40,12 +40,12 @@ def _scale(s: StageInputs) -> float:
 
 
 def _hidden(s: StageInputs, *, shift: int = 0) -> np.ndarray:
-    """True for keys after the query (shift 0) and before the first that its layer shows it: (seq, ctx)."""
+    """Mask hidden keys, (seq, ctx), True if hidden: after the query (shift 0) or before the first visible key."""
     return hidden_in(s, s.kind, shift=shift)
 
 
 def hidden_in(s: StageInputs, kind: Layer, *, shift: int = 0) -> np.ndarray:
-    """The same, were the layer of another kind."""
+    """Mask hidden keys as `_hidden` does, as if the layer were of another kind."""
     seq, ctx = len(s.positions), s["k_cache"].shape[1]
     hidden = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift)
     first = seen_from(kind, s.positions, ctx)
@@ -67,13 +67,13 @@ def with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
 
 
 def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
-    """A square mask laid at the first key."""
+    """Place a square mask at the first key, as if the cache were empty."""
     seq, ctx = _hidden(s).shape
     return with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
 
 
 def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
-    """The first query of a text keeps its only key."""
+    """Hide each query's own key, except where it is the only one: the first query of a text keeps its key."""
     hidden = _hidden(s, shift=-1)
     hidden[hidden.all(axis=1), 0] = False
     return with_mask(s, stage, hidden)

@@ -13,7 +13,7 @@ CACHES = ("k_cache", "v_cache")
 
 
 def _past_and_new(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
-    """Cached and new rows, (kv_heads, tokens, head_dim) each."""
+    """Return cached and new rows, (kv_heads, tokens, head_dim) each."""
     past, new = ("past_k", KEY) if stage == "k_cache" else ("past_v", "v_proj")
     return s[past], s.heads(new).swapaxes(0, 1)
 
@@ -24,7 +24,7 @@ def _laid(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> 
 
 
 def past_overwritten(s: StageInputs, stage: str) -> np.ndarray:
-    """New rows written from slot 0 on."""
+    """Write new rows into the cache from slot 0 on."""
     past, new = _past_and_new(s, stage)
     cache = np.concatenate([past, np.zeros_like(new)], axis=1)
     cache[:, : new.shape[1]] = new

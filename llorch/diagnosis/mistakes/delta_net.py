@@ -31,11 +31,11 @@ class TokenState(NamedTuple):
     decay: np.ndarray
 
     def corrected(self, state: np.ndarray) -> np.ndarray:
-        """What is written: the share of what is missing of the value."""
+        """Compute the correction to write: beta times the part of the value that the state lacks."""
         return self.beta * (self.v - self.k @ state)
 
     def written(self, state: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """A state with a correction at the key."""
+        """Add a correction to a state at the token's key."""
         return state + self.k.swapaxes(1, 2) * delta
 
 
@@ -59,20 +59,20 @@ def _convolved(s: StageInputs, *, kernel: np.ndarray | None = None, past: np.nda
 
 
 def conv_not_causal(s: StageInputs, stage: str) -> np.ndarray:
-    """The window one token too late."""
+    """Shift the window of the convolution one token too late."""
     rows = np.concatenate([s["past_conv"], s["qkv_in"]])
     after = np.concatenate([s["qkv_in"][1:], np.zeros_like(s["qkv_in"][:1])])
     return short_conv(after, s.weights["conv"], rows[1 : len(s["past_conv"]) + 1])
 
 
 def conv_without_silu(s: StageInputs, stage: str) -> np.ndarray:
-    """The sums alone."""
+    """Return the sums of the convolution without silu."""
     rows, kernel = np.concatenate([s["past_conv"], s["qkv_in"]]), s.weights["conv"]
     return np.sum([rows[j : j + len(s["qkv_in"])] * kernel[:, j] for j in range(kernel.shape[1])], axis=0)
 
 
 def _of_key_heads(s: StageInputs, stage: str) -> np.ndarray:
-    """Queries or keys before their norm."""
+    """Return queries or keys before their norm, in float64."""
     return heads(s["conv_out"], s.config)[LENGTHS.index(stage)].astype(np.float64)
 
 
@@ -102,7 +102,7 @@ def _values(s: StageInputs) -> np.ndarray:
 
 
 def _stepped(step: Step) -> Wrong:
-    """The rule token by token, each done by `step` for all value heads."""
+    """Run the delta rule token by token; `step` updates all value heads at once."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         given = (s["q_l2"], s["k_l2"], _values(s), s["beta"], s["log_decay"], s["past_delta"])
@@ -129,7 +129,7 @@ def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Wrong:
 
 
 def _given(change: Callable[[StageInputs], dict[str, np.ndarray]]) -> Wrong:
-    """The right rule of other inputs."""
+    """Run the right rule on changed inputs."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         right = {name: s[f"{name}_l2"] for name in "qk"} | {"v": _values(s), "state": s["past_delta"]}
@@ -140,7 +140,7 @@ def _given(change: Callable[[StageInputs], dict[str, np.ndarray]]) -> Wrong:
 
 
 def read_before_write(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
-    """A query sees the state without the token's own value."""
+    """Read the state of each query before the token's value is written."""
     decayed = token.decay * state
     return token.written(decayed, token.corrected(decayed)), decayed
 
@@ -152,7 +152,7 @@ def _tiled(s: StageInputs) -> dict[str, np.ndarray]:
 
 
 def state_in_bfloat16(state: np.ndarray, token: TokenState) -> np.ndarray:
-    """Rounded after each token."""
+    """Round the state to bfloat16 after each token."""
     new = token.written(token.decay * state, token.corrected(token.decay * state))
     return round_activations(new.astype(np.float32), "BF16").astype(state.dtype)
 
@@ -195,7 +195,7 @@ def values_tiled(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def columns_tiled(s: StageInputs, stage: str) -> np.ndarray:
-    """The columns of the output matrix left in that order."""
+    """Leave the columns of the output matrix in the tiled order of Qwen3.5's GGUF files."""
     net, x = s.config.delta_net, s["gated_norm"]
     assert net is not None
     grouped = x.reshape(len(x), net.n_key_heads, -1, net.value_head_dim)

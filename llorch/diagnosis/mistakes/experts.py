@@ -90,7 +90,7 @@ def _gate_of_shared(s: StageInputs) -> np.ndarray:
 
 
 def _sum(s: StageInputs, weights: np.ndarray | None = None, *, gate: Callable | None = None) -> np.ndarray:
-    """The sum of a mixture with other weights, or another gate, made from the right one."""
+    """Compute the output of a mixture with other weights, or with another shared gate made from the right one."""
     shared = s["shared_out"] if _shares(s.config) else None
     right = s["shared_gate"] if _gates(s.config) else None
     return mixed(
@@ -99,7 +99,7 @@ def _sum(s: StageInputs, weights: np.ndarray | None = None, *, gate: Callable | 
 
 
 def _lost(s: StageInputs, stage: str) -> np.ndarray:
-    """The least likely of the chosen experts adds nothing."""
+    """Drop the least likely of the chosen experts."""
     weights = s["topk_weights"].copy()
     weights[:, -1] = 0
     return _sum(s, weights)

@@ -37,7 +37,7 @@ def _heads(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def last_part_rotated(s: StageInputs, stage: str) -> np.ndarray:
-    """The tail of each head in the place of its beginning."""
+    """Rotate the tail of each head instead of its beginning."""
     kept, tail = np.split(_heads(s, stage), [s.config.head_dim - s.config.rotated], axis=-1)
     return np.concatenate([kept, _turned(s, tail, frequencies(s.config.rotated, s.config.rope_theta))], axis=-1)
 

@@ -19,15 +19,15 @@ class GenerationInputs:
     n_tokens: int
 
     def empty_cache(self) -> KVCache:
-        """A cache of nothing."""
+        """Return a new empty cache."""
         return KVCache(self.weights.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding)
 
     def best(self, ids: tuple[int, ...], cache: KVCache) -> int:
-        """The greedy token after some new ids."""
+        """Run some new ids and return the greedy token after them."""
         return int(np.argmax(forward(np.asarray(ids), self.weights, cache, last_only=True)[0]))
 
     def loop(self, new: tuple[int, ...], cache: KVCache) -> np.ndarray:
-        """The right loop: run what is new, take the best token, which is what is new then."""
+        """Run the right greedy loop: run the new ids, take the best token, run that token next."""
         out: list[int] = []
         for _ in range(self.n_tokens):
             out.append(self.best(new, cache))
@@ -44,12 +44,12 @@ class RestartingCache(KVCache):
 
 
 def right(g: GenerationInputs) -> np.ndarray:
-    """The greedy continuation."""
+    """Return the greedy continuation of the prompt."""
     return g.loop(g.prompt, g.empty_cache())
 
 
 def last_prompt_token_twice(g: GenerationInputs, step: str) -> np.ndarray:
-    """The loop starts by running the prompt's last token again."""
+    """Start the loop by running the prompt's last token again."""
     cache = g.empty_cache()
     g.best(g.prompt, cache)
     return g.loop(g.prompt[-1:], cache)
@@ -81,7 +81,7 @@ def text_again(g: GenerationInputs, step: str) -> np.ndarray:
 
 
 def not_fed_back(g: GenerationInputs, step: str) -> np.ndarray:
-    """The prompt's last token runs at every step."""
+    """Run the prompt's last token at every step."""
     cache = g.empty_cache()
     first = g.best(g.prompt, cache)
     later = [g.best(g.prompt[-1:], cache) for _ in range(g.n_tokens - 1)]

@@ -22,7 +22,7 @@ TURNED = ("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores")
 
 
 def _windowed(by: int) -> Other:
-    """A window of another size in layers that have one."""
+    """Change the window size by `by` tokens in layers that have a window."""
 
     def other(config: ModelConfig, layer: int) -> Layer:
         window = config.layer(layer).window
@@ -40,7 +40,7 @@ def _windows_everywhere(config: ModelConfig, layer: int) -> Layer:
 
 
 def _windows_exchanged(config: ModelConfig, layer: int) -> Layer:
-    """A window where there is none and none where there is one, in models that have both."""
+    """Exchange layers with and without a window, in models that have both."""
     windows = {each.window for each in config.layers}
     there = (windows - {None, config.layer(layer).window} or {None}).pop()
     return replace(config.layer(layer), window=there) if len(windows) > 1 else config.layer(layer)
@@ -64,7 +64,7 @@ def _tempered_everywhere(config: ModelConfig, layer: int) -> Layer:
 
 
 def _attending_as(this: Layer, other: Layer) -> Layer:
-    """A layer whose attention is that of another; windows have a list of their own."""
+    """Return a layer with the attention of another layer; the window stays, because windows have a separate list."""
     return replace(other, mixer=this.mixer, experts=this.experts, window=this.window)
 
 
@@ -87,7 +87,7 @@ def _scores_of(other: Other) -> Wrong:
 
 
 def _heads_of(other: Other) -> Wrong:
-    """Queries and keys made in another way, and scores of these queries under another mask."""
+    """Compute queries and keys as another kind of layer does, and scores of these queries under the other mask."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         kind = _of(other, s)

@@ -22,12 +22,12 @@ IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quan
 
 
 def every_model(config: ModelConfig) -> bool:
-    """A mistake that can be made with any configuration."""
+    """Return True: the mistake can be made with any configuration."""
     return True
 
 
 def every_layer(config: ModelConfig, layer: int) -> bool:
-    """A mistake that can be made in any layer."""
+    """Return True: the mistake can be made in any layer."""
     return True
 
 
@@ -51,7 +51,7 @@ class Mistake(Generic[Inputs]):
     in_layers: Callable[[ModelConfig, int], bool] = every_layer  # in which layers
 
     def first_layer(self, stage: str, config: ModelConfig) -> int | None:
-        """The first layer of a model where it strikes a stage; None outside the layers."""
+        """Return the first layer of a model in which the mistake changes a stage; None if the stage is in no layer."""
         if not BY_NAME[stage].in_layer:
             return None
         layers = range(config.n_layers)
@@ -64,6 +64,6 @@ class Mistake(Generic[Inputs]):
 
 
 def checkpoint_of(stage: str) -> str:
-    """The number of the checkpoint that a stage, a step after the logits, of a product or of training belongs to."""
+    """Return the checkpoint number of a stage, or of a step after the logits, of a product or of training."""
     steps = AFTER_LOGITS | IN_PRODUCTS | IN_TRAINING
     return steps[stage] if stage in steps else BY_NAME[stage].checkpoint

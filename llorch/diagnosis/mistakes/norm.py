@@ -41,7 +41,7 @@ def _by(divisor: Callable[[np.ndarray, float], np.ndarray]) -> Wrong:
 
 
 def layer_norm(s: StageInputs, stage: str) -> np.ndarray:
-    """The mean is subtracted first."""
+    """Subtract the mean before the norm, as LayerNorm does."""
     x = _input(s, stage)
     x = x - x.mean(axis=-1, keepdims=True)
     return x / np.sqrt(_mean_square(x) + s.config.rms_norm_eps) * s.weights[stage]
@@ -57,19 +57,19 @@ def squares_in_half(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def gain_of_other_norm(s: StageInputs, stage: str) -> np.ndarray:
-    """The gain of the layer's other norm of the same width."""
+    """Multiply by the gain of the layer's other norm of the same width."""
     other = {"attn_norm": "ffn_norm", "ffn_norm": "attn_norm", "q_norm": "k_norm", "k_norm": "q_norm"}[stage]
     return _unit(s, stage) * s.weights[other]
 
 
 def twice(s: StageInputs, stage: str) -> np.ndarray:
-    """The same norm on what it gave."""
+    """Apply the norm a second time, to its own output."""
     gain = s.weights[stage].astype(np.float64)
     return rms_norm(_normed(s, stage, eps=s.config.rms_norm_eps), gain, eps=s.config.rms_norm_eps)
 
 
 def skipped(s: StageInputs, stage: str) -> np.ndarray:
-    """The input as it came."""
+    """Return the input without the norm."""
     return _input(s, stage)
 
 

@@ -38,7 +38,7 @@ def replaced(part: str, wrong: Wrong) -> Iterator[None]:
 
 
 def owner_of(part: str) -> tuple[Any, str]:
-    """The module or class that defines a function, and the function's name."""
+    """Return the module or class that defines a function, and the function's name."""
     path, _, name = part.rpartition(".")
     try:
         return importlib.import_module(path), name

@@ -52,7 +52,7 @@ def _has_gain(config: ModelConfig) -> bool:
 
 
 def _queries(s: StageInputs) -> np.ndarray:
-    """What temperature multiplies, the only input of its stage."""
+    """Return the queries that the temperature multiplies, the only input of the stage: (seq, heads, head_dim)."""
     (x,) = (array for name, array in s.arrays.items() if name.startswith("q_"))
     return x.reshape(len(x), -1, s.config.head_dim)
 
@@ -73,7 +73,7 @@ def _by(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
 
 
 def not_floored(s: StageInputs, stage: str) -> np.ndarray:
-    """The logarithm of the position itself."""
+    """Take the logarithm of the position without the floor."""
     heat = s.config.temperature
     assert heat is not None
     return _tempered(s, 1 + heat.scale * np.log1p((s.positions + heat.offset) / heat.floor))
@@ -100,7 +100,7 @@ def _yarn_blended(config: ModelConfig, start: float, end: float) -> np.ndarray:
 
 
 def _ramp_exchanged(config: ModelConfig) -> np.ndarray:
-    """The end in the place of the start."""
+    """Exchange start and end of the ramp."""
     assert isinstance(config.rope_scaling, YarnScaling)
     return _yarn_blended(config, *config.rope_scaling.ramp(head_dim=config.rotated, theta=config.rope_theta)[::-1])
 
@@ -137,7 +137,7 @@ def _changes_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[
 
 
 def keys_tempered(s: StageInputs, stage: str) -> np.ndarray:
-    """New keys multiplied as queries are."""
+    """Multiply new keys by the temperature of queries."""
     heat = s.config.temperature
     assert heat is not None
     new = s.heads(KEY) * heat.of(s.positions)[:, None, None].astype(s.dtype)

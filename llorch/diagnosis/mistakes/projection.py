@@ -29,7 +29,7 @@ def _parts(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def _with(change: Callable[[np.ndarray, np.ndarray, Any], np.ndarray]) -> Wrong:
-    """What a wrong product makes of input, weight and bias."""
+    """Make a mistake from a function that computes a wrong product of input, weight and bias."""
     return lambda s, stage: change(*_parts(s, stage))
 
 
@@ -38,13 +38,13 @@ def _n_heads(s: StageInputs, stage: str) -> int:
 
 
 def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
-    """The block's input projected."""
+    """Project the block's input instead of the normalised input."""
     _, weight, bias = _parts(s, stage)
     return linear(s["block_in"], weight, bias)
 
 
 def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
-    """Outputs cut into (head_dim, heads) instead of (heads, head_dim)."""
+    """Cut outputs into (head_dim, heads) instead of (heads, head_dim)."""
     y = linear(*_parts(s, stage))
     return _cut_with_heads_last(y, s.config).reshape(y.shape)
 
@@ -62,7 +62,7 @@ def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
-    """Outputs in the order (head_dim, heads), read as (heads, head_dim)."""
+    """Write outputs in the order (head_dim, heads), which are read as (heads, head_dim)."""
     y = linear(*_parts(s, stage))
     return y.reshape(len(y), -1, s.config.head_dim).swapaxes(1, 2).reshape(y.shape)
 

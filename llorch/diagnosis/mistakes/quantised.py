@@ -29,21 +29,21 @@ class QuantisedInputs:
         return ACTIVATION_TYPE[self.kind]
 
     def decoded(self) -> np.ndarray:
-        """The matrix."""
+        """Decode the matrix."""
         return decode(self.blocks, self.kind, self.shape)
 
     def with_blocks(self, blocks: np.ndarray) -> "QuantisedInputs":
-        """The same with other bytes."""
+        """Replace the bytes of the matrix."""
         return replace(self, blocks=blocks)
 
     def rounded(self, kind: ActivationKind | None = None, variant: VariantName | None = None) -> np.ndarray:
-        """The activations that the matrix is multiplied with."""
+        """Round the activations that the matrix is multiplied with."""
         return round_activations(self.x, kind or self.activations, variant or self.variant)
 
     def product(
         self, *, matrix: np.ndarray | None = None, rounded: np.ndarray | None = None, sums: np.ndarray | None = None
     ) -> np.ndarray:
-        """The product with the decoded matrix, the rounded activations or their sums (for minima) replaced."""
+        """Compute the product; arguments replace the decoded matrix, the rounded activations or the sums for minima."""
         matrix = self.decoded() if matrix is None else matrix
         values = self.rounded() if rounded is None else rounded
         y = product(values, matrix)
@@ -69,7 +69,7 @@ Wrong = Callable[[QuantisedInputs, str], np.ndarray]
 
 
 def in_blocks(spoil: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
-    """A mistake that spoilt bytes make."""
+    """Make a mistake from a function that spoils the bytes of the blocks."""
 
     def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
         spoilt = spoil(s)
@@ -79,7 +79,7 @@ def in_blocks(spoil: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
 
 
 def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
-    """A mistake of decoding, and the product with such a matrix."""
+    """Make a mistake from a wrong decoding; it also changes the product with that matrix."""
 
     def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
         matrix = decode_wrongly(s)
@@ -89,7 +89,10 @@ def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
 
 
 def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
-    """A mistake of rounding, and the product with such activations; their own sums count then."""
+    """Make a mistake from a wrong rounding; it also changes the product.
+
+    The product then uses the sums of the wrongly rounded activations.
+    """
 
     def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
         rounded = round_wrongly(s)

@@ -47,7 +47,7 @@ def nibbles_alternate(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def nibbles_swapped(s: QuantisedInputs) -> QuantisedInputs:
-    """The upper half of a byte first."""
+    """Read the upper half of each byte first."""
     low, high = _halves(_part(s, CODES[s.kind.name]))
     return _spoilt(s, CODES[s.kind.name], low << 4 | high)
 
@@ -61,7 +61,7 @@ def sub_blocks_of_16_bytes(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def scale_of_neighbour(s: QuantisedInputs) -> QuantisedInputs:
-    """The scale of the block before."""
+    """Use the scale of the block before."""
     for scale in SCALES[s.kind]:
         part = slice(scale.offset, scale.offset + 2)
         s = _spoilt(s, part, np.roll(_part(s, part), 1, axis=0))
@@ -77,7 +77,7 @@ def blocks_twice_as_long(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def codes_over_scale(s: QuantisedInputs) -> QuantisedInputs:
-    """The codes read from the beginning of the block."""
+    """Read the codes from the beginning of the block."""
     part = CODES[s.kind.name]
     return _spoilt(s, part, _part(s, slice(0, part.stop - part.start)))
 
@@ -91,14 +91,14 @@ def stride_padded(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def fifth_bits_of_first_half(s: QuantisedInputs) -> QuantisedInputs:
-    """The second half of the block given the bits of the first."""
+    """Use the fifth bits of the block's first half for the second half too."""
     part = UPPER_BITS[s.kind.name]
     bits = _part(s, part)
     return _spoilt(s, part, np.concatenate([bits[:, :2], bits[:, :2]], axis=1))
 
 
 def upper_bits_inverted(s: QuantisedInputs) -> QuantisedInputs:
-    """A set bit taken for the one that subtracts."""
+    """Invert the upper bits: a set bit is taken for the one that subtracts."""
     part = UPPER_BITS[s.kind.name]
     return _spoilt(s, part, ~_part(s, part))
 
@@ -116,14 +116,14 @@ def minimum_of_other_sign(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def scale_and_minimum_swapped(s: QuantisedInputs) -> QuantisedInputs:
-    """The two float16 numbers exchanged."""
+    """Exchange the two float16 numbers, scale and minimum."""
     first = MINIMA[s.kind.name] - 2
     both = _part(s, slice(first, first + 4))
     return _spoilt(s, slice(first, first + 4), np.roll(both, 2, axis=1))
 
 
 def sub_scales_in_a_row(s: QuantisedInputs) -> QuantisedInputs:
-    """The 12 bytes read as 16 numbers of six bits, one after the other."""
+    """Read the 12 bytes as 16 numbers of six bits, one after the other."""
     bits = np.unpackbits(_part(s, slice(4, 16)), axis=1, bitorder="little").reshape(-1, 16, 6)
     numbers = np.packbits(np.pad(bits, ((0, 0), (0, 0), (0, 2))), axis=2, bitorder="little")[..., 0]
     scales, minima = numbers[:, :8], numbers[:, 8:]
@@ -132,13 +132,13 @@ def sub_scales_in_a_row(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def sub_scales_and_minima_swapped(s: QuantisedInputs) -> QuantisedInputs:
-    """The 6-bit minima taken for the scales."""
+    """Take the 6-bit minima for the scales."""
     first, second, last = (_part(s, slice(start, start + 4)) for start in (4, 8, 12))
     return _spoilt(s, slice(4, 16), np.hstack([second, first, last >> 4 | last << 4]))
 
 
 def sub_scales_unsigned(s: QuantisedInputs) -> np.ndarray:
-    """A scale of -1 taken for 255."""
+    """Read the scales as unsigned bytes, so that -1 becomes 255."""
     lost = np.where(_part(s, slice(192, 208)).reshape(-1, 1) > 127, np.float32(256), np.float32(0))
     with_scales_of_1 = _spoilt(s, slice(192, 208), np.uint8(1)).decoded()
     return s.decoded() + (lost * with_scales_of_1.reshape(-1, 16)).reshape(s.shape)
@@ -159,7 +159,7 @@ def codes_unsigned(s: QuantisedInputs) -> np.ndarray:
 
 
 def sub_scales_not_centred(s: QuantisedInputs) -> np.ndarray:
-    """The 32 not subtracted from a scale."""
+    """Leave out the subtraction of 32 from the scales."""
     part = {"Q3_K": slice(96, 108), "IQ4_XS": slice(2, 8)}[s.kind.name]
     return s.decoded() - _spoilt(s, part, np.uint8(0)).decoded()
 

@@ -61,7 +61,7 @@ def _is_first_version(matrix: QuantisedMatrix) -> bool:
 
 
 def first_version_as_second(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The stored zero points without the one."""
+    """Use the stored zero points without adding the one."""
     return _with(matrix, zero=_stored_zeros(matrix))
 
 
@@ -73,14 +73,14 @@ def second_version_as_first(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def zero_not_wrapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """A zero point of 0 taken for 2^bits."""
+    """Take a zero point of 0 for 2^bits."""
     if not _is_first_version(matrix):
         return matrix
     return _with(matrix, zero=_then(_stored_zeros(matrix), lambda zero: zero + 1))
 
 
 def zero_carried(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The one added to whole words, so that it is carried into the next code."""
+    """Add the one to whole words, so that it is carried into the next code."""
     if _bits(matrix) != 4 or not _is_first_version(matrix):
         return matrix
     part = matrix.parts["qzeros"]
@@ -90,7 +90,7 @@ def zero_carried(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The codes of a word taken one after another."""
+    """Read the codes of a word one after another."""
     n_out = matrix.shape[0]
     return _with(
         matrix,
@@ -100,7 +100,7 @@ def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The codes of a word taken in the order of AWQ."""
+    """Read the codes of a word in the order of AWQ."""
     if _bits(matrix) != 4:
         return matrix
     places = np.arange(matrix.shape[1])
@@ -109,7 +109,7 @@ def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def halves_swapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The other half of each byte first."""
+    """Read the other half of each byte first."""
     if matrix.values.size != 16 or matrix.shape[1] % 2:
         return matrix
     swapped = np.arange(matrix.shape[1]) ^ 1
@@ -136,14 +136,14 @@ def zero_point_forgotten(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def symmetric(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The middle of the codes taken for every zero point."""
+    """Take the middle of the codes for every zero point."""
     if matrix.recipe.zero is None:
         return matrix
     return _with(matrix, zero=None, values=integers(_bits(matrix), offset=matrix.values.size // 2))
 
 
 def zero_point_not_scaled(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The zero point subtracted after the product."""
+    """Subtract the zero point after the product with the scale, so that it is not scaled."""
     if matrix.recipe.zero is None:
         return matrix
     return _with(matrix, zero=None, minimum=_then(matrix.recipe.zero, lambda zero: -zero))
@@ -164,7 +164,7 @@ def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
 
 
 def _global(matrix: QuantisedMatrix, tensor: str, power: int) -> QuantisedMatrix:
-    """A further power of the scale of the matrix, which the file keeps in a tensor of this name."""
+    """Multiply the scales by a further power of the matrix scale, which the file keeps in a tensor of this name."""
     part = matrix.parts.get("global")
     if part is None or not part.name.endswith(f".{tensor}"):
         return matrix
@@ -177,7 +177,7 @@ def global_scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def global_scale_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The scales of the groups alone."""
+    """Use the scales of the groups alone."""
     return _global(_global(matrix, "weight_global_scale", 1), "weight_scale_2", -1)
 
 
@@ -194,19 +194,19 @@ def _by_block(matrix: QuantisedMatrix, block_of: Callable[[int, int], np.ndarray
 
 
 def blocks_of_equal_size(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The size of a block taken from the number of scales, as if none was partial."""
+    """Derive the block size from the number of scales, as if no block were partial."""
     equal = lambda length, n: np.arange(length) // -(-length // n)  # noqa: E731
     return _by_block(matrix, equal)
 
 
 def scales_tiled(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The scales repeated as a whole."""
+    """Repeat the scales as a whole."""
     tiled = lambda length, n: np.arange(length) % n  # noqa: E731
     return _by_block(matrix, tiled)
 
 
 def partial_blocks_as_the_last_whole(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """A partial block given the scale of the whole block before it."""
+    """Give a partial block the scale of the whole block before it."""
     size = matrix.recipe.group
     assert isinstance(size, int)
     clipped = lambda length, n: np.minimum(np.arange(length) // size, max(length // size - 1, 0))  # noqa: E731
@@ -214,7 +214,7 @@ def partial_blocks_as_the_last_whole(matrix: QuantisedMatrix) -> QuantisedMatrix
 
 
 def exponents_as_integers(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The byte of an exponent taken for the scale."""
+    """Take the byte of an exponent for the scale."""
     return _with(matrix, scale=lambda parts, rows: parts["scale"].array[rows].astype(np.float32))
 
 
@@ -224,7 +224,7 @@ def four_bit_table(table: np.ndarray) -> Change:
 
 
 def nested_offset_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The scales of double quantisation without their mean."""
+    """Leave out the mean of the scales of double quantisation."""
     if "nested_absmax" not in matrix.parts:
         return matrix
     part = matrix.parts["nested_absmax"]
@@ -342,7 +342,7 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
 
 
 def wrong_readings(stored: Packed) -> Iterator[tuple[Mistake[QuantisedMatrix], np.ndarray]]:
-    """A stored matrix as each known mistake reads it; nothing for what no quantised folder holds."""
+    """Yield a stored matrix as each known mistake reads it; nothing for a matrix that no quantised folder holds."""
     for mistake in QUANTISED_FOLDERS:
         if isinstance(stored, QuantisedMatrix) and stored.ggml_type.name.startswith(mistake.cases):
             with np.errstate(all="ignore"):

@@ -18,7 +18,7 @@ def _codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def scale_not_stored(s: QuantisedInputs) -> np.ndarray:
-    """The codes times the float32 scale."""
+    """Multiply the codes by the float32 scale instead of the stored scale."""
     kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
     codes, _ = quantize_blocks(s.x, kind, s.variant)
     blocks, exact, _ = _codes(s)
@@ -34,7 +34,7 @@ def codes_truncated(s: QuantisedInputs) -> np.ndarray:
 
 
 def codes_up_to_128(s: QuantisedInputs) -> np.ndarray:
-    """A scale of the maximum over 128."""
+    """Divide the maximum by 128 for the scale."""
     blocks, exact, _ = _codes(s)
     scale = exact * np.float32(127 / 128)
     stored = scale if s.activations == "Q8_K" else scale.astype(np.float16).astype(np.float32)
@@ -44,12 +44,12 @@ def codes_up_to_128(s: QuantisedInputs) -> np.ndarray:
 
 
 def sums_not_rounded(s: QuantisedInputs, step: str) -> np.ndarray:
-    """The sums of the activations that the codes stand for, which is what decoding both sides gives."""
+    """Sum the activations that the codes stand for: the result of decoding both sides."""
     return s.product(rounded=s.rounded())
 
 
 def sums_of_inputs(s: QuantisedInputs, step: str) -> np.ndarray:
-    """The sums of the activations before they were rounded."""
+    """Sum the activations before their rounding."""
     return s.product(sums=s.x.reshape(len(s.x), -1, 32).sum(axis=-1).astype(np.float16).astype(np.float32))
 
 

@@ -45,7 +45,7 @@ def interleaved_pairs(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def position_by_head(s: StageInputs, stage: str) -> np.ndarray:
-    """The head's number is taken for the position."""
+    """Take the head's number for the position."""
     by_head = _heads(s, stage).swapaxes(0, 1)  # (heads, seq, head_dim)
     return _turned(s, by_head, _inv_freq(s), np.arange(len(by_head))).swapaxes(0, 1)
 
@@ -59,7 +59,7 @@ def first_half_only(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
-    """The exponent of a model whose heads share its width."""
+    """Use the exponent of a model whose heads share the hidden size."""
     even = np.arange(0, s.config.rotated, 2)
     return _turned(s, _heads(s, stage), s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads)))
 

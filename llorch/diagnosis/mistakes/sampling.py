@@ -23,7 +23,7 @@ class SamplerInputs:
         return self.logits[-1]
 
     def probabilities(self, **changes: int | float) -> np.ndarray:
-        """The right distribution for some other settings."""
+        """Return the right distribution, with some settings changed."""
         return probabilities(self.row, replace(self.settings, **changes), self.history)  # pyright: ignore[reportArgumentType]
 
 
@@ -50,14 +50,14 @@ def penalty_per_occurrence(s: SamplerInputs, step: str) -> np.ndarray:
 
 
 def penalty_subtracted(s: SamplerInputs, step: str) -> np.ndarray:
-    """A presence penalty."""
+    """Subtract the repetition penalty from the logits, as a presence penalty does."""
     logits = s.row.copy()
     logits[np.unique(s.history)] -= logits.dtype.type(s.settings.repetition_penalty)
     return _filtered(s, logits)
 
 
 def temperature_after_filters(s: SamplerInputs, step: str) -> np.ndarray:
-    """The filters see logits at temperature 1."""
+    """Apply the filters to logits at temperature 1, then the temperature."""
     logits = _kept(s, _penalised(s))
     return softmax(logits / logits.dtype.type(s.settings.temperature))
 
@@ -73,7 +73,7 @@ def top_p_on_logits(s: SamplerInputs, step: str) -> np.ndarray:
 
 
 def top_p_drops_crossing(s: SamplerInputs, step: str) -> np.ndarray:
-    """The token that reaches p is removed."""
+    """Remove the token that reaches p."""
     if s.settings.top_p == 1:
         return s.probabilities()
     logits = keep_top_k(_tempered(s), k=s.settings.top_k)
@@ -90,13 +90,13 @@ def last_dropped_at_one(s: SamplerInputs, step: str) -> np.ndarray:
 
 
 def min_p_absolute(s: SamplerInputs, step: str) -> np.ndarray:
-    """The threshold not scaled by the best probability."""
+    """Use the threshold of min-p without scaling it by the best probability."""
     logits = keep_top_p(keep_top_k(_tempered(s), k=s.settings.top_k), p=s.settings.top_p)
     return softmax(np.where(softmax(logits) < s.settings.min_p, -np.inf, logits).astype(logits.dtype))
 
 
 def not_renormalised(s: SamplerInputs, step: str) -> np.ndarray:
-    """Removed tokens set to zero, nothing else."""
+    """Set the probabilities of removed tokens to zero, without renormalising the rest."""
     logits = _tempered(s)
     return np.where(s.probabilities() > 0, softmax(logits), 0).astype(logits.dtype)
 
@@ -111,18 +111,18 @@ def _tempered(s: SamplerInputs) -> np.ndarray:
 
 
 def _kept(s: SamplerInputs, logits: np.ndarray) -> np.ndarray:
-    """The filters after temperature, in the right order."""
+    """Apply the filters that follow the temperature, in the right order."""
     logits = keep_top_p(keep_top_k(logits, k=s.settings.top_k), p=s.settings.top_p)
     return keep_min_p(logits, min_p=s.settings.min_p)
 
 
 def _filtered(s: SamplerInputs, penalised: np.ndarray) -> np.ndarray:
-    """The right chain after a penalty."""
+    """Apply the right chain after a penalty."""
     return softmax(_kept(s, penalised / penalised.dtype.type(s.settings.temperature)))
 
 
 def _only(s: SamplerInputs, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The distribution when top-p kept these tokens."""
+    """Compute the distribution after a top-p that kept these tokens."""
     kept = np.full_like(logits, -np.inf)
     kept[tokens] = logits[tokens]
     return softmax(keep_min_p(kept, min_p=s.settings.min_p))

@@ -39,7 +39,7 @@ class StageInputs:
         return self.config.layer(self.layer)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The input stage called `name`; of `a|b` the one there is."""
+        """Return the input stage called `name`; for `a|b` return the stage that exists."""
         return self.arrays[next((one for one in name.split("|") if one in self.arrays), name)]
 
     @property
@@ -48,14 +48,17 @@ class StageInputs:
         return self.arrays["past_k"].shape[1] > 0 or ("past_conv" in self.arrays and bool(self["past_conv"].any()))
 
     def heads(self, name: str) -> np.ndarray:
-        """The input stage called `name`, cut into heads: (seq, heads, head_dim); of queries and gates the queries."""
+        """Cut the input stage called `name` into heads, (seq, heads, head_dim).
+
+        For a projection that holds queries and gates, return the queries.
+        """
         array, head_dim = self["q_gate_proj|" + name] if name == "q_proj" else self[name], self.config.head_dim
         if array.shape[-1] == 2 * self.config.q_width and name in ("q_proj", "q_gate_proj"):
             return array.reshape(len(array), -1, 2, head_dim)[:, :, 0]
         return array.reshape(len(array), -1, head_dim)
 
     def linear(self, x: str, projection: str) -> np.ndarray:
-        """The input stage `x` through one projection of the layer, with its bias when it has one."""
+        """Multiply the input stage `x` by one projection of the layer; add the bias if the projection has one."""
         bias = self.weights.get(projection.replace("_proj", "_bias"))
         return linear(self[x], self.weights[projection], bias)
 
@@ -87,9 +90,9 @@ def stage_inputs(
     *,
     reads: Sequence[str] = (),
 ) -> StageInputs:
-    """What a stage of a pass reads, from a trace of that pass and, for the caches, of the tokens before it.
+    """Collect the inputs of one stage: from a trace of the pass and, for the caches, from the tokens before it.
 
-    `reads` are stages that a mistake reads beside the stage's own inputs.
+    `reads` are stages that a mistake reads in addition to the stage's inputs.
     """
     config = weights.config
     names = (*stage.input_names(config, layer), *there(reads, config, layer))
@@ -126,7 +129,7 @@ def there(names: Sequence[str], config: ModelConfig, layer: int | None) -> tuple
 def state_behind(
     past: Mapping[str, np.ndarray] | None, layer: int, config: ModelConfig, dtype: type[np.floating]
 ) -> DeltaState:
-    """What a delta net holds behind a pass, made of what the rule was given in that; empty before the first one."""
+    """Compute the state of a delta net after a pass from the inputs that the rule got; empty before the first pass."""
     assert config.delta_net is not None
     state = DeltaState.empty(config.delta_net, dtype)
     if past is None:
@@ -141,5 +144,5 @@ def state_behind(
 def part_of_trace(
     golden: Mapping[str, np.ndarray], config: ModelConfig, start: int, stop: int
 ) -> dict[str, np.ndarray]:
-    """What a pass over the tokens from `start` to `stop` shows of a whole one."""
+    """Cut a trace of all tokens to what a pass over the tokens from `start` to `stop` shows."""
     return {name: part_of(stage, golden[name], start, stop) for name, stage, _ in keys(config)}

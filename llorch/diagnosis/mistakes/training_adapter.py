@@ -16,7 +16,7 @@ MERGE = "llorch.lora.merge.merged_matrix"
 
 
 def scaled_twice(right: Function) -> Function:
-    """The scale applied to A x, and to B A x again."""
+    """Apply the scale to A x, and again to B A x."""
     return lambda *arrays, scaling: right(*arrays, scaling=scaling * scaling)
 
 
@@ -46,22 +46,22 @@ def rslora_ignored(right: Function) -> Function:
 
 
 def reordered(array: np.ndarray) -> np.ndarray:
-    """The numbers of a matrix read in the order of its transpose."""
+    """Read the numbers of a matrix in the order of its transpose."""
     return np.ascontiguousarray(array.reshape(array.shape[::-1]).T)
 
 
 def reordered_back(grad: np.ndarray) -> np.ndarray:
-    """The gradient of what `reordered` gave, in the order of what it got."""
+    """Put the gradient of the output of `reordered` into the order of the input of `reordered`."""
     return np.ascontiguousarray(grad.T).reshape(grad.shape)
 
 
 def a_transposed(right: Function) -> Function:
-    """The numbers of A read in the order of (in, r)."""
+    """Read the numbers of A in the order of (in, r)."""
     return lambda x, lora_A, lora_B, *, scaling: right(x, reordered(lora_A), lora_B, scaling=scaling)
 
 
 def b_transposed(right: Function) -> Function:
-    """The numbers of B read in the order of (r, out)."""
+    """Read the numbers of B in the order of (r, out)."""
     return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, reordered(lora_B), scaling=scaling)
 
 
@@ -86,7 +86,7 @@ def b_transposed_back(right: Function) -> Function:
 
 
 def dropped_at_evaluation(right: Function) -> Function:
-    """A tenth of the input dropped, as in training."""
+    """Drop a tenth of the input at evaluation, as in training."""
 
     def wrong(x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> np.ndarray:
         kept = np.random.default_rng(0).random(x.shape) >= 0.1
@@ -96,12 +96,12 @@ def dropped_at_evaluation(right: Function) -> Function:
 
 
 def delta_missing(right: Function) -> Function:
-    """The base alone."""
+    """Use the base matrix alone, without the adapter."""
     return lambda *arrays, scaling: right(*arrays, scaling=0.0)
 
 
 def merged_twice(right: Function) -> Function:
-    """The product added to weights that have it already."""
+    """Add the product to weights that already contain it."""
     return lambda weight, adapter, name, **where: right(
         right(weight, adapter, name, **where), adapter, name, **where
     )  # fmt: skip
@@ -132,7 +132,7 @@ def rows_not_permuted(right: Function) -> Function:
 
 
 def one_alpha(right: Function) -> Function:
-    """The adapter's own alpha written for all matrices, as llama.cpp's converter does."""
+    """Write the adapter's default alpha for all matrices, as llama.cpp's converter does."""
     return lambda adapter: adapter.config.lora_alpha
 
 

@@ -32,7 +32,7 @@ def sum_as_constant(right: Function) -> Function:
 
 
 def of_chosen_alone(right: Function) -> Function:
-    """The softmax sends nothing to the logits of experts that got no gradient themselves."""
+    """Set to 0 the gradient that the softmax sends to logits of experts whose probability got no gradient."""
     return lambda grad, probs: np.where(grad == 0, 0, right(grad, probs))
 
 
@@ -45,7 +45,7 @@ def unweighted(right: Function) -> Function:
 
 
 def length_as_constant(right: Function) -> Function:
-    """What changes the length alone is not taken away."""
+    """Treat the length as a constant: keep the part of the gradient that changes only the length."""
 
     def wrong(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
         along = x * (grad * x).sum(axis=-1, keepdims=True) / (x * x).sum(axis=-1, keepdims=True)
@@ -55,7 +55,7 @@ def length_as_constant(right: Function) -> Function:
 
 
 def taps_turned(right: Function) -> Function:
-    """The kernel read in its other direction."""
+    """Read the kernel of the convolution in the other direction."""
     return lambda grad, x, kernel: right(grad, x, np.ascontiguousarray(kernel[:, ::-1]))
 
 
@@ -73,7 +73,7 @@ def state_cut(right: Function) -> Function:
 
 
 def of_one_value_head(right: Function) -> Function:
-    """A key gets what the first of its value heads sends."""
+    """Give a key only the gradient from the first of its value heads."""
 
     def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
         first = grad.reshape(len(grad), k.shape[1], -1, grad.shape[-1]).copy()

@@ -21,12 +21,12 @@ def softmax_diagonal(right: Function) -> Function:
 
 
 def softmax_second_twice(right: Function) -> Function:
-    """The derivative of a sigmoid for that of a softmax."""
+    """Use the derivative of a sigmoid instead of the derivative of a softmax."""
     return lambda grad, probs: grad * probs * (1 - probs)
 
 
 def scores_not_scaled(right: Function) -> Function:
-    """The factor of the scores forgotten on the way back."""
+    """Leave out the factor of the scores in the backward pass."""
 
     def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
         factor = q.dtype.type(q.shape[-1] ** 0.5)
@@ -58,7 +58,7 @@ def values_of_one_head(right: Function) -> Function:
 
 
 def norm_first_term(right: Function) -> Function:
-    """The root taken for a constant."""
+    """Treat the root as a constant."""
 
     def wrong(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
         return grad * weight / root_mean_square(x, eps)
@@ -67,7 +67,7 @@ def norm_first_term(right: Function) -> Function:
 
 
 def norm_without_gain(right: Function) -> Function:
-    """The gain forgotten."""
+    """Leave out the gain of the norm."""
     return lambda grad, x, weight, *, eps: right(grad, x, np.ones_like(weight), eps=eps)
 
 
@@ -82,7 +82,7 @@ def not_turned(right: Function) -> Function:
 
 
 def silu_as_gate(right: Function) -> Function:
-    """The derivative of silu without its second term: s instead of s (1 + z (1 - s))."""
+    """Leave out the second term of the derivative of silu: s instead of s (1 + z (1 - s))."""
 
     def wrong(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, ...]:
         s = 1 / (1 + np.exp(-gate.astype(np.float64)))
@@ -92,7 +92,7 @@ def silu_as_gate(right: Function) -> Function:
 
 
 def lora_input_left_out(right: Function) -> Function:
-    """The detour sends nothing back to its input."""
+    """Send no gradient from the LoRA branch to its input."""
 
     def wrong(*arrays: np.ndarray, scaling: float) -> tuple[np.ndarray, ...]:
         d_x, d_A, d_B = right(*arrays, scaling=scaling)
@@ -102,7 +102,7 @@ def lora_input_left_out(right: Function) -> Function:
 
 
 def base_left_out(right: Function) -> Function:
-    """The frozen matrix sends nothing back, since it has no gradient of its own."""
+    """Send no gradient through the frozen matrix, as if a matrix that is not trained passed none on."""
 
     def wrong(matrix: Any, grad: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         d_x, trained = right(matrix, grad, x)
@@ -112,12 +112,12 @@ def base_left_out(right: Function) -> Function:
 
 
 def graph_cut(right: Function) -> Function:
-    """What a block would send to those below is lost."""
+    """Return a zero gradient for the blocks below."""
     return lambda *given, **parts: np.zeros_like(right(*given, **parts))
 
 
 def residual_cut(right: Function) -> Function:
-    """The residual stream carries nothing past the block."""
+    """Send no gradient past the block through the residual stream."""
     return lambda d_out, *given, **parts: right(d_out, *given, **parts) - d_out
 
 

@@ -41,7 +41,7 @@ def smoothing_missing(right: Function) -> Function:
 
 
 def smoothing_over_ignored(right: Function) -> Function:
-    """The uniform part summed over rows that are not learned too."""
+    """Sum the uniform part of label smoothing over rows that are not learned too."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
@@ -96,7 +96,7 @@ def divided_by_all(right: Function) -> Function:
 
 
 def in_bits(right: Function) -> Function:
-    """The logarithm to the base of two."""
+    """Use the logarithm to the base of two."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, **how: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, **how)
@@ -117,7 +117,7 @@ def mean_of_means(right: Function) -> Function:
 
 
 def summed_means(right: Function) -> Function:
-    """The means of all batches added up."""
+    """Add up the means of all batches."""
 
     def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, Mapping]:
         parts = [right(weights, adapter, [batch], **how) for batch in batches]

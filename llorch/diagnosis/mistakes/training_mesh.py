@@ -51,7 +51,7 @@ def mean_of_rank_means(n_ranks: int, deal: Deal) -> Function:
 
 
 def gradient_of_one_rank(n_ranks: int, deal: Deal, rank: int) -> Function:
-    """What the rows of one rank give, divided by the tokens of all."""
+    """Use only the gradient of one rank's rows, divided by the number of tokens of all ranks."""
 
     def make(right: Function) -> Function:
         def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
@@ -82,7 +82,7 @@ def divided_by_ranks(n_ranks: int) -> Function:
 
 
 def norm_of_copies(n_ranks: int) -> Function:
-    """The squares of every rank's copy of a gradient added up."""
+    """Add up the squares of every rank's copy of a gradient."""
 
     def make(right: Function) -> Function:
         def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
@@ -122,7 +122,7 @@ def _part(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks: int, ran
 
 
 def dealt(batches: Sequence[Batch], n_ranks: int, deal: Deal) -> list[list[Batch]]:
-    """The rows of every rank that has some to learn from."""
+    """Split the batches into the rows of each rank; ranks without a row to learn from are left out."""
     shares = ([_rows(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
     learned = ([batch for batch in share if batch.n_trained] for share in shares)
     return [share for share in learned if share]

@@ -21,7 +21,7 @@ def uncorrected(right: Function) -> Function:
 
 
 def counted_per_tensor(right: Function) -> Function:
-    """The count of steps raised by every tensor that is updated."""
+    """Raise the count of steps with every tensor that is updated."""
     seen = [0]
 
     def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
@@ -32,7 +32,7 @@ def counted_per_tensor(right: Function) -> Function:
 
 
 def counted_from_zero(right: Function) -> Function:
-    """The second step taken for the first one."""
+    """Count steps from 0, so that the second step is taken for the first."""
     return lambda p, m, v, **how: right(p, m, v, **how | {"step": max(1, how["step"] - 1)})
 
 
@@ -51,7 +51,7 @@ def decay_missing(right: Function) -> Function:
 
 
 def decay_not_times_rate(right: Function) -> Function:
-    """The parameter decays by wd, not by lr * wd."""
+    """Decay the parameter by wd, not by lr * wd."""
 
     def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
         kept = (p * (1 - how["weight_decay"])).astype(p.dtype)
@@ -61,7 +61,7 @@ def decay_not_times_rate(right: Function) -> Function:
 
 
 def decay_after_update(right: Function) -> Function:
-    """The updated parameter decays."""
+    """Decay the updated parameter."""
 
     def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
         kept = 1 - how["lr"] * how["weight_decay"]
@@ -101,7 +101,7 @@ def moment_not_weighted(right: Function) -> Function:
 
 
 def clip_ignored(right: Function) -> Function:
-    """The norm computed and nothing scaled."""
+    """Compute the norm and scale nothing."""
     return lambda grads, *, max_norm: (dict(grads), right(grads, max_norm=max_norm)[1])
 
 
@@ -126,7 +126,7 @@ def clip_by_value(right: Function) -> Function:
 
 
 def norm_of_norms(right: Function) -> Function:
-    """The norms of the tensors added up."""
+    """Add up the norms of the tensors."""
 
     def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
         norm = sum(math.sqrt(float(np.square(grad, dtype=np.float64).sum())) for grad in grads.values())
@@ -137,12 +137,12 @@ def norm_of_norms(right: Function) -> Function:
 
 
 def one_step_late(right: Function) -> Function:
-    """The rate of the step before."""
+    """Use the learning rate of the step before."""
     return lambda step, **how: right(max(0, step - 1), **how)
 
 
 def one_step_early(right: Function) -> Function:
-    """The rate of the step after."""
+    """Use the learning rate of the step after."""
     return lambda step, **how: right(step + 1, **how)
 
 
@@ -156,7 +156,7 @@ def decay_from_the_start(right: Function) -> Function:
 
 
 def without_warmup(right: Function) -> Function:
-    """The peak from the first step on."""
+    """Use the peak learning rate from the first step on."""
     return lambda step, **how: right(max(step, how["warmup_steps"]), **how)
 
 

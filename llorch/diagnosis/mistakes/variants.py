@@ -110,6 +110,6 @@ def mistakes_of(stage: str, config: ModelConfig, layer: int | None, *, n_cached:
 
 
 def made_wrong(mistake: Mistake[StageInputs], inputs: StageInputs, stage: str) -> np.ndarray:
-    """The wrong array, in the dtype of the run; ids are int64."""
+    """Compute the wrong array, in the dtype of the run; ids are int64."""
     dtype = np.int64 if BY_NAME[stage].is_choice else inputs.dtype
     return np.ascontiguousarray(mistake.wrong(inputs, stage), dtype=dtype)

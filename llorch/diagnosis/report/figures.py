@@ -29,7 +29,10 @@ class Rung:
 
 
 def heat(values: np.ndarray, limit: float, what: str) -> str:
-    """A row of cells, the redder the farther beyond the limit; of more than fit the largest of neighbours."""
+    """Draw a row of cells, redder with the distance beyond the tolerance.
+
+    If the values do not fit, one cell shows the largest of some neighbours.
+    """
     cells = [part.max() for part in np.array_split(values, min(len(values), MAX_CELLS))]
     step = WIDTH / len(cells)
     drawn = "".join(

@@ -50,10 +50,10 @@ class Map:
 
 
 def page(diagnosis: Diagnosis) -> str:
-    """A page for people.
+    """Render a diagnosis as an HTML page.
 
     Args:
-        diagnosis: What is said of a dump.
+        diagnosis: The findings about a dump.
 
     Returns:
         A whole HTML document. Names that others chose are escaped, their control characters written out.
@@ -86,7 +86,7 @@ def _first_causes(diagnosis: Diagnosis) -> list[Finding]:
 
 
 def _looked_at(diagnosis: Diagnosis) -> StageResult | None:
-    """The first wrong stage; of a right dump the one that is nearest to its limit."""
+    """Choose the stage to show: the first wrong one; in a right dump, the one that is nearest to its tolerance."""
     wrong = [result for result in diagnosis.results if result.verdict == WRONG]
     places = {(finding.n_pass, finding.key) for finding in causes(diagnosis)[:1]}
     first = [result for result in wrong if (result.n_pass, result.key) in places]
@@ -94,7 +94,7 @@ def _looked_at(diagnosis: Diagnosis) -> StageResult | None:
 
 
 def strip(diagnosis: Diagnosis, looked_at: StageResult) -> list[Cell]:
-    """The stages of one layer in the order of the forward pass, with those outside the layers."""
+    """List the stages of one layer in the order of the forward pass, with the stages outside the layers."""
     mine = {
         result.stage: result
         for result in diagnosis.results
@@ -110,7 +110,7 @@ def strip(diagnosis: Diagnosis, looked_at: StageResult) -> list[Cell]:
 
 
 def rungs(results: Sequence[StageResult], looked_at: StageResult) -> list[Rung]:
-    """A rung for each layer: its worst local error, the limit of that, and what has come together at its end."""
+    """Summarise each layer: its worst local error, the tolerance of that error, and the total error at its end."""
 
     def by_layer() -> Iterator[list[StageResult]]:
         of_pass = (result for result in results if result.n_pass == looked_at.n_pass)

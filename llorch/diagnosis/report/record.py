@@ -19,10 +19,10 @@ VERSION = 1  # of the record; a change that a reader would trip over makes it th
 
 
 def record(diagnosis: Diagnosis) -> dict[str, object]:
-    """A diagnosis in plain values.
+    """Convert a diagnosis to plain values.
 
     Args:
-        diagnosis: What is said of a dump.
+        diagnosis: The findings about a dump.
 
     Returns:
         An object {version, model, source, right, findings, stages, could_not_show, notes, not_run}; numbers may be
@@ -104,7 +104,7 @@ def _add_case(suite: ElementTree.Element, model: str, result: StageResult, findi
 
 
 def by_place(findings: Iterable[Finding]) -> Mapping[tuple[int, str], Finding]:
-    """The finding that explains a result, by pass and stage key."""
+    """Map each pass and stage key to the finding that explains its result."""
     return {place: finding for finding in findings for place in finding.places}
 
 
@@ -118,7 +118,7 @@ def numbers(result: StageResult) -> str:
 
 
 def short(number: float) -> str:
-    """An error."""
+    """Format an error with two digits; `-` for NaN."""
     return "-" if math.isnan(number) else f"{number:.1e}" if number else "0"
 
 
@@ -136,7 +136,7 @@ def explained(suspect: Suspect) -> str:
 
 
 def percent(share: float) -> str:
-    """A share, never rounded up to the whole."""
+    """Format a share in percent; a share below 1 is never rounded up to 100 %."""
     return "100 %" if share >= 1 else f"{math.floor(share * 10_000) / 100:.2f} %" if math.isfinite(share) else "-"
 
 
@@ -167,12 +167,12 @@ def verdict(diagnosis: Diagnosis) -> str:
 
 
 def causes(diagnosis: Diagnosis) -> list[Finding]:
-    """Findings that are no honest ones, the first first."""
+    """Return the findings that are not honest, the first of the run first."""
     return [finding for finding in diagnosis.findings if finding.kind != "honest"]
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """What is to be known first."""
+    """Summarise a diagnosis in one sentence: the first cause, or that nothing is wrong."""
     if found := causes(diagnosis):
         return found[0].sentence
     left_out = sum(map(len, diagnosis.not_run.values()))

@@ -55,7 +55,7 @@ def _decoded_by(decoded: Wrong, weights: Weights, stages: Sequence[str]) -> Any:
 
 
 def _folder_matrix(mistake: Mistake[QuantisedMatrix], weights: Weights, name: str) -> np.ndarray | None:
-    """A matrix of a folder as the mistake reads it; None where it has another scheme."""
+    """Read a matrix of a folder as the mistake reads it; None if the matrix has another scheme."""
     stored = weights.as_stored(name)
     if not isinstance(stored, QuantisedMatrix) or len(weights.shape(name)) != 2:
         return None
@@ -66,7 +66,7 @@ def _folder_matrix(mistake: Mistake[QuantisedMatrix], weights: Weights, name: st
 
 
 def _matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> np.ndarray | None:
-    """A matrix as the mistake decodes it; None where it is of another type."""
+    """Decode a matrix as the mistake decodes it; None if the matrix has another type."""
     packed, slot = weights.as_stored(name), weights.slots[name]
     if len(slot.shape) != 2 or packed.ggml_type.name not in mistake.cases:
         return None

@@ -96,7 +96,7 @@ class SettingFamily:
 
 
 def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
-    """The library, as far as mistakes can be made with a configuration."""
+    """Yield the known mistakes that can be made with a configuration."""
     for mistake in STAGE_MISTAKES:
         if mistake.applies_to(config) and any(BY_NAME[stage].applies_to(config) for stage in mistake.stages):
             yield Hypothesis(
@@ -149,7 +149,10 @@ _LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 
 
 def _as_llama3(config: ModelConfig) -> Llama3Scaling | None:
-    """The scaling that gives the factors of a GGUF file, which says no more; another base gives others."""
+    """Derive the Llama 3 scaling from the factors of a GGUF file, which stores no more; None if no scaling gives them.
+
+    A hypothesis with another rope base needs the scaling, because the factors depend on the base.
+    """
     if not isinstance(config.rope_scaling, FactorScaling):
         return config.rope_scaling if isinstance(config.rope_scaling, Llama3Scaling) else None
     factors, inv_freq = np.asarray(config.rope_scaling.factors), frequencies(config.head_dim, config.rope_theta)
@@ -364,7 +367,7 @@ def _products(
     what = "Inputs, weights and results" if results else "Inputs and weights" if weights else "Inputs"
 
     def kept(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
-        """A bias is added to what was rounded."""
+        """Round the product before the bias is added."""
         bias = inputs.weights.get(BY_NAME[stage].matrix.replace("_proj", "_bias")) if BY_NAME[stage].matrix else None
         return results(array) if bias is None else results(array - bias) + bias  # type: ignore[misc] (planted with it)
 
@@ -393,7 +396,7 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
 
 
 def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
-    """The same, the other bits cut off."""
+    """Cut to the 10 bits of TF32 behind the point, without rounding."""
     return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
 
 

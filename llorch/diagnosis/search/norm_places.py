@@ -39,7 +39,14 @@ class _Suspect:
 
 
 def check_norms(dump: StageDump, weights: Weights) -> list[str]:
-    """Notes on arrays of which nothing in the dump says where they stand; GuardFailed for those that stand wrongly."""
+    """Check that arrays at a norm were dumped before or after it, as their names say.
+
+    Returns:
+        Notes on arrays for which nothing in the dump tells the point.
+
+    Raises:
+        GuardFailed: An array was dumped at the wrong point.
+    """
     notes = []
     for number in range(len(dump.passes)):
         for suspect in _suspects(dump, weights, number):

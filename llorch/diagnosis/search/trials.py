@@ -97,7 +97,7 @@ class Trials:
         yield from (self._valued(family, result) for family in self._families(result) if family.later or not was_right)
 
     def _families(self, result: StageResult) -> Iterator[SettingFamily]:
-        """Settings that are read since the dump showed the last stages."""
+        """Yield the settings that a stage reads which ran since the dump showed the last stages."""
         for family in FAMILIES:
             if family.values(self.replay.config) and {*map(stage_of, result.since)} & {*family.stages}:
                 yield family
@@ -121,7 +121,7 @@ class Trials:
                         yield self.tried((*mistake.hypotheses, setting), places, result)
 
     def _valued(self, family: SettingFamily, result: StageResult) -> Trial:
-        """A setting with the best value of its list, or the best one between them."""
+        """Try a setting with each value of its list, and between them; return the best trial."""
         config = self.replay.config
 
         def tried(value: float, places: tuple[str, ...]) -> Trial:
@@ -187,7 +187,7 @@ class Trials:
         return self._sizes[at]
 
     def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
-        """The stage of a result with a change planted; None where nothing comes out."""
+        """Compute the stage of a result with a change injected; None if the change yields no array."""
         part, past = self.replay.part_of(result.key), past or self._pasts[result.n_pass][0]
         found: list[np.ndarray] = []
 
@@ -208,7 +208,7 @@ class Trials:
         return None
 
     def _begin(self, result: StageResult, change: Change, past: Past) -> tuple[int, np.ndarray | None]:
-        """The first part that a change concerns, and its input; None where the dump has that, or it is the tokens."""
+        """Find the first part that a change concerns, and its input; None if the dump shows it or if it is ids."""
         part = self.replay.part_of(result.key)
         first = self.replay.first_part(result.n_pass, part)
         places = {*change.plants, *change.passed_on} & {*result.since}
@@ -220,7 +220,7 @@ class Trials:
         return concerned, self._inputs_of(result.n_pass, first, past)[self.replay.input_of(concerned)]
 
     def _inputs_of(self, n_pass: int, first: int, past: Past) -> Mapping[str, np.ndarray]:
-        """What goes into the parts behind one, with nothing changed, as far as the dump shows none of it."""
+        """Compute the inputs of the parts after `first` without a change, up to the first that the dump shows."""
         if self._entered[0] != (n_pass, first, past):
             made: dict[str, np.ndarray] = {}
             part = first + 1
@@ -238,7 +238,7 @@ class Trials:
         return self._entered[1]
 
     def _changed(self, past: Past, n_pass: int, change: Change, first: int, last: int) -> Past:
-        """The caches before a pass, had the earlier ones been changed likewise."""
+        """Compute the caches before a pass as if the change had been made in the earlier passes too."""
         layers = range(max(first, 0), min(last, self.replay.config.n_layers - 1) + 1)
         if not n_pass or not layers:
             return past
@@ -251,7 +251,7 @@ class Trials:
 
 
 def stage_of(place: str) -> str:
-    """The stage of a stage key."""
+    """Return the stage of a stage key."""
     return place.rpartition(".")[2]
 
 
@@ -284,7 +284,7 @@ def together(changes: Sequence[Change]) -> Change:
 
 
 def _both(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -> Plant:
-    """What is planted at a place by one or by both, the second then on what the first made."""
+    """Combine the changes at one place; if both have one, the second changes the result of the first."""
     if place not in first or place not in second:
         return first[place] if place in first else second[place]
     one, two = first[place], second[place]
@@ -294,7 +294,7 @@ def _both(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -
 
 
 def _refined(start: float, values: Sequence[float], tried: Callable[[float], Trial]) -> Trial:
-    """The best value near one of a list, by golden section of its logarithm, with as few digits as do."""
+    """Search the best value near `start`, by golden section of its logarithm, with as few digits as suffice."""
     low = math.log(max((value for value in values if value < start), default=start / 8))
     high = math.log(min((value for value in values if value > start), default=start * 8))
     one, two = (tried(math.exp(x)) for x in (high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)))

@@ -61,7 +61,7 @@ def diagnose_training(weights: Weights, adapter: Adapter, raw: RawDump, *, model
 
 
 def _dtype(dump: TrainingDump) -> DtypeName:
-    """What activations were computed in: as the dump says, or as logits are stored; else float32."""
+    """Infer the dtype of activations: the dump's declaration, else the stored dtype of the logits, else float32."""
     logits = [s.stored for step in dump.steps for (group, _), s in step.shown.items() if group == "adapted_logits"]
     found: list[DtypeName] = [half for half in HALF if half in (dump.dtype, *logits)]
     return found[0] if found else "float32"
@@ -102,9 +102,10 @@ class _Search:
                 cure += best.planted
 
     def _explained(self, wrong: Sequence[JudgedArray], cure: Cure) -> tuple[Scored | None, list[Scored]]:
-        """What makes a wrong quantity as the dump shows it; beside it what cannot be told from that, or comes near.
+        """Find the cause that makes a wrong quantity as the dump shows it.
 
-        Known mistakes first, then numbers as they fit best, then two at once.
+        Try known mistakes first, then numbers as they fit best, then two causes at once. Also return the causes that
+        cannot be told from the best one; if there is no best one, return the causes that come near.
         """
         scorer, since = Scorer(self.replay, self.judge, wrong, cure), _since(self.rows, wrong[0].key)
         tried = [(one,) for one in known(self.weights.config, since, wrong[0].key[1])]
@@ -153,7 +154,7 @@ class _Search:
 
 
 def _next(rows: Sequence[JudgedArray], closed: Mapping[str, int]) -> JudgedArray | None:
-    """The first wrong row that is neither what nothing explains, in whatever step, nor inherited from that."""
+    """Return the first wrong row whose group is not closed as unexplained, and which inherits no unexplained error."""
     first = min(closed.values(), default=math.inf)
     left = [row for row in rows if row.key[1] not in closed and (row.mode == ISOLATED or _at(row.key) < first)]
     return first_wrong(left)
@@ -250,7 +251,7 @@ def _result(row: JudgedArray, alone: JudgedArray, dtype: DtypeName, verdict: str
 
 
 def _of_arithmetic(results: Sequence[StageResult], dtype: DtypeName) -> list[Finding]:
-    """What half precision makes of a right run."""
+    """Report the differences that half precision makes in a right run; empty if there are none."""
     honest = [result for result in results if result.verdict == HONEST]
     if not honest:
         return []

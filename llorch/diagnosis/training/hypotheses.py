@@ -62,7 +62,7 @@ class ScaledMistakes:
 
 
 def group_of(mistake: TrainingMistake) -> str:
-    """The quantity of a step in which a mistake shows first."""
+    """Return the quantity of a step in which a mistake shows first."""
     first = mistake.stages[0]
     if mistake.part == CLIP:
         return "grad_norm" if first == "grad_norm" else "clipped"
@@ -146,7 +146,7 @@ def smoothed(share: float) -> TrainingMistake:
 
 
 def normalised(factor: float) -> TrainingMistake:
-    """The loss of a step and its gradients times a factor."""
+    """Multiply the loss of a step and its gradients by a factor."""
 
     def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
         def made(*given: Any, **how: Any) -> tuple[float, dict[str, np.ndarray]]:
@@ -197,7 +197,7 @@ def rslora_turned(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def divided(count: Callable[[Sequence[Batch]], int]) -> Callable[..., Any]:
-    """The sum of a step divided by another number than that of its learned tokens."""
+    """Divide the sum of a step by another number than its learned tokens."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:

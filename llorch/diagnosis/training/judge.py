@@ -81,7 +81,7 @@ class TrainingJudge:
         return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.limit)
 
     def rate(self, step: TrainingStep) -> float:
-        """The unit of parameters: the learning rate, where that is not 0."""
+        """Return the unit of parameters: the learning rate of the step, or of the settings if that is 0."""
         return step.lr or self.dump.settings.lr
 
     def mode(self, step: TrainingStep, group: str, name: str) -> str:
@@ -129,7 +129,7 @@ class TrainingJudge:
         return limit.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else limit
 
     def _amplified(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
-        """What errors of gradients, not shown, may make of parameters."""
+        """Bound the errors that gradients, which the dump does not show, may cause in parameters."""
         settings, own = (
             self.dump.settings,
             limits.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position),
@@ -151,5 +151,5 @@ def _backward(name: str) -> tuple[int, int, str]:
 
 
 def first_wrong(rows: Sequence[JudgedArray]) -> JudgedArray | None:
-    """The first row that is over its limit."""
+    """Return the first row that is over its tolerance."""
     return next((row for row in rows if row.over > 1), None)

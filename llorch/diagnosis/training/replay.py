@@ -99,7 +99,10 @@ class TrainingReplay:
             return _optimizer(run, step, grads, state, shown, self.dump.settings)
 
     def _remembered(self, what: str, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> Any:
-        """What a step makes, kept while its parameters are the same arrays; the oldest goes: logits may be large."""
+        """Compute a result of a step, and keep it while the step's parameters are the same arrays.
+
+        The oldest result is dropped first, because logits may be large.
+        """
         key = (what, step.number, id(parameters), tuple(one for one in mistakes if one.in_passes))
         found = self._kept.pop(key, None) or (parameters, getattr(self, f"_{what}")(step, parameters, mistakes))
         self._kept[key] = found  # with the parameters, whose id is theirs as long as they are alive
@@ -203,7 +206,7 @@ def _over(group: str, ours: Mapping[str, np.ndarray], shown: Mapping[tuple[str, 
 
 
 def _with_their_losses(loss: float, ours: np.ndarray, theirs: StepArray) -> float:
-    """The loss, had the dump's token losses gone into the sum."""
+    """Compute the loss as if the sum had used the dump's token losses."""
     assert theirs.rows is not None
     learned = ~np.isnan(ours)
     both = learned & theirs.rows

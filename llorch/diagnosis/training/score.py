@@ -66,7 +66,10 @@ class Scorer:
         return -1 if others and any(h.value and not h.honest for h in one.cause) else sum(row.over <= 1 for row in rows)
 
     def fitted(self, family: ScaledMistakes, where: Where, norm: float) -> Iterator[TrainingHypothesis]:
-        """A setting with the value that fits best; none where it has no effect. `norm` is that of the gradients."""
+        """Yield a setting with the value that fits best; nothing if the setting has no effect.
+
+        `norm` is the norm of the gradients.
+        """
 
         def plant(value: float) -> Planted:
             return Planted(family.make(value), where, along=True)
@@ -107,7 +110,7 @@ class Scorer:
         return Scored(cause, 1 - math.sqrt(times_over(after, before)), left)
 
     def _fit(self, starts: Sequence[float], plant: Callable[[float], Planted]) -> float | None:
-        """The number with which a replay is nearest to the dump, by Gauss's steps of its logarithm."""
+        """Fit the number with the least distance to the dump, by Gauss's steps of its logarithm; None: no effect."""
         x = min(starts, key=lambda start: float(np.linalg.norm(self._off(plant(start)))))
         for _ in range(_MOVES):
             here = self._off(plant(x))
@@ -122,7 +125,7 @@ class Scorer:
         return x
 
     def _off(self, planted: Planted) -> np.ndarray:
-        """What the quantity is off by, each array in its own unit; 0 where nothing is compared."""
+        """Compute the errors of the quantity, each array divided by its norm in the dump; 0 if nothing is compared."""
         run, off = self._run((planted,)), []
         for row in self.wrong:
             got, want = row.shown.array, run.arrays[row.key]
