@@ -164,7 +164,7 @@ class AtlasInput:
 
     @property
     def sisters(self) -> "list[AtlasInput]":
-        """The same in the other style, and the same without the feature: one difference each, the style first."""
+        """Control inputs with one difference each: first the other style, then the model without the feature."""
         without = [replace(self, feature="")] if self.feature else []
         is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1
         other = [replace(self, style="old" if self.style == "new" else "new")] if is_styled else []
@@ -172,7 +172,7 @@ class AtlasInput:
 
 
 def every_input() -> Iterator[AtlasInput]:
-    """Each once, in the order of the table."""
+    """Yield every input once, in the order of the table."""
     for family, own in FAMILIES.items():
         for feature in ("", *own.features):
             yield from (AtlasInput(family, feature, style) for style in own.styles)
@@ -209,7 +209,7 @@ def write_input(this: AtlasInput, home: Path) -> Path:
 
 
 def _write_random(this: AtlasInput, folder: Path) -> None:
-    """In place of the model that lent its tokenizer."""
+    """Replace the model that lent its tokenizer by random weights and a matching configuration."""
     config = json_config(this) | {"vocab_size": json.loads((folder / "config.json").read_text())["vocab_size"]}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(random_tensors(config, folder), folder / "model.safetensors", metadata={"format": "pt"})
@@ -231,7 +231,7 @@ def _old_style(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_tensors(config: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
-    """By their names in a folder, drawn in the order of the names: no gain is one, no bias zero."""
+    """Draw random tensors by their names in a folder, in the order of the names: no gain is one, no bias zero."""
     rng, made = np.random.default_rng(0), {}
     shapes = {each.name: each.shape for each in huggingface_tensors(ModelConfig.from_huggingface(config, path=folder))}
     for name in sorted(shapes):

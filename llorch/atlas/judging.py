@@ -65,25 +65,25 @@ class JudgedRun:
 
     @property
     def is_right(self) -> bool:
-        """Whether it is no farther from the truth than its arithmetic explains."""
+        """True if the run is no farther from the float64 reference than its arithmetic explains."""
         return self.over <= 1
 
     @property
     def error(self) -> float:
-        """Of the logits."""
+        """Error of the logits."""
         return self.stages[-1].error
 
 
 def judge(model: Path, dump_folder: Path, truth: Trace) -> JudgedRun:
-    """Hold a dump to the truth.
+    """Compare a dump with the float64 reference.
 
     Args:
         model: The folder with the numbers that the engine was given.
-        dump_folder: What it wrote.
+        dump_folder: The folder that the engine wrote.
         truth: Stages of the whole sequence in float64, by trace key.
 
     Returns:
-        Distances, limits and, where one is exceeded, causes.
+        Distances, tolerances and, where one is exceeded, causes.
 
     Raises:
         FormatError: The dump is not one, or has no logits.
@@ -106,7 +106,7 @@ def judge(model: Path, dump_folder: Path, truth: Trace) -> JudgedRun:
 def _differences(
     weights: Weights, dump: StageDump, truth: Trace, ties: list[str]
 ) -> Iterator[tuple[str, Difference, Tolerance]]:
-    """Each stage of each pass beside the same tokens of the truth; behind a tie of experts nothing is a fault."""
+    """Compare each stage of each pass with the float64 reference; after a tie of experts nothing is a fault."""
     engine, scores = EngineArithmetic(dump), dict[str, np.ndarray]()
     ids = tuple(token for tokens in dump.passes for token in tokens.ids)
     with np.errstate(all="ignore"):

@@ -55,7 +55,7 @@ def readme(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], reports: 
 
 
 def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
-    """How many inputs of each engine got which word."""
+    """Count the inputs of each engine by verdict, as a table."""
     rows = []
     for name, own in _by_engine(verdicts):
         count = Counter(each.word for each in own)
@@ -85,7 +85,7 @@ def _cell(verdict: AtlasVerdict | None) -> str:
 
 
 def bugs_table(verdicts: Sequence[AtlasVerdict], reports: Mapping[str, str]) -> str:
-    """Each confirmed bug: where, what, how far, and what makes the engine agree."""
+    """Render a table of confirmed bugs: where, what, how far, and what makes the engine agree."""
     rows = []
     for title, own in bugs(verdicts):
         first = own[0]
@@ -138,7 +138,7 @@ def _quoted(text: str) -> str:
 
 
 def picture(verdicts: Sequence[AtlasVerdict]) -> str:
-    """Largest distance of every stage over all inputs on which an engine is right, as SVG.
+    """Draw the largest distance of every stage over all inputs on which an engine is right, as SVG.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -166,7 +166,7 @@ def picture(verdicts: Sequence[AtlasVerdict]) -> str:
 
 
 def _largest(verdicts: Sequence[AtlasVerdict]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of engines that are right somewhere, the largest distance of each stage there, in the order of the table."""
+    """Find the largest distance of each stage, for engines that are right on some input, in the order of the table."""
     for name, own in _by_engine(verdicts):
         rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
         largest = {stage: max((row.error for row in rows if row.stage == stage), default=0.0) for stage in BY_NAME}

@@ -8,10 +8,10 @@ from llorch.atlas.verdicts import AtlasVerdict
 
 
 def report(title: str, own: Sequence[AtlasVerdict], shown: ProgramOutput | None) -> str:
-    """One report, as Markdown.
+    """Write one report of a bug, as Markdown.
 
     Args:
-        title: Of the bug.
+        title: Title of the bug.
         own: Its verdicts, on one input or more.
         shown: The program of the first of them.
     """

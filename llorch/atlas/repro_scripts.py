@@ -79,7 +79,7 @@ def shown(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, python: Pat
 
 
 def program(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, home: Path) -> str:
-    """Python: both models, expected and got."""
+    """Write a Python program that runs both models and prints expected and actual logits."""
     ids = [token for part in this.parts for token in part]
     cases = [(_case_of_file if this.gguf else _case_of_folder)(one, ids, home / "inputs") for one in (this, sister)]
     common = {key: value for key, value in cases[0].keys.items() if cases[1].keys.get(key, ...) == value}
@@ -156,7 +156,7 @@ def _rounded(numbers: np.ndarray) -> list[float]:
 
 
 def _shapes(config: ModelConfig, *, pairs: bool) -> dict[str, tuple[int, ...]]:
-    """By name, in which {0} is a layer, {1} the number of an expert.
+    """Map names of tensors to shapes; in a name {0} is a layer, {1} the number of an expert.
 
     For a GGUF file whose rows of q and k lie in pairs, these are (heads, 2, half a head, in): so they are turned.
     """

@@ -170,7 +170,7 @@ def _variables(folder: Path) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """With all that it started."""
+    """Kill a process and every process that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -186,7 +186,7 @@ def _last_words(path: Path) -> str:
 
 
 def _memory_of(session: int) -> int:
-    """Bytes that the processes of a session hold; 0 where the system does not say."""
+    """Sum the bytes that the processes of a session hold; 0 if the system does not say."""
     held = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):

@@ -49,13 +49,13 @@ class AtlasVerdict:
     agreed: JudgedRun | None = None
 
     def record(self) -> dict[str, Any]:
-        """For JSON; NaN and infinity are for the writer to replace."""
+        """Convert a verdict to plain values for JSON; the writer must replace NaN and infinity."""
         made = _rounded(asdict(self)) | {"input": self.input.name}
         return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
 
 
 def word_of(judged: JudgedRun) -> tuple[str, str]:
-    """Of a run that ended well, before any cause is confirmed, and what is known of it."""
+    """Choose the verdict of a run that ended well, before any cause is confirmed, and describe the known cause."""
     if judged.is_right and judged.tie:
         return HONEST, f"{judged.arithmetic}; experts at a tie: {judged.tie}"
     if judged.is_right:
@@ -93,7 +93,7 @@ def _correction(this: AtlasInput, sister: AtlasInput) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Three digits of every number."""
+    """Round every number to three digits."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -58,7 +58,7 @@ def _shown(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | None:
 
 
 def record(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -> dict[str, object]:
-    """For a program."""
+    """Collect the verdicts as plain values, for a program."""
     return {"version": 1, **facts, "verdicts": [each.record() for each in verdicts]}
 
 

@@ -103,13 +103,13 @@ def _without_open(
 
 
 def settled(results: Sequence[StageResult], findings: Sequence[Finding]) -> list[StageResult]:
-    """HONEST for all that was beyond its limit until an honest difference explained it."""
+    """Mark results as HONEST if they were beyond their tolerance until an honest difference explained them."""
     explained = {place for finding in findings if finding.kind == "honest" for place in finding.places}
     return [replace(r, verdict=HONEST) if (r.n_pass, r.key) in explained else r for r in results]
 
 
 def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Iterator[Finding]:
-    """One finding for each cause, the first of the run first."""
+    """Yield one finding for each cause, the first of the run first."""
     wrong = [result for result in results if result.verdict == WRONG]
     right = [result for result in results if result.verdict == RIGHT]
     all_named = True  # pairs are looked for until something is unknown: what comes of that may be anything
@@ -148,7 +148,7 @@ def _alike(
 
 
 def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageResult]:
-    """Results that were made from what cannot be read, and cannot be read either."""
+    """Yield the unreadable results that were made from an unreadable result; none if `first` is readable."""
     if first.local.fault is not None:
         yield from (result for result in rest if result.local.fault is not None)
 
@@ -160,7 +160,7 @@ def _widest(
     right: Sequence[StageResult],
     trials: Trials,
 ) -> tuple[Trial | None, list[StageResult]]:
-    """Of those that are named the one that spoils no right result, and makes the most of the other wrong ones too."""
+    """Choose the named trial that spoils no right result and explains the most other wrong results."""
     reach = [[result for result in rest if trials.explains(trial, result)] for trial in named]
     named, reach = _consistent(named, reach, rest, first)
     if not named:
@@ -173,14 +173,14 @@ def _widest(
 def _consistent(
     named: Sequence[Trial], reach: Sequence[list[StageResult]], rest: Sequence[StageResult], first: StageResult
 ) -> tuple[list[Trial], list[list[StageResult]]]:
-    """Without those that leave most of what else is wrong with the same stage of the same layer."""
+    """Drop trials that leave most of the other errors of the same stage and layer unexplained."""
     others = [r for r in rest if r.key == first.key]
     kept = [at for at in range(len(named)) if 2 * sum(r.key == first.key for r in reach[at]) >= len(others)]
     return [named[at] for at in kept], [reach[at] for at in kept]
 
 
 def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:
-    """Whether a hypothesis, made in all passes and layers, would show in a result that is right."""
+    """Tell if a hypothesis, made in all passes and layers, would show in a result that is right."""
     (hypothesis, *others) = trial.hypotheses
     if others or not hypothesis.at(result.since):
         return False
@@ -264,7 +264,7 @@ def _percent(share: float) -> str:
 
 
 def _concentrated(result: StageResult) -> str:
-    """Where most of an error lies, when that is one token, head or channel of several."""
+    """Describe the one token, head or channel that has nearly all of an error; empty if there is none."""
     if result.profile is None:
         return ""
     axes = {"token": result.profile.tokens, "head": result.profile.heads, "channel": result.profile.channels}
@@ -301,7 +301,7 @@ def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
 
 
 def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[str, Sequence[str]]:
-    """Known mistakes that change no stage of the dump by enough, by reason."""
+    """List the known mistakes that change no stage of the dump by enough, by reason."""
     one_of_each = list({(bool(r.n_pass), r.stage, len(r.since)): r for r in results}.values())
     rights = {id(result): trials.made(result) for result in one_of_each}
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -326,7 +326,7 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
 
 
 def _shows(mistake: Hypothesis, result: StageResult, right: np.ndarray | None, trials: Trials) -> bool:
-    """Whether a mistake changes a stage by more than rounding does."""
+    """Tell if a mistake changes a stage by more than rounding does."""
     wrong = trials.made(result, mistake.change(mistake.at(result.since)))
     if wrong is None or right is None or wrong.shape != right.shape:
         return True

@@ -25,7 +25,7 @@ def first_past(replay: Replay, *, as_given: bool = True) -> Past:
 
 
 def first_variances(replay: Replay, past: Past) -> dict[str, np.ndarray]:
-    """None for keys and values that are the engine's own; by trace key."""
+    """Return zero variances, by trace key, for the cached keys and values that come from the engine."""
     if not replay.n_before:
         return {}
     n_runs = N_RUNS + replay.weights.numerics.rounds_activations

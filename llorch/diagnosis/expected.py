@@ -60,7 +60,7 @@ class EngineArithmetic:
         self._shown = lru_cache(maxsize=None)(self._dtype_of)
 
     def judged(self, n_pass: int, name: str) -> StageMode:
-        """Of a stage of a pass."""
+        """Return the arithmetic in which a stage of a pass is judged."""
         features, stage = self._dump.features, name.rpartition(".")[2]
         dtype, how = self._dtype
         own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
@@ -88,7 +88,7 @@ class EngineArithmetic:
 
     @property
     def _dtype(self) -> tuple[str, str]:
-        """Of the engine as a whole: declared, or shown by half of its stages."""
+        """Dtype of the engine as a whole: declared, or shown by half of its stages."""
         if self._dump.features.dtype in HALF:
             return self._dump.features.dtype, "as declared"
         if self._dump.features.dtype:
@@ -147,15 +147,15 @@ class Expectations:
         )
 
     def of_part(self, part: int, made: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
-        """Stages of a part that ran just now, each with what gives its limits for some of its tokens.
+        """Yield the stages of a part that just ran, each with a function that gives tolerances for some of its tokens.
 
         Args:
-            part: Which.
-            made: What ours made.
-            fed: What was passed on, the input of the part among it.
+            part: Number of the part.
+            made: Arrays that llorch computed.
+            fed: Arrays that were passed on, the input of the part among them.
 
         Yields:
-            Stage key, and its limits for what was seen of it.
+            Stage key, and its tolerances for the tokens that the dump shows.
         """
         self._made.update(made)
         self._fed.update(fed)

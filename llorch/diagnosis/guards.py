@@ -77,7 +77,7 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
 
 
 def _is_wrong_lookup(found: Sequence[int], wanted: Sequence[int], n_rows: int) -> bool:
-    """Whether the right tokens were looked up at one step from their rows, or without their higher bytes."""
+    """Tell if the right tokens were looked up with a constant offset of rows, or without their higher bytes."""
     steps = {(b - a) % n_rows for a, b in zip(found, wanted, strict=True)}
     return len(steps) == 1 or all(step % 256 == 0 for step in steps)
 
@@ -100,7 +100,10 @@ def _require_positions(dump: StageDump, config: ModelConfig, first_position: int
 
 
 def _require_layout(dump: StageDump, config: ModelConfig) -> None:
-    """Every array in the shape of its stage; a context of another length is one of tokens that the dump hides."""
+    """Check that every array has the shape of its stage.
+
+    A context of another length is accepted as a context with tokens that the dump hides.
+    """
     known = {key: stage for key, stage, _ in keys(config)}
     n_context = dump.n_before or 0
     for number, tokens in enumerate(dump.passes):
@@ -127,7 +130,7 @@ def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, got: tupl
 
 
 def _check_run(dump: StageDump) -> list[str]:
-    """Logits of the run that nobody watched, where the dump has them, beside those of the run that was captured."""
+    """Compare logits of the production run, if the dump has them, with logits of the captured run."""
     notes = []
     for number, unwatched in dump.production.items():
         if (number, "logits") not in dump.seen:

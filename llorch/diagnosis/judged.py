@@ -32,12 +32,12 @@ class Beside:
 
     @property
     def difference(self) -> Difference:
-        """How far theirs is from ours, token by token too."""
+        """Difference between the engine's array and llorch's, for each token too."""
         return measure(self.theirs, self.ours, masked=self.masked, token_axis=self.token_axis)
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """How large the row of each token of ours is, by which its error is measured."""
+        """Norm of each token's row in llorch's array, by which the error of the row is measured."""
         if self.token_axis is None:
             return None
         others = tuple(axis for axis in range(self.ours.ndim) if axis != self.token_axis)
@@ -75,13 +75,13 @@ class DumpJudge:
     """Judges the passes of a dump, one after the other; keeps what the caches held before each, in both ways."""
 
     def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
-        """Nothing is computed yet."""
+        """Prepare; nothing is computed yet."""
         self.replay, self.pasts = replay, list[tuple[Past, ...]]()
         self.not_run: list[tuple[int, str]] = []  # pass and stage key of what the dump cannot be judged by
         self._say, self._engine = say, EngineArithmetic(replay.dump)
 
     def results(self) -> Iterator[StageResult]:
-        """Every stage of every pass, in the order of the run."""
+        """Yield every stage of every pass, in the order of the run."""
         pasts = [first_past(self.replay), first_past(self.replay, as_given=False)]
         alone, held = first_past(self.replay), (first_variances(self.replay, pasts[0]), dict[str, np.ndarray]())
         unknown = zip(unknown_stages(self.replay), unknown_stages(self.replay, fed=False), strict=True)
@@ -129,7 +129,7 @@ class DumpJudge:
         self, n_pass: int, name: str, ours: Sequence[np.ndarray], own: np.ndarray, chosen_by: Sequence[Any],
         allowed: Expected,
     ) -> StageResult:  # fmt: skip
-        """By the cache that is nearer to what the engine did."""
+        """Judge a stage with the cache that is nearer to what the engine did."""
         stage, layer = self.replay.stages[name]
         seen, judged = self.replay.dump.seen[n_pass, name], self._engine.judged(n_pass, name)
         pairs = [beside(self.replay, seen, name, *each) for each in zip(ours, chosen_by, strict=True)]

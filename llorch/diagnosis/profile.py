@@ -47,7 +47,7 @@ def profile(
 
 
 def has_heads(stage: Stage) -> bool:
-    """Whether a stage, or its width, is cut into heads."""
+    """Tell if a stage, or its width, is cut into heads."""
     return bool({"heads", "kv_heads", "q_width", "kv_width"} & set(stage.axes.split()))
 
 
@@ -62,7 +62,7 @@ def by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray
 
 
 def _apart(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Differences and what is right, in float64; nothing where both mask."""
+    """Return absolute differences and the right values, in float64; 0 where both mask."""
     a, b = got.astype(np.float64), want.astype(np.float64)
     masked = np.isneginf(b)
     with np.errstate(invalid="ignore"):
@@ -80,6 +80,6 @@ def _ulps(off: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _share(squares: np.ndarray) -> np.ndarray:
-    """Norms of the difference over norms of what is right."""
+    """Divide norms of the difference by norms of the right values."""
     off, size = np.sqrt(squares)
     return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))

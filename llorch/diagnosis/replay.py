@@ -84,7 +84,7 @@ class Replay:
     """Ours beside one dump."""
 
     def __init__(self, weights: Weights, dump: StageDump) -> None:
-        """Of weights in the dtype to compute in."""
+        """Prepare; `weights` are in the dtype to compute in."""
         self.weights, self.config, self.dump = weights, weights.config, dump
         self.n_before = dump.n_before or 0  # tokens in the cache, of passes that the dump does not have
         self.stages = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
@@ -93,7 +93,7 @@ class Replay:
         self._read = lru_cache(maxsize=64)(self._read_fed)
 
     def tokens(self, n_pass: int) -> Tokens:
-        """Of a pass."""
+        """Return the tokens of a pass."""
         return self.dump.passes[n_pass]
 
     def this(self, n_pass: int) -> Pass:
@@ -101,7 +101,7 @@ class Replay:
         return Pass(self.tokens(n_pass).ids, self.tokens(n_pass).first_position)
 
     def n_cached(self, n_pass: int) -> int:
-        """How many tokens earlier passes left in the cache."""
+        """Count the tokens that earlier passes left in the cache."""
         return self.n_before + sum(len(tokens.ids) for tokens in self.dump.passes[:n_pass])
 
     def shape(self, n_pass: int, name: str) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class Replay:
         return array.astype(self._dtype(name)) if array.shape == self.shape(n_pass, name) else None
 
     def _can_be(self, stage: Stage, array: np.ndarray) -> np.ndarray:
-        """Where an array holds what its stage can: numbers, masked entries, experts that there are."""
+        """Mark the values that are possible in a stage: numbers, masked entries, ids of existing experts."""
         if stage.is_choice and self.config.experts is not None:
             return (array >= 0) & (array < self.config.experts.n_experts)
         return np.isfinite(array) | (np.isneginf(array) if stage.masked else False)
@@ -154,7 +154,7 @@ class Replay:
         return "embed" if part == 0 else key("block_out", part - 1)
 
     def since(self, n_pass: int, name: str) -> tuple[str, ...]:
-        """Stages that ran since those that the dump shows, in order; `name` is the last."""
+        """List the stages that ran since those that the dump shows, in order; `name` is the last."""
         found, pending = set[str](), [name]
         while pending:
             here = pending.pop()
@@ -276,7 +276,7 @@ class Past:
     """
 
     def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:
-        """Empty caches."""
+        """Create empty caches."""
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
         self._of_one_layer = replace(config, n_layers=1, layers=())
         self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
@@ -290,13 +290,13 @@ class Past:
         self._states_after: dict[int, DeltaState] = {}
 
     def beginning(self, held: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
-        """Before the first pass of a dump, with what the caches held by then."""
+        """Return the caches before the first pass of a dump, with the keys and values that they held by then."""
         made = self._with(held, self._states)
         made._first = held
         return made
 
     def before(self, layer: int) -> dict[str, np.ndarray]:
-        """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim); the state of a delta net."""
+        """Return keys and values before this pass, (kv_heads, tokens, head_dim), and the state of a delta net."""
         k, v = self._before[layer]
         if layer not in self._states:
             return {"past_k": k, "past_v": v}
@@ -311,7 +311,7 @@ class Past:
         return self._states_after[layer]
 
     def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
+        """Return keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
         cache = KVCache(self._of_one_layer, self._before[layer][0].dtype.type)  # as it runs for users
         if n_before := self._before[layer][0].shape[1]:
             cache.append(0, *(old.swapaxes(0, 1) for old in self._before[layer]))
@@ -325,15 +325,15 @@ class Past:
             self._after[layer] = passed[key("k_cache", layer)], passed[key("v_cache", layer)]
 
     def next(self) -> "Past":
-        """Before the next pass."""
+        """Return the caches before the next pass."""
         return self._with(self._before | self._after, self._states | self._states_after)
 
     def again(self) -> "Past":
-        """Before the same pass."""
+        """Return the caches before the same pass."""
         return self._with(self._before, self._states)
 
     def empty(self) -> "Past":
-        """Before the first pass."""
+        """Return the caches before the first pass."""
         return self._with(
             self._first,
             {i: DeltaState(np.zeros_like(s.conv), np.zeros_like(s.delta)) for i, s in self._states.items()},

@@ -148,5 +148,5 @@ class Diagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is wrong: every difference is one of arithmetic."""
+        """True if nothing is wrong: arithmetic explains every difference."""
         return not any(finding.kind != "honest" for finding in self.findings)

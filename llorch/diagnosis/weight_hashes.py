@@ -70,7 +70,7 @@ class _Ours:
         self._tried: dict[str, tuple[str, str] | None] = {}  # by short name: layout and rounding of the first one
 
     def guise(self, name: str | None, told: str) -> tuple[str, bool]:
-        """How a tensor came to another hash than ours of that name, and whether its numbers are ours."""
+        """Describe how a tensor got another hash than llorch's weight; tell if the tensor has llorch's numbers."""
         if told in self._by_digest:
             return f"is our {self._by_digest[told]}", True
         if name is None:
@@ -119,7 +119,7 @@ class _Ours:
         return {digest(self._weights.array(name)): name for name in self._inventory}
 
     def _way(self, name: str, told: str) -> tuple[str, str] | None:
-        """Layout and rounding; of a kind only the first is tried for all."""
+        """Find layout and rounding; for tensors of one kind, only the first match is tried again."""
         array, short = self._weights.array(name), name.rpartition(".")[2]
         layouts = dict(_layouts(self._inventory[name], self._weights.config))
         ways = [(layout, rounding) for rounding in ROUNDED for layout in layouts]
@@ -131,7 +131,7 @@ class _Ours:
 
 
 def _layouts(weight: Weight, config: ModelConfig) -> Iterator[tuple[str, Change]]:
-    """Ways to hold the same numbers."""
+    """Yield the ways to hold the same numbers."""
     yield "", lambda array: array
     short = weight.name.rpartition(".")[2]
     if len(weight.shape) == 2:
@@ -147,7 +147,7 @@ def _layouts(weight: Weight, config: ModelConfig) -> Iterator[tuple[str, Change]
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
-    """Ours by every name that a weight has in files."""
+    """Map every name that a weight has in files to llorch's name."""
     tied = ("lm_head.weight", "output.weight") if config.tie_word_embeddings else ()
     known: dict[str, str] = dict.fromkeys(tied, "embed_tokens")
     for weight in inventory(config).values():

@@ -38,7 +38,7 @@ _MERGE = "llorch lora merge"
 
 
 def rslora_scale(adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """Rank-stabilised scales are ignored by some servers."""
+    """Warn about rank-stabilised scales, which some servers ignore."""
     if not adapter.config.use_rslora:
         return AdapterFinding("rsLoRA scale", OK, "alpha / r, which every engine implements")
     times = math.sqrt(max(adapter.config.rank_of(target) for target in adapter.targets.values()))
@@ -47,7 +47,7 @@ def rslora_scale(adapter: Adapter, weights: Weights) -> AdapterFinding:
 
 
 def patterns(adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """Ranks and alphas of single matrices are read by PEFT only."""
+    """Warn about ranks and alphas of single matrices, which only PEFT reads."""
     config = adapter.config
     names = [name for name in ("alpha_pattern", "rank_pattern") if getattr(config, name)]
     if not names:
@@ -57,14 +57,14 @@ def patterns(adapter: Adapter, weights: Weights) -> AdapterFinding:
 
 
 def dora(adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """Magnitude vectors exist in PEFT only."""
+    """Warn about magnitude vectors, which only PEFT supports."""
     if not adapter.config.use_dora:
         return AdapterFinding("DoRA", OK, "no magnitude vectors")
     return AdapterFinding("DoRA", WARNING, f"vLLM and llama.cpp refuse DoRA; merge the adapter for them: {_MERGE}")
 
 
 def embedding_and_output(adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """Adapters of the embedding or the output of a tied model act on one side only."""
+    """Warn about adapters of the embedding or the output of a tied model: they act on one side only."""
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
     if not outer:
         return AdapterFinding("embedding and output", OK, "the adapter changes neither")
@@ -130,7 +130,7 @@ def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> AdapterFi
 
 
 def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> AdapterFinding:
-    """Half precision costs an adapter some thousandths."""
+    """Warn about half precision, which changes an adapter by some thousandths."""
     narrow = [kind for kind in stored_types(path) if kind not in ("F32", "F64")]
     if not narrow:
         return AdapterFinding("stored dtype", OK, "float32")
@@ -139,7 +139,7 @@ def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> AdapterFindi
 
 
 def _length(name: str, adapter: Adapter) -> float:
-    """Frobenius norm of B A, of all experts together."""
+    """Compute the Frobenius norm of B A, of all experts together."""
     lora = adapter.tensors[name]
     lora_A, lora_B = adapter.targets[name].by_expert(lora.lora_A, lora.lora_B)
     each = zip(lora_A, lora_B, strict=True) if lora_A.ndim == 3 else [(lora_A, lora_B)]

@@ -47,14 +47,14 @@ class PairScores:
 
 
 def log_softmax(logits: Logits) -> Float64[np.ndarray, "rows vocab"]:
-    """Log probabilities; large logits do not overflow, since the best of each row is taken off first."""
+    """Compute log probabilities; large logits do not overflow, since the best of each row is subtracted first."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def losses(logits: Logits, targets: Targets) -> PerToken:
-    """Minus the log probability of the right token of each row, in nats."""
+    """Compute minus the log probability of the right token of each row, in nats."""
     return np.concatenate([_loss(log_softmax(logits[rows]), targets[rows]) for rows in _blocks(logits)])
 
 
@@ -125,7 +125,7 @@ QUANTILES = {"median": 0.5, "90%": 0.9, "95%": 0.95, "99%": 0.99, "99.9%": 0.999
 
 
 def mean(values: Values) -> Estimate:
-    """Mean and standard error, which is NaN when there is one value only."""
+    """Compute the mean and its standard error, which is NaN for a single value."""
     n = len(values)
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(n - 1)) if n > 1 else math.nan)
 

@@ -73,5 +73,5 @@ MISTAKES: Mapping[
 
 
 def of_checkpoint(number: str) -> list[str]:
-    """Names of the mistakes that a checkpoint catches, in the order of the library."""
+    """List the names of the mistakes that a checkpoint catches, in the order of the library."""
     return [name for name, mistake in MISTAKES.items() if number in mistake.checkpoints]

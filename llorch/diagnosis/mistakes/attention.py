@@ -27,7 +27,7 @@ def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
 
 
 def _products(s: StageInputs) -> np.ndarray:
-    """Query times key, neither scaled nor masked: (heads, seq, ctx)."""
+    """Multiply queries by keys, neither scaled nor masked: (heads, seq, ctx)."""
     return _queries(s) @ _repeated(s["k_cache"], s.config.group_size).swapaxes(1, 2)
 
 
@@ -53,7 +53,7 @@ def hidden_in(s: StageInputs, kind: Layer, *, shift: int = 0) -> np.ndarray:
 
 
 def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
-    """Scores, or the probabilities made from them."""
+    """Return the scores, or the probabilities made from them."""
     return scores if stage == "attn_scores" else attention_probs(scores)
 
 
@@ -62,7 +62,7 @@ def _with_scale(s: StageInputs, stage: str, scale: float) -> np.ndarray:
 
 
 def with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
-    """Scores, or the probabilities made from them, of right products."""
+    """Compute scores, or the probabilities made from them, from right products and another mask."""
     return _shown(np.where(hidden, -np.inf, _products(s) * s.dtype(_scale(s))), stage)
 
 
@@ -80,7 +80,7 @@ def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def groups_tiled(s: StageInputs, stage: str) -> np.ndarray:
-    """Key head h % n_kv_heads."""
+    """Use key head h % n_kv_heads for query head h."""
     products = _queries(s) @ _tiled(s["k_cache"], s.config.group_size).swapaxes(1, 2)
     return _shown(np.where(_hidden(s), -np.inf, products * s.dtype(_scale(s))), stage)
 
@@ -91,30 +91,30 @@ def _in_half(x: np.ndarray) -> np.ndarray:
 
 
 def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
-    """Products rounded to float16, then scaled."""
+    """Round products to float16, then scale them."""
     return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s)) * s.dtype(_scale(s))), stage)
 
 
 def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
-    """Scaled, then rounded to float16."""
+    """Scale products, then round them to float16."""
     return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
 
 
 def softmax_over_heads(s: StageInputs, stage: str) -> np.ndarray:
-    """Heads sum to one; a hidden score is not a number then, because no head has a finite one."""
+    """Normalise over heads; a hidden score becomes NaN, because no head has a finite one."""
     with np.errstate(invalid="ignore"):  # -inf less -inf, which is the point
         weights = np.exp(s["attn_scores"] - s["attn_scores"].max(axis=0, keepdims=True))
     return weights / weights.sum(axis=0, keepdims=True)
 
 
 def softmax_over_all(s: StageInputs, stage: str) -> np.ndarray:
-    """All numbers together sum to one."""
+    """Normalise over all numbers together."""
     weights = np.exp(s["attn_scores"] - s["attn_scores"].max())
     return weights / weights.sum()
 
 
 def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
-    """Exponentials without their sum."""
+    """Return the exponentials without the division by their sum."""
     scores = s["attn_scores"]
     return np.exp(scores - scores.max(axis=-1, keepdims=True))
 
@@ -128,13 +128,13 @@ def _joined(mixed: np.ndarray) -> np.ndarray:
 
 
 def heads_joined_without_transpose(s: StageInputs, stage: str) -> np.ndarray:
-    """(heads, seq, head_dim) reshaped as it lies."""
+    """Reshape (heads, seq, head_dim) without a transpose."""
     mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
     return mixed.reshape(mixed.shape[1], -1)
 
 
 def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
-    """(seq, head_dim, heads)."""
+    """Join heads in the order (seq, head_dim, heads)."""
     mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
     return mixed.transpose(1, 2, 0).reshape(mixed.shape[1], -1)
 

@@ -15,7 +15,7 @@ def _logits(s: StageInputs, x: np.ndarray) -> np.ndarray:
 
 
 def log_probabilities(s: StageInputs, stage: str) -> np.ndarray:
-    """Log softmax."""
+    """Return the log softmax of the logits."""
     logits = _logits(s, s["final_norm"]).astype(np.float64)
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

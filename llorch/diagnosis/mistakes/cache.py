@@ -19,7 +19,7 @@ def _past_and_new(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _laid(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> Wrong:
-    """Rows made of the cached and the new ones, one part after the other."""
+    """Concatenate parts made of the cached and the new rows."""
     return lambda s, stage: np.concatenate(parts(*_past_and_new(s, stage)), axis=1)
 
 

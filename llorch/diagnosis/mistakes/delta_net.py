@@ -47,7 +47,7 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 def _several(config: ModelConfig) -> bool:
-    """Whether the order of value heads by their key heads can be mistaken."""
+    """Tell if a model has more value heads than key heads, so that their order can be mistaken."""
     net = config.delta_net
     return net is not None and 1 < net.n_key_heads < net.n_value_heads
 
@@ -93,7 +93,7 @@ def _softplus(x: np.ndarray) -> np.ndarray:
 
 
 def _decayed(made: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
-    """Of the projection, its bias and -exp(A_log)."""
+    """Make a mistake from a function of the projection, its bias and -exp(A_log)."""
     return lambda s, _: made(s["a_in"].astype(np.float64), s.weights["dt_bias"], s.weights["decay"])
 
 
@@ -119,7 +119,7 @@ def _stepped(step: Step) -> Wrong:
 
 
 def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Wrong:
-    """Likewise, where the state is read when it is updated."""
+    """Run the delta rule token by token; `update` returns the state that is kept and read."""
 
     def step(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
         new = update(state, token)
@@ -146,7 +146,7 @@ def read_before_write(state: np.ndarray, token: TokenState) -> tuple[np.ndarray,
 
 
 def _tiled(s: StageInputs) -> dict[str, np.ndarray]:
-    """Value head h reads key head h % k_heads."""
+    """Use key head h % k_heads for value head h."""
     times = s["beta"].shape[1] // s["q_l2"].shape[1]
     return {name: np.tile(s[f"{name}_l2"], (1, times, 1)) for name in "qk"}
 
@@ -158,7 +158,7 @@ def state_in_bfloat16(state: np.ndarray, token: TokenState) -> np.ndarray:
 
 
 def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
-    """Every chunk begins with an empty state."""
+    """Start every chunk with an empty state."""
     given = [s["q_l2"], s["k_l2"], _values(s), s["beta"], s["log_decay"]]
     parts, out = range(0, len(given[0]), CHUNK), []
     state = s["past_delta"]
@@ -171,7 +171,7 @@ def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _gated(made: Callable[[StageInputs, np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
-    """Of the inputs, heads, their gates (not opened) and the gain."""
+    """Make a mistake from a function of the inputs, the heads, their gates (before the activation) and the gain."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         x = s["delta_out"].astype(np.float64)
@@ -185,7 +185,7 @@ def _normed(s: StageInputs, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
 
 
 def values_tiled(s: StageInputs, stage: str) -> np.ndarray:
-    """Value heads in the order of Qwen3.5's GGUF files: one of every key head in turn."""
+    """Order value heads as Qwen3.5's GGUF files do: one of every key head in turn."""
     net, matrix = s.config.delta_net, {"qkv_in": "in_qkv", "z_in": "in_z", "b_in": "in_b", "a_in": "in_a"}[stage]
     assert net is not None
     rows = linear(s["attn_norm"], s.weights[matrix])

@@ -7,7 +7,7 @@ from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 
 
 def dimensions_not_reversed(s: StageInputs, stage: str) -> np.ndarray:
-    """GGUF's (hidden, vocab) taken as the NumPy shape of the same bytes; tokens pick columns."""
+    """Take GGUF's (hidden, vocab) as the NumPy shape of the same bytes; tokens pick columns."""
     table = s.weights["embed_tokens"]
     return table.reshape(table.shape[::-1])[:, s.ids].T
 

@@ -22,7 +22,7 @@ ACTS = {"expert_act": ("expert_gate", "expert_up"), "shared_ffn_act": ("shared_f
 
 
 def _plain(config: ModelConfig) -> bool:
-    """Whether a router is one of Qwen: softmax, weights on the outputs."""
+    """Tell if a router is of the Qwen kind: softmax, weights on the outputs."""
     return config.experts is not None and not config.experts.scaled_inputs
 
 
@@ -66,7 +66,7 @@ def _right_weights(s: StageInputs) -> np.ndarray:
 
 
 def _ranked(s: StageInputs) -> np.ndarray:
-    """All experts, the most probable first."""
+    """Rank all experts, the most probable first."""
     return np.argsort(-s["router_probs"], axis=-1, kind="stable")
 
 

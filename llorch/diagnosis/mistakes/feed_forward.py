@@ -13,7 +13,7 @@ GATE_AND_UP = tuple(WIDE)
 
 
 def fused_rows_alternate(s: StageInputs, stage: str) -> np.ndarray:
-    """Gate then up, cut as if their rows took turns."""
+    """Cut the fused rows (gate, then up) as if gate and up alternated."""
     fused = linear(s["ffn_norm"], np.concatenate([s.weights["gate_proj"], s.weights["up_proj"]]))
     return fused[:, 0::2] if stage == "ffn_gate" else fused[:, 1::2]
 
@@ -28,13 +28,13 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu(s: StageInputs, stage: str) -> np.ndarray:
-    """GEGLU with the exact error function."""
+    """Compute GEGLU with the exact error function."""
     gate = s["ffn_gate"].astype(np.float64)
     return gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) / 2 * s["ffn_up"]
 
 
 def gelu_tanh(s: StageInputs, stage: str) -> np.ndarray:
-    """GEGLU with the tanh approximation."""
+    """Compute GEGLU with the tanh approximation."""
     gate = s["ffn_gate"].astype(np.float64)
     return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * s["ffn_up"]
 

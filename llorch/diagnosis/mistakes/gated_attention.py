@@ -14,12 +14,12 @@ ROTATED = ("q_rope", "k_rope")
 
 
 def _both(s: StageInputs) -> np.ndarray:
-    """Of every head the query, then the gate: (seq, heads, 2, head_dim)."""
+    """Reshape queries and gates to (seq, heads, 2, head_dim), the query before the gate."""
     return s["q_gate_proj"].reshape(len(s["q_gate_proj"]), -1, 2, s.config.head_dim)
 
 
 def _in_halves(s: StageInputs, half: int) -> np.ndarray:
-    """Rows read as all queries, then all gates."""
+    """Read rows as all queries, then all gates."""
     return np.split(s["q_gate_proj"], 2, axis=1)[half]
 
 
@@ -43,7 +43,7 @@ def last_part_rotated(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def gates_first(s: StageInputs, stage: str) -> np.ndarray:
-    """Of every head the gate's rows, then the query's."""
+    """Put the gate's rows of every head before the query's."""
     rows = linear(s["attn_norm"], s.weights["q_proj"])
     return rows.reshape(len(rows), -1, 2, s.config.head_dim)[:, :, ::-1].reshape(rows.shape)
 

@@ -39,7 +39,7 @@ class RestartingCache(KVCache):
     """Gives the tokens after the prompt positions from 1 on, whatever the length of the prompt."""
 
     def next_positions(self, n_tokens: int) -> np.ndarray:
-        """Positions from a counter of passes."""
+        """Derive positions from a counter of passes."""
         return np.arange(n_tokens) + (1 if self.length else 0)
 
 
@@ -56,14 +56,14 @@ def last_prompt_token_twice(g: GenerationInputs, step: str) -> np.ndarray:
 
 
 def warm_up_left(g: GenerationInputs, step: str) -> np.ndarray:
-    """Two tokens of a warm-up in the cache."""
+    """Leave two tokens of a warm-up in the cache."""
     cache = g.empty_cache()
     g.best(g.prompt[:2], cache)
     return g.loop(g.prompt, cache)
 
 
 def past_forgotten(g: GenerationInputs, step: str) -> np.ndarray:
-    """Every step from an empty cache."""
+    """Run every step from an empty cache."""
     out: list[int] = []
     new = g.prompt
     for _ in range(g.n_tokens):
@@ -73,7 +73,7 @@ def past_forgotten(g: GenerationInputs, step: str) -> np.ndarray:
 
 
 def text_again(g: GenerationInputs, step: str) -> np.ndarray:
-    """Prompt and output so far run at every step, behind what is in the cache; until the context is full."""
+    """Append prompt and output so far to the cache at every step, until the context is full."""
     cache, text, n_context = g.empty_cache(), list(g.prompt), g.weights.config.max_position_embeddings
     while len(text) < len(g.prompt) + g.n_tokens and cache.length + len(text) <= n_context:
         text.append(g.best(tuple(text), cache))

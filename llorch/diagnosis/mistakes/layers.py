@@ -69,20 +69,20 @@ def _attending_as(this: Layer, other: Layer) -> Layer:
 
 
 def _rope_everywhere(config: ModelConfig, layer: int) -> Layer:
-    """As the first layer with RoPE."""
+    """Return a layer that attends as the first layer with RoPE does."""
     this = config.layer(layer)
     return this if this.rope else _attending_as(this, next(each for each in config.layers if each.rope))
 
 
 def _one_layer_early(config: ModelConfig, layer: int) -> Layer:
-    """Layers without RoPE, and all that comes with it, where i % 4 == 0 instead of (i + 1) % 4 == 0."""
+    """Place layers without RoPE, and all that comes with it, at i % 4 == 0 instead of (i + 1) % 4 == 0."""
     this = config.layer(layer)
     bare = next((each for each in config.layers if not each.rope), this)
     return _attending_as(this, config.layer(layer - 1) if layer else bare)
 
 
 def _scores_of(other: Other) -> Wrong:
-    """Right products under another mask."""
+    """Mask right products as another kind of layer does."""
     return lambda s, stage: with_mask(s, stage, hidden_in(s, _of(other, s)))
 
 
@@ -107,7 +107,7 @@ def _of(other: Other, s: StageInputs) -> Layer:
 
 
 def _made(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
-    """Heads of queries or keys in a layer of a kind: (seq, heads, head_dim)."""
+    """Compute the heads of queries or keys in a layer of a kind: (seq, heads, head_dim)."""
     x = s.heads(PROJECTED[which])
     if kind.rope:
         x = s.rope(x)
@@ -121,7 +121,7 @@ def _made(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
 def _taken(
     name: str, other: Other, diagnosis: str, *, stages: tuple[str, ...] = SCORES, cases: tuple[str, ...] = ("long",)
 ) -> Mistake[StageInputs]:
-    """Layers taken for others; it can be made in those that it makes others of."""
+    """Describe the mistake of taking layers for other ones; it exists in layers that differ from the other ones."""
 
     def changes(config: ModelConfig, layer: int) -> bool:
         return other(config, layer) != config.layer(layer)

@@ -31,7 +31,7 @@ def _normed(s: StageInputs, stage: str, *, eps: float) -> np.ndarray:
 
 
 def _by(divisor: Callable[[np.ndarray, float], np.ndarray]) -> Wrong:
-    """Rows divided by what is made of them and eps, times the gain."""
+    """Make a mistake that divides rows by a function of the rows and eps, then multiplies by the gain."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         x = _input(s, stage)
@@ -48,7 +48,7 @@ def layer_norm(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def squares_in_half(s: StageInputs, stage: str) -> np.ndarray:
-    """Squares and their mean in float16."""
+    """Compute squares and their mean in float16."""
     x = _input(s, stage)
     with np.errstate(over="ignore"):  # activations above 255 overflow to infinity, which is the point
         squares = x.astype(np.float16) ** 2

@@ -62,7 +62,7 @@ def _tempered(s: StageInputs, factor: np.ndarray) -> np.ndarray:
 
 
 def _by(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
-    """Another temperature."""
+    """Change settings of the temperature."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         assert s.config.temperature is not None
@@ -80,7 +80,7 @@ def not_floored(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, str], np.ndarray]:
-    """Cosines and sines multiplied by another number."""
+    """Multiply cosines and sines by another number."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         yarn = s.config.rope_scaling
@@ -92,7 +92,7 @@ def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, s
 
 
 def _yarn_blended(config: ModelConfig, start: float, end: float) -> np.ndarray:
-    """Frequencies kept before one place between pairs, interpolated behind another, blended between them."""
+    """Keep frequencies before one pair, interpolate them after another, blend between the two."""
     yarn, inv_freq = config.rope_scaling, frequencies(config.rotated, config.rope_theta)
     assert isinstance(yarn, YarnScaling)
     ramp = np.clip((np.arange(len(inv_freq)) - start) / (end - start or 0.001), 0, 1)
@@ -106,14 +106,14 @@ def _ramp_exchanged(config: ModelConfig) -> np.ndarray:
 
 
 def _ramp_unrounded(config: ModelConfig) -> np.ndarray:
-    """Between pairs, and inside the head all the same."""
+    """Use the bounds of the ramp without rounding them to pairs, clipped to the head."""
     assert isinstance(config.rope_scaling, YarnScaling)
     start, end = config.rope_scaling.bounds(head_dim=config.rotated, theta=config.rope_theta)
     return _yarn_blended(config, max(start, 0), min(end, config.rotated - 1))
 
 
 def _with_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[StageInputs, str], np.ndarray]:
-    """Other frequencies, and the gain that the model has."""
+    """Rotate by other frequencies, with the model's gain."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         assert isinstance(s.config.rope_scaling, YarnScaling)
@@ -124,7 +124,7 @@ def _with_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[St
 
 
 def _changes_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[ModelConfig], bool]:
-    """Of models with YaRN those whose frequencies are others then."""
+    """Make a predicate for models with YaRN whose frequencies the mistake changes."""
 
     def changes(config: ModelConfig) -> bool:
         size = {"head_dim": config.rotated, "theta": config.rope_theta}
@@ -145,18 +145,18 @@ def keys_tempered(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def turned_as_halves(s: StageInputs, stage: str) -> np.ndarray:
-    """Pairs (j, j + half), as in all files of Hugging Face but these."""
+    """Rotate the pairs (j, j + half), as in all Hugging Face files but these."""
     return rope(s.heads(rope_input(stage[0], s.config)), *s.tables(s.config.rope_scaling))
 
 
 def divided_by_length(s: StageInputs, stage: str) -> np.ndarray:
-    """By the root of the sum of squares, as the name of the class, L2Norm, says."""
+    """Divide by the root of the sum of squares, as the class name L2Norm suggests."""
     x = s[f"{stage[0]}_rope"]
     return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + s.dtype(s.config.rms_norm_eps))
 
 
 def softmax_of_chosen(s: StageInputs, stage: str) -> np.ndarray:
-    """Weights as Qwen has them."""
+    """Take the router weights that Qwen's models use: the softmax over all experts, at the chosen ones."""
     return np.take_along_axis(router_probs(s["router_logits"]), s["topk_ids"].astype(int), -1)
 
 

@@ -21,7 +21,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def _parts(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Input, weight and bias of the right projection."""
+    """Return input, weight and bias of the right projection."""
     if stage == "logits":
         return s["final_norm"], s.weights[output_matrix(s.config)], None
     x, projection = PROJECTIONS[stage]
@@ -54,7 +54,7 @@ def _cut_with_heads_last(y: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 
 def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
-    """Right projections, cut likewise where heads are made of them."""
+    """Cut right projections into (head_dim, heads) where heads are made of them."""
     if stage == "v_cache":
         new = _cut_with_heads_last(s["v_proj"], s.config).swapaxes(0, 1)
         return np.concatenate([s["past_v"], new], axis=1)
@@ -68,7 +68,7 @@ def heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
-    """Rows of q, k and v, one after the other, cut as if stored group by group."""
+    """Cut rows of q, k and v, which lie one after the other, as if stored group by group."""
     rows = np.concatenate([linear(*_parts(s, name)) for name in QKV], axis=1)
     rows = rows.reshape(len(rows), s.config.n_kv_heads, -1, s.config.head_dim)  # queries, key, value of a group
     part = {"q_proj": rows[:, :, :-2], "k_proj": rows[:, :, -2], "v_proj": rows[:, :, -1]}[stage]
@@ -76,7 +76,7 @@ def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def keys_reordered_by_query_heads(s: StageInputs, stage: str) -> np.ndarray:
-    """Key rows written with the number of query heads."""
+    """Interleave key rows by the number of query heads instead of the number of key heads."""
     n_heads, n_kv_heads = s.config.n_heads, s.config.n_kv_heads
     return _reordered(s, stage, lambda rows: undo_interleave(interleave(rows, n_heads), n_kv_heads))
 
@@ -87,14 +87,14 @@ def _reordered(s: StageInputs, stage: str, reorder: Callable[[np.ndarray], np.nd
 
 
 def output_heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
-    """Columns of o_proj taken as (head_dim, heads)."""
+    """Read columns of o_proj as (head_dim, heads)."""
     x, weight, bias = _parts(s, stage)
     columns = weight.reshape(len(weight), s.config.head_dim, -1).swapaxes(1, 2)  # (hidden, heads, head_dim)
     return linear(x, columns.reshape(weight.shape), bias)
 
 
 def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
-    """Columns of o_proj in the order (head_dim, heads)."""
+    """Write columns of o_proj in the order (head_dim, heads)."""
     x, weight, bias = _parts(s, stage)
     columns = weight.reshape(len(weight), -1, s.config.head_dim).swapaxes(1, 2)  # (hidden, head_dim, heads)
     return linear(x, columns.reshape(weight.shape), bias)

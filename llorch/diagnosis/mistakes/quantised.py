@@ -25,7 +25,7 @@ class QuantisedInputs:
 
     @property
     def activations(self) -> ActivationKind:
-        """What its inputs are rounded to."""
+        """Type to which the inputs are rounded."""
         return ACTIVATION_TYPE[self.kind]
 
     def decoded(self) -> np.ndarray:

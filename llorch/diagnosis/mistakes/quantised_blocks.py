@@ -40,7 +40,7 @@ def _halves(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nibbles_alternate(s: QuantisedInputs) -> QuantisedInputs:
-    """Both codes of a byte taken for neighbours."""
+    """Take both codes of a byte for neighbours."""
     codes = _part(s, CODES[s.kind.name])
     in_order = np.stack(_halves(codes), axis=-1).reshape(len(codes), 2, -1)
     return _spoilt(s, CODES[s.kind.name], in_order[:, 0] | in_order[:, 1] << 4)
@@ -53,7 +53,7 @@ def nibbles_swapped(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def sub_blocks_of_16_bytes(s: QuantisedInputs) -> QuantisedInputs:
-    """Every 16 bytes taken for a sub-block of 32, as in Q4_0."""
+    """Take every 16 bytes for a sub-block of 32, as in Q4_0."""
     codes = _part(s, CODES[s.kind.name])
     halves = np.stack(_halves(codes.reshape(-1, 4, 2, 16)), axis=3)  # (blocks, pairs, sub-block, half, 16)
     in_order = halves.reshape(len(codes), 4, 2, 32)
@@ -69,7 +69,7 @@ def scale_of_neighbour(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def blocks_twice_as_long(s: QuantisedInputs) -> QuantisedInputs:
-    """One scale for two blocks."""
+    """Use one scale for two blocks."""
     for scale in SCALES[s.kind]:
         part = slice(scale.offset, scale.offset + 2)
         s = _spoilt(s, part, np.repeat(_part(s, part)[::2], 2, axis=0))
@@ -83,7 +83,7 @@ def codes_over_scale(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def stride_padded(s: QuantisedInputs) -> QuantisedInputs:
-    """Blocks taken to be two bytes longer, as if their scale were a float32 or the sum of Q8_1 lay behind it."""
+    """Take blocks to be two bytes longer, as if they had a float32 scale or the sum of Q8_1."""
     size = BLOCK_SIZES[s.kind][1]
     flat = s.blocks.reshape(-1)
     starts = np.arange(flat.size // size) * (size + 2)
@@ -104,13 +104,13 @@ def upper_bits_inverted(s: QuantisedInputs) -> QuantisedInputs:
 
 
 def minimum_dropped(s: QuantisedInputs) -> QuantisedInputs:
-    """No minimum."""
+    """Set the minimum to 0."""
     first = MINIMA[s.kind.name]
     return _spoilt(s, slice(first, first + 2), np.uint8(0))
 
 
 def minimum_of_other_sign(s: QuantisedInputs) -> QuantisedInputs:
-    """Subtracted where it is added, and the other way round."""
+    """Use the minimum with the other sign."""
     last = slice(MINIMA[s.kind.name] + 1, MINIMA[s.kind.name] + 2)
     return _spoilt(s, last, _part(s, last) ^ 0x80)
 
@@ -145,13 +145,13 @@ def sub_scales_unsigned(s: QuantisedInputs) -> np.ndarray:
 
 
 def codes_wrapped(s: QuantisedInputs) -> np.ndarray:
-    """Codes below the zero point 256 too high, as bytes are that cannot be negative."""
+    """Raise codes below the zero point by 256, as unsigned bytes wrap."""
     values, below_zero = s.decoded(), _spoilt(s, CODES[s.kind.name], np.uint8(0)).decoded()
     return values + np.where(values * below_zero > 0, below_zero * np.float32(-256 / ZERO_POINT[s.kind.name]), 0)
 
 
 def codes_unsigned(s: QuantisedInputs) -> np.ndarray:
-    """Negative codes of bytes taken for 128 to 255."""
+    """Take negative codes of bytes for 128 to 255."""
     lost = np.where(_part(s, CODES[s.kind.name]) > 127, np.float32(256), np.float32(0))
     return s.decoded() + (lost * _spoilt(s, CODES[s.kind.name], np.uint8(1)).decoded().reshape(lost.shape)).reshape(
         s.shape

@@ -66,7 +66,7 @@ def first_version_as_second(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def second_version_as_first(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """One more than the stored zero points."""
+    """Add one to the stored zero points."""
     if _is_first_version(matrix):
         return matrix
     return _with(matrix, zero=_then(_stored_zeros(matrix), lambda zero: (zero + 1) % matrix.values.size))
@@ -117,7 +117,7 @@ def halves_swapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def ten_per_word_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Codes of 3 bits taken one after another, although two bits of each word are empty."""
+    """Read codes of 3 bits one after another, although two bits of each word are empty."""
     n_in = matrix.shape[1]
     if matrix.parts["codes"].shape[1] == -(-n_in * 3 // 32):
         return matrix
@@ -125,13 +125,13 @@ def ten_per_word_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def codes_signed(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Codes taken for two's complement."""
+    """Read codes as two's complement."""
     codes = integers(_bits(matrix))
     return _with(matrix, values=np.where(codes >= codes.size // 2, codes - codes.size, codes))
 
 
 def zero_point_forgotten(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Codes multiplied as they are."""
+    """Multiply codes without subtracting the zero point."""
     return _with(matrix, zero=None, values=integers(_bits(matrix)))
 
 
@@ -150,7 +150,7 @@ def zero_point_not_scaled(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Columns grouped in the order in which they lie."""
+    """Group columns in the order in which they lie."""
     if not callable(matrix.recipe.group):
         return matrix
     groups = int(matrix.recipe.group(matrix.parts).max()) + 1
@@ -159,7 +159,7 @@ def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """Another scale in the place of each."""
+    """Make a mistake that changes every scale."""
     return lambda matrix: _with(matrix, scale=_then(matrix.recipe.scale, change))
 
 
@@ -172,7 +172,7 @@ def _global(matrix: QuantisedMatrix, tensor: str, power: int) -> QuantisedMatrix
 
 
 def global_scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Multiplied where it divides, and the other way round."""
+    """Multiply by the matrix scale instead of dividing, and the other way round."""
     return _global(_global(matrix, "weight_global_scale", 2), "weight_scale_2", -2)
 
 
@@ -219,7 +219,7 @@ def exponents_as_integers(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def four_bit_table(table: np.ndarray) -> Change:
-    """Another table of 16 values."""
+    """Make a mistake that decodes with another table of 16 values."""
     return lambda matrix: _with(matrix, values=table)
 
 
@@ -234,7 +234,7 @@ def nested_offset_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Four rows in a row taken out of a byte."""
+    """Take the four rows in a byte for four adjacent rows."""
 
     def codes(parts: Parts, rows: Rows) -> np.ndarray:
         ids = _ids(rows)
@@ -244,12 +244,12 @@ def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def scale_bfloat16(scale: np.ndarray) -> np.ndarray:
-    """Scales as bfloat16."""
+    """Round scales to bfloat16."""
     return round_activations(np.ascontiguousarray(scale, np.float32), "BF16")
 
 
 def _row(name: str, cases: tuple[str, ...], change: Change, diagnosis: str) -> Mistake[QuantisedMatrix]:
-    """One mistake of reading, with what decoding makes of it."""
+    """Describe one mistake of reading; its wrong array is the decoded matrix."""
     return Mistake(
         name=name, stages=("decode",), cases=cases, diagnosis=diagnosis, wrong=lambda m, step: change(m).decode()
     )

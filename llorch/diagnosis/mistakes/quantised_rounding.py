@@ -9,7 +9,7 @@ from llorch.ops.rounding import BLOCK_SIZE, BlockKind, quantize_blocks
 
 
 def _codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Activations in blocks, with their scales before and after they are stored."""
+    """Return activations in blocks, with their scales before and after storage."""
     kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
     blocks = s.x.reshape(-1, BLOCK_SIZE[kind])
     exact = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
@@ -26,7 +26,7 @@ def scale_not_stored(s: QuantisedInputs) -> np.ndarray:
 
 
 def codes_truncated(s: QuantisedInputs) -> np.ndarray:
-    """Codes cut off towards zero."""
+    """Truncate codes towards zero."""
     blocks, exact, stored = _codes(s)
     with np.errstate(all="ignore"):
         codes = np.trunc(np.where(exact > 0, blocks / exact, 0))

@@ -30,7 +30,7 @@ def _turned(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray, positions: np.n
 
 
 def _tables(s: StageInputs, angle: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, with the gain that the model's YaRN has."""
+    """Compute cosines and sines, with the gain of the model's YaRN."""
     gain = s.config.rope_scaling.attention_factor if isinstance(s.config.rope_scaling, YarnScaling) else 1.0
     return gain * np.cos(angle), gain * np.sin(angle)
 
@@ -51,7 +51,7 @@ def position_by_head(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def first_half_only(s: StageInputs, stage: str) -> np.ndarray:
-    """Partial rotary embedding."""
+    """Rotate only the first half of each head, as a partial rotary embedding does."""
     width = s.config.head_dim // 4 * 2  # even
     rotated, kept = np.split(_heads(s, stage), [width], axis=-1)
     inv_freq = frequencies(width, s.config.rope_theta)
@@ -65,14 +65,14 @@ def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def cos_and_sin_exchanged(s: StageInputs, stage: str) -> np.ndarray:
-    """Each table in the place of the other."""
+    """Exchange cosines and sines."""
     angle = s.positions[:, None] * _inv_freq(s)
     cos, sin = _tables(s, angle)
     return s.turn(_heads(s, stage), sin, cos)
 
 
 def tables_in_half(s: StageInputs, stage: str) -> np.ndarray:
-    """Cosines and sines rounded to float16."""
+    """Round cosines and sines to float16."""
     angle = s.positions[:, None] * _inv_freq(s)
     cos, sin = (table.astype(np.float16).astype(np.float64) for table in _tables(s, angle))
     return s.turn(_heads(s, stage), cos, sin)

@@ -19,7 +19,7 @@ class SamplerInputs:
 
     @property
     def row(self) -> np.ndarray:
-        """What is sampled from: the logits of the last token."""
+        """Logits of the last token, from which the sampler samples."""
         return self.logits[-1]
 
     def probabilities(self, **changes: int | float) -> np.ndarray:
@@ -35,14 +35,14 @@ RIGHT: Mapping[str, Callable[[SamplerInputs], np.ndarray]] = {
 
 
 def penalty_divides_all(s: SamplerInputs, step: str) -> np.ndarray:
-    """Negative logits divided as well."""
+    """Divide negative logits too."""
     logits = s.row.copy()
     logits[np.unique(s.history)] /= logits.dtype.type(s.settings.repetition_penalty)
     return _filtered(s, logits)
 
 
 def penalty_per_occurrence(s: SamplerInputs, step: str) -> np.ndarray:
-    """Penalised once for every occurrence."""
+    """Penalise a token once for every occurrence."""
     logits = s.row
     for token in s.history:
         logits = penalise(logits, [token], penalty=s.settings.repetition_penalty)
@@ -63,7 +63,7 @@ def temperature_after_filters(s: SamplerInputs, step: str) -> np.ndarray:
 
 
 def top_p_on_logits(s: SamplerInputs, step: str) -> np.ndarray:
-    """Logits summed up in place of probabilities."""
+    """Sum up logits instead of probabilities."""
     if s.settings.top_p == 1:
         return s.probabilities()
     logits = keep_top_k(_tempered(s), k=s.settings.top_k)
@@ -83,7 +83,7 @@ def top_p_drops_crossing(s: SamplerInputs, step: str) -> np.ndarray:
 
 
 def last_dropped_at_one(s: SamplerInputs, step: str) -> np.ndarray:
-    """Without top-p (p = 1) the least likely token is removed: it carries the sum to 1."""
+    """Remove the least likely token without top-p (p = 1): it carries the sum to 1."""
     logits = keep_top_k(_tempered(s), k=s.settings.top_k)
     order = np.argsort(-logits, kind="stable")
     return _only(s, logits, order[: np.isfinite(logits).sum() - 1]) if s.settings.top_p == 1 else s.probabilities()

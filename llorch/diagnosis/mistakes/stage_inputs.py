@@ -34,7 +34,7 @@ class StageInputs:
 
     @property
     def kind(self) -> Layer:
-        """What its layer is."""
+        """Kind of the stage's layer."""
         assert self.layer is not None
         return self.config.layer(self.layer)
 
@@ -44,7 +44,7 @@ class StageInputs:
 
     @property
     def has_past(self) -> bool:
-        """Whether the layer holds something of earlier passes."""
+        """True if the layer holds something of earlier passes."""
         return self.arrays["past_k"].shape[1] > 0 or ("past_conv" in self.arrays and bool(self["past_conv"].any()))
 
     def heads(self, name: str) -> np.ndarray:
@@ -63,20 +63,20 @@ class StageInputs:
         return linear(self[x], self.weights[projection], bias)
 
     def rms_norm(self, x: np.ndarray, gain: str) -> np.ndarray:
-        """`x` normalised with one gain of the layer."""
+        """Normalise `x` with one gain of the layer."""
         return rms_norm(x, self.weights[gain], eps=self.config.rms_norm_eps)
 
     def rope(self, x: np.ndarray) -> np.ndarray:
-        """`x` rotated to the positions of this pass."""
+        """Rotate `x` to the positions of this pass."""
         return self.turn(x, *self.tables(self.config.rope_scaling))
 
     def tables(self, scaling: RopeScaling | None) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and sines of the positions of this pass."""
+        """Compute cosines and sines of the positions of this pass."""
         config = self.config
         return rope_tables(self.positions, head_dim=config.rotated, theta=config.rope_theta, scaling=scaling)
 
     def turn(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-        """`x` with the pairs of this model turned."""
+        """Rotate the pairs of `x` that this model uses."""
         return (rope_adjacent if self.config.adjacent_pairs else rope)(x, cos, sin)
 
 
@@ -118,7 +118,10 @@ def stage_inputs(
 
 
 def there(names: Sequence[str], config: ModelConfig, layer: int | None) -> tuple[str, ...]:
-    """Of stages that a mistake reads, alternatives as `a|b`, those that a layer has; what is no stage stays."""
+    """Select the stages that a layer has from those that a mistake reads.
+
+    For alternatives, `a|b`, take the first that the layer has. A name that is no stage stays.
+    """
     found = []
     for alternatives in names:
         each = [n for n in alternatives.split("|") if n not in BY_NAME or BY_NAME[n].applies_to(config, layer)]

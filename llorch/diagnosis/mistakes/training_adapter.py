@@ -21,27 +21,27 @@ def scaled_twice(right: Function) -> Function:
 
 
 def not_scaled(right: Function) -> Function:
-    """B A x as it is."""
+    """Leave B A x unscaled."""
     return lambda *arrays, scaling: right(*arrays, scaling=1.0)
 
 
 def alpha_not_divided(right: Function) -> Function:
-    """Alpha taken for the scale."""
+    """Take alpha for the scale."""
     return lambda config, target: config.alpha_of(target)
 
 
 def rank_of_default(right: Function) -> Function:
-    """Every alpha divided by the rank of the adapter as a whole."""
+    """Divide every alpha by the rank of the adapter as a whole."""
     return lambda config, target: right(config, target) * config.rank_of(target) / config.r
 
 
 def alpha_of_default(right: Function) -> Function:
-    """One alpha for all matrices."""
+    """Use one alpha for all matrices."""
     return lambda config, target: right(config, target) * config.lora_alpha / config.alpha_of(target)
 
 
 def rslora_ignored(right: Function) -> Function:
-    """Alpha over the rank, not over its root."""
+    """Divide alpha by the rank, not by the root of the rank."""
     return lambda config, target: right(replace(config, use_rslora=False), target)
 
 
@@ -66,7 +66,7 @@ def b_transposed(right: Function) -> Function:
 
 
 def a_transposed_back(right: Function) -> Function:
-    """Its gradient in the order of (in, r)."""
+    """Compute the gradient for A in the order of (in, r)."""
 
     def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
         d_x, d_A, d_B = right(grad, x, reordered(lora_A), lora_B, scaling=scaling)
@@ -76,7 +76,7 @@ def a_transposed_back(right: Function) -> Function:
 
 
 def b_transposed_back(right: Function) -> Function:
-    """Its gradient in the order of (r, out)."""
+    """Compute the gradient for B in the order of (r, out)."""
 
     def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
         d_x, d_A, d_B = right(grad, x, lora_A, reordered(lora_B), scaling=scaling)
@@ -108,7 +108,7 @@ def merged_twice(right: Function) -> Function:
 
 
 def merged_unscaled(right: Function) -> Function:
-    """W + B A."""
+    """Merge W + B A, without the scale."""
 
     def wrong(weight: np.ndarray, adapter: Any, name: str, **where: object) -> np.ndarray:
         merged = right(weight, adapter, name, **where)
@@ -118,7 +118,7 @@ def merged_unscaled(right: Function) -> Function:
 
 
 def merged_subtracted(right: Function) -> Function:
-    """Unmerged instead of merged."""
+    """Subtract the product instead of adding it."""
 
     def wrong(weight: np.ndarray, adapter: Any, name: str, **where: object) -> np.ndarray:
         return weight - (right(weight, adapter, name, **where) - weight)
@@ -127,7 +127,7 @@ def merged_subtracted(right: Function) -> Function:
 
 
 def rows_not_permuted(right: Function) -> Function:
-    """Rows of B in the order of Hugging Face."""
+    """Leave the rows of B in the order of Hugging Face."""
     return lambda array, n_heads: array
 
 
@@ -137,7 +137,7 @@ def one_alpha(right: Function) -> Function:
 
 
 def interleaves(config: ModelConfig) -> bool:
-    """Families whose GGUF files hold rows of q and k in pairs."""
+    """Tell if GGUF files of a family hold rows of q and k in pairs."""
     return config.family == "llama"
 
 

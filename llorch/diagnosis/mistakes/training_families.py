@@ -17,12 +17,12 @@ CHUNK = 4  # of the state that is cut; shorter than the documents of tests
 
 
 def nothing(right: Function) -> Function:
-    """No gradient at all."""
+    """Return a zero gradient."""
     return lambda *given, **how: np.zeros_like(right(*given, **how))
 
 
 def sum_as_constant(right: Function) -> Function:
-    """Divided by the sum, which is taken for a number of its own."""
+    """Treat the sum that divides the weights as a constant."""
 
     def wrong(grad: np.ndarray, probs: np.ndarray, ids: np.ndarray, *, normalised: bool) -> np.ndarray:
         total = np.take_along_axis(probs, ids, axis=-1).sum(axis=-1, keepdims=True)
@@ -37,7 +37,7 @@ def of_chosen_alone(right: Function) -> Function:
 
 
 def unweighted(right: Function) -> Function:
-    """Experts get the gradient of the sum, whatever their weight."""
+    """Give experts the gradient of the sum without their weights."""
     return lambda grad, outs, weights: (
         np.broadcast_to(grad[:, None], outs.shape).copy(),
         right(grad, outs, weights)[1],
@@ -60,7 +60,7 @@ def taps_turned(right: Function) -> Function:
 
 
 def state_cut(right: Function) -> Function:
-    """Between chunks the state sends nothing back."""
+    """Send no gradient through the state between chunks."""
     n_tokens = 0
 
     def wrong(*given: Any) -> tuple[np.ndarray, ...]:
@@ -85,12 +85,12 @@ def of_one_value_head(right: Function) -> Function:
 
 
 def has_experts(config: ModelConfig) -> bool:
-    """Layers with a router."""
+    """Tell if a model has layers with a router."""
     return config.experts is not None
 
 
 def has_delta_net(config: ModelConfig) -> bool:
-    """Layers with a state."""
+    """Tell if a model has layers with a state."""
     return config.delta_net is not None
 
 

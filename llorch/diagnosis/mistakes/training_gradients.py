@@ -16,7 +16,7 @@ OPS = "llorch.ops."
 
 
 def softmax_diagonal(right: Function) -> Function:
-    """Probs times the gradient."""
+    """Multiply the probabilities by the gradient, without the second term."""
     return lambda grad, probs: grad * probs
 
 
@@ -36,7 +36,7 @@ def scores_not_scaled(right: Function) -> Function:
 
 
 def keys_of_one_head(right: Function) -> Function:
-    """Of each group only the first query head sends its gradient to the key."""
+    """Send gradients to the key only from the first query head of each group."""
 
     def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
         first = grad.reshape(len(k), -1, *grad.shape[1:]).copy()
@@ -47,7 +47,7 @@ def keys_of_one_head(right: Function) -> Function:
 
 
 def values_of_one_head(right: Function) -> Function:
-    """Likewise for the value."""
+    """Send gradients to the value only from the first query head of each group."""
 
     def wrong(grad: np.ndarray, probs: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
         first = probs.reshape(len(v), -1, *probs.shape[1:]).copy()
@@ -72,12 +72,12 @@ def norm_without_gain(right: Function) -> Function:
 
 
 def turned_on(right: Function) -> Function:
-    """Rotated by the angle once more."""
+    """Rotate the gradient by the angle once more."""
     return lambda grad, cos, sin: right(grad, cos, -sin)
 
 
 def not_turned(right: Function) -> Function:
-    """Not rotated."""
+    """Leave the gradient without rotation."""
     return lambda grad, cos, sin: grad
 
 
@@ -122,12 +122,12 @@ def residual_cut(right: Function) -> Function:
 
 
 def rows_for_tokens(right: Function) -> Function:
-    """Divided by the number of rows, not of learned tokens."""
+    """Divide by the number of rows, not by the number of learned tokens."""
     return lambda logits, labels, **how: right(logits, labels, **how | {"n_trained": len(labels)})
 
 
 def target_missing(right: Function) -> Function:
-    """Probabilities alone, nothing taken away at the label."""
+    """Use the probabilities alone, without subtracting 1 at the label."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, **how: Any) -> np.ndarray:
         uniform = right(logits, labels, **how | {"label_smoothing": 1.0})
@@ -137,7 +137,7 @@ def target_missing(right: Function) -> Function:
 
 
 def is_grouped(config: ModelConfig) -> bool:
-    """More than one query head for a key."""
+    """Tell if a model has more than one query head for a key."""
     return config.n_heads > config.n_kv_heads
 
 

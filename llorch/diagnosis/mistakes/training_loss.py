@@ -16,17 +16,17 @@ STEP = "llorch.train.numpy_step.loss_and_gradients"
 
 
 def not_shifted(right: Function) -> Function:
-    """Every row judged by its own token."""
+    """Judge every row by its own token."""
     return lambda labels: labels
 
 
 def shifted_twice(right: Function) -> Function:
-    """Every row judged by the token after the next."""
+    """Judge every row by the token after the next."""
     return lambda labels: right(right(labels))
 
 
 def prompt_learned(right: Function) -> Function:
-    """All tokens as labels."""
+    """Use all tokens as labels."""
 
     def wrong(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ids, _ in right(batch):
@@ -36,7 +36,7 @@ def prompt_learned(right: Function) -> Function:
 
 
 def smoothing_missing(right: Function) -> Function:
-    """No label smoothing."""
+    """Leave out label smoothing."""
     return lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": 0.0})
 
 
@@ -54,7 +54,7 @@ def smoothing_over_ignored(right: Function) -> Function:
 
 
 def smoothing_added(right: Function) -> Function:
-    """E times the uniform part on top of the whole of the other."""
+    """Add eps times the uniform part to the whole cross entropy, without reducing the latter."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
@@ -64,7 +64,7 @@ def smoothing_added(right: Function) -> Function:
 
 
 def smoothing_over_ignored_back(right: Function) -> Function:
-    """Its gradient: rows that are not learned are drawn to the uniform distribution."""
+    """Compute the gradient of `smoothing_over_ignored`: rows that are not learned move to the uniform distribution."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
         how = {"n_trained": n_trained, "label_smoothing": 1.0}
@@ -76,7 +76,7 @@ def smoothing_over_ignored_back(right: Function) -> Function:
 
 
 def smoothing_added_back(right: Function) -> Function:
-    """Its gradient."""
+    """Compute the gradient of `smoothing_added`."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
         plain = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
@@ -86,12 +86,12 @@ def smoothing_added_back(right: Function) -> Function:
 
 
 def in_bits_back(right: Function) -> Function:
-    """Its gradient."""
+    """Compute the gradient of `in_bits`."""
     return lambda logits, labels, **how: right(logits, labels, **how) / logits.dtype.type(np.log(2))
 
 
 def divided_by_all(right: Function) -> Function:
-    """Every token counted, learned or not."""
+    """Count every token, learned or not."""
     return lambda logits, labels, **how: (right(logits, labels, **how)[0], len(labels))
 
 
@@ -106,7 +106,7 @@ def in_bits(right: Function) -> Function:
 
 
 def mean_of_means(right: Function) -> Function:
-    """Each batch divided by its own tokens, and the means averaged."""
+    """Divide each batch by its own tokens, and average the means."""
 
     def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, Mapping]:
         parts = [right(weights, adapter, [batch], **how) for batch in batches]
@@ -127,7 +127,7 @@ def summed_means(right: Function) -> Function:
 
 
 def last_batch_only(right: Function) -> Function:
-    """Gradients of the step forgotten at every batch."""
+    """Use only the last batch, as if the gradients were cleared before every batch."""
     return lambda weights, adapter, batches, **how: right(weights, adapter, batches[-1:], **how)
 
 

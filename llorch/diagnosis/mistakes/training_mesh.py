@@ -37,7 +37,7 @@ DEALS: Mapping[str, Deal] = {
 
 
 def mean_of_rank_means(n_ranks: int, deal: Deal) -> Function:
-    """Each rank divides by its own tokens, and the ranks are averaged."""
+    """Divide each rank by its own tokens, and average the ranks."""
 
     def make(right: Function) -> Function:
         def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
@@ -69,7 +69,7 @@ def gradient_of_one_rank(n_ranks: int, deal: Deal, rank: int) -> Function:
 
 
 def divided_by_ranks(n_ranks: int) -> Function:
-    """Gradients averaged over ranks whose losses were divided by the tokens of all."""
+    """Average gradients over ranks whose losses were divided by the tokens of all ranks."""
 
     def make(right: Function) -> Function:
         def wrong(*given: Any, **how: Any) -> tuple[float, dict[str, Any]]:
@@ -96,7 +96,7 @@ def norm_of_copies(n_ranks: int) -> Function:
 
 
 def factor_of_one_rank(n_ranks: int, rank: int) -> Function:
-    """Of the factor that all ranks of a cut layer have, what one of them finds of its gradient."""
+    """Use one rank's part of the gradient of a LoRA factor that all ranks of a sharded layer hold."""
 
     def make(right: Function) -> Function:
         def wrong(d_y: np.ndarray, name: str, x: np.ndarray, weight: Any, keep: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ OF_MOMENTS = ("first_moment", "second_moment", "parameters")
 
 
 def uncorrected(right: Function) -> Function:
-    """Moments used as they are."""
+    """Use the moments without bias correction."""
     return lambda p, m, v, **how: right(p, m, v, **how | {"step": 10**9})
 
 
@@ -37,7 +37,7 @@ def counted_from_zero(right: Function) -> Function:
 
 
 def decay_in_gradient(right: Function) -> Function:
-    """Weight decay added to the gradient."""
+    """Add weight decay to the gradient."""
 
     def wrong(p: np.ndarray, grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> tuple[np.ndarray, ...]:
         return right(p, grad + p.dtype.type(how["weight_decay"]) * p, m, v, **how | {"weight_decay": 0.0})
@@ -46,7 +46,7 @@ def decay_in_gradient(right: Function) -> Function:
 
 
 def decay_missing(right: Function) -> Function:
-    """No weight decay."""
+    """Leave out weight decay."""
     return lambda p, m, v, **how: right(p, m, v, **how | {"weight_decay": 0.0})
 
 
@@ -71,7 +71,7 @@ def decay_after_update(right: Function) -> Function:
 
 
 def eps_inside(right: Function) -> Function:
-    """sqrt(v + eps)."""
+    """Divide by sqrt(v + eps)."""
 
     def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
         corrected = v / (1 - how["betas"][1] ** how["step"]) + how["eps"]
@@ -82,17 +82,17 @@ def eps_inside(right: Function) -> Function:
 
 
 def root_missing(right: Function) -> Function:
-    """Divided by v, not by its root."""
+    """Divide by v, not by the root of v."""
     return lambda p, m, v, **how: right(p, m, v * v / (1 - how["betas"][1] ** how["step"]), **how)
 
 
 def betas_swapped(right: Function) -> Function:
-    """Each moment with the decay of the other, or with its correction."""
+    """Exchange the two betas, in the moments or in their correction."""
     return lambda *arrays, **how: right(*arrays, **how | {"betas": how["betas"][::-1]})
 
 
 def moment_not_weighted(right: Function) -> Function:
-    """M = b1 m + g, as in SGD with momentum."""
+    """Compute m = b1 m + g, as in SGD with momentum."""
 
     def wrong(grad: np.ndarray, m: np.ndarray, v: np.ndarray, *, betas: tuple[float, float]) -> tuple[np.ndarray, ...]:
         return (betas[0] * m + grad).astype(grad.dtype), right(grad, m, v, betas=betas)[1]
@@ -106,7 +106,7 @@ def clip_ignored(right: Function) -> Function:
 
 
 def clip_per_tensor(right: Function) -> Function:
-    """Every tensor clipped to the norm alone."""
+    """Clip every tensor by its norm alone."""
 
     def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
         clipped = {name: right({name: grad}, max_norm=max_norm)[0][name] for name, grad in grads.items()}
@@ -116,7 +116,7 @@ def clip_per_tensor(right: Function) -> Function:
 
 
 def clip_by_value(right: Function) -> Function:
-    """Every element cut at the norm."""
+    """Clip every element at the largest norm."""
 
     def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
         cut = {name: np.clip(grad, -max_norm, max_norm) for name, grad in grads.items()}
@@ -147,7 +147,7 @@ def one_step_early(right: Function) -> Function:
 
 
 def decay_from_the_start(right: Function) -> Function:
-    """After the warm-up the rate is what it would be without one."""
+    """Use, after the warm-up, the rate of a schedule without a warm-up."""
 
     def wrong(step: int, **how: Any) -> float:
         return right(step, **how if step < how["warmup_steps"] else how | {"warmup_steps": 0})

@@ -43,7 +43,7 @@ class Variants:
 
     @cached_property
     def effects(self) -> list[Difference]:
-        """How far each mistake is from the right op on these inputs."""
+        """Difference between each mistake and the right op on these inputs."""
         return [measure(wrong, self.right, masked=self.masked) for _, wrong in self.wrong]
 
 
@@ -98,7 +98,7 @@ def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
 
 
 def mistakes_of(stage: str, config: ModelConfig, layer: int | None, *, n_cached: int) -> list[Mistake[StageInputs]]:
-    """Known mistakes of a stage that can be made in a layer of a model, and with so many tokens in the cache."""
+    """List the known mistakes of a stage that can be made in a layer of a model with `n_cached` tokens in the cache."""
     return [
         mistake
         for mistake in STAGE_MISTAKES

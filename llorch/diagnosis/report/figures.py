@@ -51,7 +51,7 @@ def _level(value: float, limit: float) -> int:
 
 
 def ladder(rungs: Sequence[Rung]) -> str:
-    """Errors from layer to layer on a logarithmic scale."""
+    """Draw errors from layer to layer on a logarithmic scale."""
     sizes = [size for rung in rungs for size in (rung.local, rung.limit, rung.total) if 0 < size < math.inf]
     low, high = math.floor(math.log10(min(sizes, default=1e-7))), math.ceil(math.log10(max(sizes, default=1.0)))
     endless = any(math.inf in (rung.local, rung.total) for rung in rungs)
@@ -82,7 +82,7 @@ def ladder(rungs: Sequence[Rung]) -> str:
 
 
 def histogram(counts: np.ndarray) -> str:
-    """How many elements are off by how many steps."""
+    """Draw the number of elements for each error in steps of rounding (ulps)."""
     step, floor, top = WIDTH / len(counts), HEIGHT - BOTTOM, max(int(counts.max()), 1)
     bars = "".join(
         f'<rect class="bar" x="{at * step + 1:.1f}" y="{floor - (floor - 20) * n / top:.1f}" width="{step - 2:.1f}" '

@@ -128,7 +128,7 @@ def rungs(results: Sequence[StageResult], looked_at: StageResult) -> list[Rung]:
 
 
 def maps(result: StageResult) -> list[Map]:
-    """Where the error of a wrong stage lies."""
+    """Map the error of a wrong stage to tokens, heads and channels."""
     assert result.profile is not None
     keys = "key" if result.stage in ("attn_scores", "attn_probs") else "channel"
     parts = {"token": result.profile.tokens, "head": result.profile.heads, keys: result.profile.channels}

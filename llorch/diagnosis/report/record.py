@@ -62,13 +62,13 @@ def _listed(array: np.ndarray | None) -> list[float] | None:
 
 
 def junit(diagnosis: Diagnosis) -> str:
-    """XML as JUnit writes it: a test suite for each pass, a test case for each stage.
+    """Write XML as JUnit does: a test suite for each pass, a test case for each stage.
 
     Args:
-        diagnosis: What is said of a dump.
+        diagnosis: The findings about a dump.
 
     Returns:
-        The document; a wrong stage is a failure with the sentence of what was found.
+        The document; a wrong stage is a failure with the sentence of its finding.
     """
     top = ElementTree.Element("testsuites", name="llorch diagnose")
     sentences = by_place(diagnosis.findings)
@@ -109,7 +109,7 @@ def by_place(findings: Iterable[Finding]) -> Mapping[tuple[int, str], Finding]:
 
 
 def numbers(result: StageResult) -> str:
-    """Errors of a stage beside their limits."""
+    """Format the errors of a stage with their tolerances."""
     if result.local.fault is not None:
         return result.local.fault
     local = f"local error {short(result.local.error)} (tolerance {short(result.limit.error)})"
@@ -123,14 +123,14 @@ def short(number: float) -> str:
 
 
 def times(factor: float) -> str:
-    """By what factor a limit is exceeded, or how much of it is used."""
+    """Format the factor by which a tolerance is exceeded, or the part of it that is used."""
     if not math.isfinite(factor):
         return "no number" if math.isnan(factor) else "without end"
     return f"{float(f'{factor:.2g}'):g} x"
 
 
 def explained(suspect: Suspect) -> str:
-    """How much of the error is explained, and what is left."""
+    """Format how much of the error is explained, and how much is left."""
     rest = "the rest is within tolerance" if suspect.left <= 1 else f"the rest is {times(suspect.left)} the tolerance"
     return f"explains {percent(suspect.share)} of the error; {rest}"
 
@@ -141,19 +141,19 @@ def percent(share: float) -> str:
 
 
 def ranges(layers: Sequence[int]) -> str:
-    """Layers in words: `layers 0-3, 7`."""
+    """Format layers in words: `layers 0-3, 7`."""
     runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
     spans = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{'layer' if len(layers) == 1 else 'layers'} {spans}" if layers else "outside the layers"
 
 
 def span(keys: Sequence[str]) -> str:
-    """Stages in a row: few by name, many by the first and the last."""
+    """Format adjacent stages: up to three by name, more by the first and the last."""
     return ", ".join(keys) if len(keys) <= 3 else f"{len(keys)} stages, {keys[0]} to {keys[-1]}"
 
 
 def count(n: int, one: str, many: str = "") -> str:
-    """So many of something."""
+    """Format a number with its noun, in the singular or the plural."""
     return f"{n} {one if n == 1 else many or f'{one}s'}"
 
 

@@ -23,7 +23,7 @@ MULTIPLIED = tuple(stage for stage in WEIGHTED if stage not in NORMS)
 
 
 def block_mistakes(weights: Weights) -> Iterator[Hypothesis]:
-    """Those of the types and schemes that a file or a folder has."""
+    """Yield the known mistakes of the types and schemes that a file or a folder has."""
     types = {weights.stored_type(name).name for name in weights if len(weights.shape(name)) == 2}
     for mistake in BLOCKS:
         if types & {*mistake.cases}:

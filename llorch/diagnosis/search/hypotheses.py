@@ -67,7 +67,7 @@ class Hypothesis:
     in_layers: Callable[[int], bool] = lambda layer: True
 
     def at(self, places: Places) -> tuple[str, ...]:
-        """Those of some places where it can be planted."""
+        """Select the places where the hypothesis can be made."""
         return tuple(place for place in places if self._strikes(*place.rpartition(".")[::2]))
 
     def _strikes(self, layer: str, stage: str) -> bool:
@@ -123,7 +123,7 @@ def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Ch
 
 
 def _set(change: Callable[[LayerSetting], LayerSetting]) -> Callable[[Places], Change]:
-    """Other settings; only what the dump hides is run with them."""
+    """Make a change of settings; only the stages that the dump hides run with it."""
     return lambda places: Change(setting=change)
 
 
@@ -292,13 +292,13 @@ def _weights_of(stage: str) -> tuple[str, ...]:
 
 
 def _mixed(setting: LayerSetting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
-    """Weights of a layer, some of them those of another."""
+    """Return the weights of a layer, with some names replaced by the weights of another layer."""
     own, theirs = setting.layer_weights(layer), setting.layer_weights(other)
     return {name: theirs[name] if name in names else own[name] for name in own}
 
 
 def _steps(first: int, last: int) -> list[float]:
-    """1, 2 and 5 times the powers of ten between two exponents."""
+    """List 1, 2 and 5 times the powers of ten between two exponents."""
     return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
 
 
@@ -330,7 +330,7 @@ FAMILIES: tuple[SettingFamily, ...] = (
 
 
 def honest(config: ModelConfig) -> Iterator[Hypothesis]:
-    """Arithmetic that an engine may have without saying so."""
+    """Yield the kinds of arithmetic that an engine may use without declaring them."""
     for name, kind in HALF.items():
         yield Hypothesis(
             f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
@@ -390,7 +390,7 @@ def _rounded(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
 
 
 def _to_tf32(x: np.ndarray) -> np.ndarray:
-    """To 10 bits behind the point, ties away from zero, as the tensor cores of NVIDIA take their inputs."""
+    """Round to 10 bits behind the point, ties away from zero, as NVIDIA's tensor cores take their inputs."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
 

@@ -85,7 +85,7 @@ def _suspects(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspe
 
 
 def _is_elsewhere(dump: StageDump, weights: Weights, number: int, suspect: _Suspect) -> bool | None:
-    """Whether what was made of an array was made of what it looks like; None where nothing says."""
+    """Tell if the arrays made from a suspect fit what it looks like; None if nothing in the dump tells."""
     norm = suspect.norm.rpartition(".")[2]
     made = [] if suspect.norm == suspect.key else [norm]
     for name in (*made, *_PRODUCTS[norm]):
@@ -123,7 +123,7 @@ def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: 
 
 
 def _is_unit(rows: np.ndarray) -> bool:
-    """Whether every row has a mean square of 1; one row alone may have it by chance."""
+    """Tell if every row has a mean square of 1; a single row may have it by chance, so it does not count."""
     return len(rows) > 1 and bool((np.abs(np.square(rows).mean(axis=-1) - 1) < _UNIT).all())
 
 

@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def named(self) -> bool:
-        """Whether nothing is left but rounding."""
+        """True if nothing is left but rounding."""
         if all(each.rounds for each in self.hypotheses):
             return self.share >= EXPLAINS_ROUNDED
         return self.share >= EXPLAINS and self.left <= NAMED
@@ -70,9 +70,9 @@ class Trials:
         self._sizes: dict[tuple[int, str], np.ndarray | None] = {}
 
     def of(self, result: StageResult, *, pairs: bool = True, was_right: bool = False) -> list[Trial]:
-        """Every hypothesis that can be planted since the dump showed the last stages; the nearest first.
+        """Try every hypothesis that can be made since the dump showed the last stages; the nearest first.
 
-        Where the same stage `was_right` in an earlier pass, nothing is looked for that would have shown there.
+        If the same stage `was_right` in an earlier pass, skip hypotheses that would have shown there.
         """
         trials = list(self._singles(result, was_right=was_right))
         if pairs and not any(trial.named for trial in trials):
@@ -80,7 +80,7 @@ class Trials:
         return sorted(trials, key=lambda trial: trial.rank)
 
     def explains(self, trial: Trial, result: StageResult) -> bool:
-        """Whether the same makes another result, in the same stages or wherever it can be planted there."""
+        """Tell if the trial's hypotheses explain another result, in the same stages or wherever they can be made."""
         stages = {stage_of(place) for place in trial.places}
         same = tuple(place for place in result.since if stage_of(place) in stages)
         able = all(each.at(same) for each in trial.hypotheses)
@@ -140,7 +140,7 @@ class Trials:
         return _refined(best, [value for value in values if value > 0], lambda value: tried(value, places))
 
     def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
-        """Hypotheses planted at some places, with the cache that leaves least."""
+        """Try hypotheses at some places, with the cache that leaves the least error."""
         change, trials = together([each.change(each.at(places)) for each in hypotheses]), []
         seen = self.replay.dump.seen[result.n_pass, result.key]
         for past in self._pasts[result.n_pass][: 1 + (result.n_pass > 0)]:  # the first pass has none
@@ -159,10 +159,10 @@ class Trials:
         return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
 
     def _left(self, result: StageResult, found: Difference, here: Beside) -> float:
-        """By what factor the limit of the right numbers is exceeded; where these have another shape, as a whole.
+        """Return the factor by which the tolerance of the right numbers is exceeded.
 
-        A wrong row near zero makes much of a rounding that is little beside the right row: there it counts as beside
-        that one, where that names it.
+        If the tolerances per token have another shape, use the tolerance of the whole array. In a wrong row near zero,
+        a small rounding error looks large: measure the error against the size of the right row if that names the trial.
         """
         limit, sizes = result.limit, here.sizes
         shape = found.tokens.shape if found.tokens is not None else None
@@ -256,7 +256,7 @@ def stage_of(place: str) -> str:
 
 
 def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Where hypotheses may have been made: wherever they can be, or in one stage of all layers, or in one place."""
+    """List where hypotheses may have been made: wherever they can be, in one stage of all layers, or in one place."""
     everywhere = tuple(dict.fromkeys(place for each in hypotheses for place in each.at(since)))
     if not everywhere or not all(each.at(since) for each in hypotheses):
         return []
@@ -272,7 +272,7 @@ def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[
 
 
 def together(changes: Sequence[Change]) -> Change:
-    """Several at once, the later ones on what the earlier made."""
+    """Combine several changes; later ones act on the results of earlier ones."""
     made, *others = changes
     for other in others:
         made = Change(

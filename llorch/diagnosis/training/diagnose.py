@@ -136,7 +136,7 @@ class _Search:
                     yield from scorer.fitted(family, where, norm)
 
     def diagnosis(self, model: str) -> Diagnosis:
-        """All of it for a person."""
+        """Collect results, findings and notes in one diagnosis."""
         alone = {row.key: row for row in self.judge.rows(self.replay.run(fed=False), fed=False)}
         causes = {place for finding in self.findings for place in finding.places if finding.kind != "honest"}
         uncured = {row.key: row for row in self.first}
@@ -161,12 +161,12 @@ def _next(rows: Sequence[JudgedArray], closed: Mapping[str, int]) -> JudgedArray
 
 
 def _at(key: Sequence) -> int:
-    """Where a quantity stands in the run: groups of all steps in a row."""
+    """Return the position of a quantity in the run: the groups of all steps in a row."""
     return key[0] * len(FLOW) + FLOW.index(key[1])
 
 
 def _since(rows: Sequence[JudgedArray], wrong: Key) -> set[str]:
-    """Quantities that were made since the last right one of the dump, the wrong one among them."""
+    """Collect the quantities made since the last right one of the dump, the wrong one included."""
     right: dict[int, bool] = {}
     for row in rows:
         right[_at(row.key)] = right.get(_at(row.key), True) and row.over <= 1
@@ -175,7 +175,7 @@ def _since(rows: Sequence[JudgedArray], wrong: Key) -> set[str]:
 
 
 def _key(key: Key) -> str:
-    """As places of training are called: `l0.gradient.q_proj.lora_A`."""
+    """Format the name of a place in training: `l0.gradient.q_proj.lora_A`."""
     _, group, name = key
     if name.startswith("layers."):
         _, layer, name = name.split(".", 2)
@@ -194,7 +194,10 @@ def _finding(
     best: Scored | None,
     near: Sequence[Scored],
 ) -> Finding:
-    """One cause, for the quantity that it is found at and, where nothing explains it, for what follows."""
+    """Make the finding of one cause.
+
+    It covers the quantity where the cause was found. An unexplained one also covers the quantities that follow.
+    """
     of_group = of_group if best else [row for row in rows if row.key[1] == wrong.key[1]]
     places = [row for row in of_group if row.over > 1]
     where = f"step {wrong.key[0]}, {_key(wrong.key)}"
@@ -219,7 +222,7 @@ def _finding(
 
 
 def _unexplained(wrong: JudgedArray, rows: Sequence[JudgedArray], where: str) -> tuple[tuple[str, ...], str]:
-    """Where an error without a name must have been made."""
+    """Describe where an unexplained error must have been made."""
     if wrong.difference.fault:
         return (_key(wrong.key),), f"{where}: {wrong.difference.fault}."
     before = [row for row in rows if row.key[:2] == wrong.key[:2]]

@@ -19,7 +19,7 @@ MOST_WORK = 1e9  # numbers of the base times tokens of the dump, from which on n
 def could_not_show(
     replay: TrainingReplay, judge: TrainingJudge, adapter: Adapter, config: ModelConfig
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Names by reason, and a note where it was not tried."""
+    """List mistakes that the dump cannot show, by reason, with a note if this was not tried."""
     dump, hidden = replay.dump, dict[str, list[str]]()
     for mistake in TRAINING:
         if mistake.stages[0] in OUTSIDE:
@@ -56,7 +56,7 @@ def _reason(mistake: TrainingMistake, dump: TrainingDump, reasons: Mapping[str, 
 
 
 def _reasons(dump: TrainingDump, adapter: Adapter) -> dict[str, Sequence[str]]:
-    """Why a dump cannot show something -> parts of the names of mistakes that it holds for."""
+    """Map each reason why a dump cannot show something to parts of the names of the mistakes."""
     settings, config = dump.settings, adapter.config
     batches = [batch for step in dump.steps for batch in step.batches]
     slots = [step.batches for step in dump.steps if step.batches]

@@ -70,13 +70,13 @@ def group_of(mistake: TrainingMistake) -> str:
 
 
 def possible(config: ModelConfig) -> list[TrainingMistake]:
-    """Known mistakes that a step of a model can have, and that can be made again."""
+    """List the known mistakes that a step of a model can have and that can be made again."""
     replayed = (m for m in TRAINING if m.stages[0] not in OUTSIDE and m.name not in (*RANDOM, *DIVISORS))
     return [m for m in (*replayed, *MORE) if m.applies_to(config)]
 
 
 def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[TrainingHypothesis]:
-    """Known mistakes of the quantities of which one was made wrongly, in every way in which they can be made."""
+    """Yield the known mistakes of the quantities of which one is wrong, in every way in which they can be made."""
     for mistake in (*possible(config), *MESH):
         group = group_of(mistake)
         for planted in ways(mistake, group in since, wrong):
@@ -84,7 +84,7 @@ def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[T
 
 
 def ways(mistake: TrainingMistake, in_gap: bool, wrong: str) -> Iterator[Planted]:
-    """In which parts of a step a mistake may be made, where a quantity is wrong and those before the gap are right."""
+    """Yield the parts of a step in which a mistake may be made, if the quantities before the gap are right."""
     backs = (True, False) if mistake.along else (False,)
     if group_of(mistake) not in IN_FORWARD:
         yield from (Planted(mistake, "both", along) for along in backs if in_gap)
@@ -97,7 +97,7 @@ def ways(mistake: TrainingMistake, in_gap: bool, wrong: str) -> Iterator[Planted
 
 
 def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) -> list[ScaledMistakes]:
-    """Numbers that may differ; `scale` is that of an adapter's product, `norm` that of the gradients of the step."""
+    """List the numbers that may differ; `scale` is the adapter's, `norm` that of the step's gradients."""
     settings = dump.settings
     found = [
         ScaledMistakes("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
@@ -125,7 +125,7 @@ def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) 
 
 
 def told(what: str, right: float, shown: Callable[[float], float] = float) -> Callable[[float], tuple[str, str]]:
-    """Says a recovered number beside the one that it should be."""
+    """Make a function that describes a recovered number and its right value."""
 
     def say(x: float) -> tuple[str, str]:
         return f"{what[0].upper()}{what[1:]} is {shown(x):.4g} here; it should be {right:.4g}.", f"{shown(x):.4g}"
@@ -134,13 +134,13 @@ def told(what: str, right: float, shown: Callable[[float], float] = float) -> Ca
 
 
 def scaled(factor: float) -> TrainingMistake:
-    """Every scale of the adapter times a factor."""
+    """Multiply every scale of the adapter by a factor."""
     wrong = lambda right: lambda config, target: right(config, target) * factor  # noqa: E731
     return _made("lora-scaling", "lora_delta", SCALING, wrong)
 
 
 def smoothed(share: float) -> TrainingMistake:
-    """Another label smoothing."""
+    """Use another label smoothing."""
     wrong = lambda right: lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": share})  # noqa: E731
     return replace(_made("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
 
@@ -159,14 +159,14 @@ def normalised(factor: float) -> TrainingMistake:
 
 
 def in_clip(max_norm: float) -> TrainingMistake:
-    """Another largest norm."""
+    """Use another largest norm."""
     return _made(
         "max-grad-norm", "first_moment", CLIP, lambda right: lambda grads, **_: right(grads, max_norm=max_norm)
     )
 
 
 def in_update(**other: Any) -> TrainingMistake:
-    """Another setting of AdamW."""
+    """Use other settings of AdamW."""
     wrong = lambda right: lambda *arrays, **how: right(*arrays, **how | other)  # noqa: E731
     return _made("adamw", "first_moment" if "betas" in other else "parameters", UPDATE, wrong)
 
@@ -176,7 +176,7 @@ def _made(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> Traini
 
 
 def mean_of_rows(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Each row divided by its own tokens, and the means averaged."""
+    """Divide each row by its own tokens, and average the means."""
     of_means = mean_of_means(right)
 
     def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> Any:
@@ -192,7 +192,7 @@ def mean_of_rows(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rslora_turned(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Alpha divided by the other of the rank and its root."""
+    """Divide alpha by the rank instead of its root, or the other way round."""
     return lambda config, target: right(replace(config, use_rslora=not config.use_rslora), target)
 
 
@@ -254,12 +254,12 @@ MORE = (  # known, but in no checkpoint's library
 
 
 def unsaid(dump: TrainingDump, family: ScaledMistakes) -> bool:
-    """Whether a setting differs of which the dump says nothing: that is no mistake."""
+    """Tell if the dump does not declare a setting that differs: that is no mistake."""
     return bool(family.setting) and family.setting not in dump.said
 
 
 def where_of(family: ScaledMistakes, wrong: str) -> tuple[Where, ...]:
-    """In which parts of a step a number may be another one."""
+    """List the parts of a step in which a number may differ."""
     if family.group not in IN_FORWARD:
         return ("both",)
     return ("both", "shown") if wrong in IN_FORWARD else ("back",) if wrong == "gradient" else ()

@@ -49,7 +49,7 @@ class TrainingJudge:
         self._granted: dict[tuple[Key, str], Tolerance] = {}
 
     def rows(self, run: ReplayedRun, *, fed: bool = True) -> list[JudgedArray]:
-        """All arrays of the dump that a run made too, in the order in which they are made."""
+        """Compare all arrays of the dump that a run also made, in the order in which they are made."""
         found = []
         for step in self.dump.steps:
             names = sorted(step.shown, key=lambda shown: (FLOW.index(shown[0]), _backward(shown[1])))
@@ -58,7 +58,7 @@ class TrainingJudge:
         return found
 
     def _row(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, fed: bool) -> JudgedArray:
-        """One array beside ours; limits are those of the first run that was judged."""
+        """Compare one array with llorch's; tolerances come from the first run that was judged."""
         key, mode = (step.number, group, name), self.mode(step, group, name) if fed else CHAINED
         shown, want = step.shown[group, name], run.arrays[step.number, group, name]
         if (key, mode) not in self._granted:
@@ -66,7 +66,7 @@ class TrainingJudge:
         return JudgedArray(key, shown, mode, self.difference(step, group, shown, want), self._granted[key, mode])
 
     def difference(self, step: TrainingStep, group: str, shown: StepArray, want: np.ndarray) -> Difference:
-        """How far an array of the dump is from ours."""
+        """Measure the difference between an array of the dump and llorch's."""
         got = shown.array
         if shown.rows is not None:
             both = shown.rows & ~np.isnan(want.reshape(len(want), -1)[:, 0])
@@ -76,7 +76,7 @@ class TrainingJudge:
         return measure(got, want)
 
     def apart(self, row: JudgedArray, one: np.ndarray, other: np.ndarray) -> float:
-        """How far two arrays of ours are apart where the dump has one, in limits."""
+        """Measure the difference between two of llorch's arrays, in tolerances, at the rows that the dump has."""
         step = self.steps[row.key[0]]
         return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.limit)
 
@@ -85,7 +85,7 @@ class TrainingJudge:
         return step.lr or self.dump.settings.lr
 
     def mode(self, step: TrainingStep, group: str, name: str) -> str:
-        """Whether a quantity is made of the dump's own inputs, or of ours."""
+        """Return ISOLATED if the dump shows the inputs of a quantity, else CHAINED."""
         shown = step.shown
         inputs = {
             "token_losses": [("adapted_logits", "")],
@@ -101,14 +101,17 @@ class TrainingJudge:
         return ISOLATED if alone and all(self._starts(step, of, name) for of in before) else CHAINED
 
     def _starts(self, step: TrainingStep, group: str, name: str) -> bool:
-        """Whether it is known what a step starts from: the run's own start, or the dump's step before."""
+        """Tell if the start of a step is known: the start of the run, or the dump's previous step."""
         before = self.steps.get(step.number - 1)
         if before is None:
             return step.number == 1 or group == "parameters"
         return (group, name) in before.shown
 
     def _may_judge(self, step: TrainingStep, group: str, name: str) -> bool:
-        """Not what follows from moments before the dump, nor what half precision does not show in a chain."""
+        """Tell if a quantity can be judged.
+
+        It cannot if it follows from moments before the dump, or if half precision hides it in a chain.
+        """
         chained = self.mode(step, group, name) == CHAINED
         first = min(number for number, one in self.steps.items() if one.batches)
         lost = first > 1 and not any(group in MOMENTS for group, _ in self.steps.get(first - 1, step).shown)
@@ -142,7 +145,7 @@ class TrainingJudge:
 
 
 def _backward(name: str) -> tuple[int, int, str]:
-    """Tensors in the order in which a backward pass comes to them: the last layer first, down_proj before q_proj."""
+    """Return a sort key for tensors in the order of the backward pass: last layer first, down_proj before q_proj."""
     order = ("lm_head", "down_proj", "up_proj", "gate_proj", "o_proj", "v_proj", "k_proj", "q_proj", "embed_tokens")
     parts = name.split(".")
     target = parts[-2] if len(parts) > 1 else ""

@@ -46,7 +46,7 @@ class Planted:
 
     @property
     def in_passes(self) -> bool:
-        """Whether it changes the loss or the gradients."""
+        """True if the mistake changes the loss or the gradients."""
         return not self.mistake.part.startswith(_OPTIMIZER)
 
 
@@ -65,7 +65,7 @@ class TrainingReplay:
         self._kept: dict[Any, Any] = {}
 
     def run(self, mistakes: tuple[Planted, ...] = (), *, fed: bool = True, until: Key | None = None) -> "ReplayedRun":
-        """All steps, or those up to the one of `until`, with mistakes planted."""
+        """Run all steps, or those up to the step of `until`, with mistakes injected."""
         run, state = ReplayedRun(), self._start
         for step in self.dump.steps:
             if step.batches:
@@ -145,7 +145,7 @@ class TrainingReplay:
             return self._token_losses(step, logits)
 
     def _token_losses(self, step: TrainingStep, logits: np.ndarray) -> np.ndarray:
-        """Of every row of logits; NaN where nothing is learned."""
+        """Compute the loss of every row of logits; NaN where nothing is learned."""
         smoothing = self.dump.settings.label_smoothing
         wanted = np.concatenate([shifted(labels) for batch in step.batches for _, labels in batch.each_document()])
         losses = np.full(len(logits), np.nan)
@@ -159,7 +159,7 @@ class ReplayedRun:
     """What a replay made, by key."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Create a run without arrays."""
         self.arrays: dict[Key, np.ndarray] = {}
 
     def keep(self, step: TrainingStep, group: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -200,7 +200,7 @@ def _optimizer(
 
 
 def _over(group: str, ours: Mapping[str, np.ndarray], shown: Mapping[tuple[str, str], StepArray]) -> Named:
-    """Ours, with the dump's in their place where it shows them and they are numbers."""
+    """Replace llorch's arrays by the dump's where the dump shows them and they are finite."""
     theirs = {name: shown[group, name].array for name in ours if (group, name) in shown}
     return {**ours, **{name: array for name, array in theirs.items() if np.isfinite(array).all()}}
 

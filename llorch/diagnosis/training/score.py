@@ -28,12 +28,12 @@ class Scored:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the hypotheses."""
+        """Names of the hypotheses."""
         return frozenset(one.name for one in self.cause)
 
     @property
     def planted(self) -> Cure:
-        """What is planted for it."""
+        """Changes that the cause makes."""
         return tuple(one.planted for one in self.cause)
 
 
@@ -46,12 +46,12 @@ class Scorer:
         self.step = judge.steps[wrong[0].key[0]]
 
     def best_first(self, causes: Iterable[tuple[TrainingHypothesis, ...]]) -> list[Scored]:
-        """Those that explain some of the error; what explains all of it before the rest."""
+        """Keep the causes that explain some of the error; causes that explain all of it come first."""
         found = [self._scored(cause) for cause in causes]
         return sorted((one for one in found if one.share > 0), key=lambda one: (one.left > 1, -round(one.share, 6)))
 
     def chosen(self, scored: Sequence[Scored]) -> tuple[Scored | None, list[Scored]]:
-        """Of those that explain all of the error the one with which most of the dump is right, and its equals."""
+        """Choose the cause that explains all of the error and makes most of the dump right; also return its equals."""
         explain = [one for one in scored if one.left <= 1 and one.share >= NEAR]
         counts = [self.n_right(one) for one in explain]
         if max(counts, default=-1) < 0:
@@ -60,7 +60,7 @@ class Scorer:
         return equal[0], list({one.names: one for one in equal if not one.names & equal[0].names}.values())[:3]
 
     def n_right(self, one: Scored) -> int:
-        """How many arrays of the whole dump are right with it; -1 where it is a number that fits this step alone."""
+        """Count the arrays of the whole dump that are right with a cause; -1 if its number fits this step alone."""
         rows, (step, group, _) = self.judge.rows(self.replay.run(self.cure + one.planted)), self.wrong[0].key
         others = any(row.over > 1 for row in rows if row.key[0] > step and row.key[1] == group)
         return -1 if others and any(h.value and not h.honest for h in one.cause) else sum(row.over <= 1 for row in rows)
