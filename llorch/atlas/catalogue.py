@@ -11,19 +11,19 @@ _ONE_WAY: Mapping[str, Mapping[str, Any]] = {"": {}}
 
 @dataclass(frozen=True)
 class AtlasEngine:
-    """An engine that somebody else wrote.
+    """Engine that is not part of llorch.
 
     Attributes:
         name: For people, and on the command line.
         script: Name of its adapter and its requirements.
-        gguf: Whether it reads GGUF files.
-        folders: Whether it reads Hugging Face folders.
+        gguf: It reads GGUF files.
+        folders: It reads Hugging Face folders.
         ways: Options of the adapter, by the name of the row.
-        is_witness: Whether it is one that llorch has for goldens, and runs in llorch's own environment.
+        is_witness: It is a reference engine of llorch and runs in llorch's environment.
         snippet: Python for a reproduction: imports, and `logits(model, ids)` of a folder or file, (tokens, vocab).
-        known: What its maintainers know already, by words of the correction.
-        folder: Where these are.
-        why_not: Why it cannot be run from a package registry on a processor; empty where it can.
+        known: Bugs that the maintainers of the engine know, by words of the correction.
+        folder: Folder of the adapter and its requirements.
+        why_not: Reason why it cannot be run from a package registry on a CPU; empty if it can.
     """
 
     name: str

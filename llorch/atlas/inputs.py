@@ -1,8 +1,9 @@
-"""What engines are fed: random models of every family, with one thing that is not plain in each, and the built-in ones.
+"""Inputs of engines: random models of every family, each plain or with one special feature, and built-in models.
 
-A model that an engine gets wrong while it gets its plain sister right names the cause; so does one that is wrong in one
-style of its configuration alone. Hugging Face wrote rope keys at the top of `config.json` until transformers 4
-("old"), and writes them under `rope_parameters` since 5 ("new"); transformers 5 reads both.
+An engine may get a model wrong but the plain control input right: then the feature is the cause. A model may also be
+wrong in one style of its configuration alone: then the style is the cause. Hugging Face wrote rope keys at the top of
+`config.json` until transformers 4 ("old"), and writes them under `rope_parameters` since 5 ("new"). transformers 5
+reads both.
 """
 
 import json
@@ -135,13 +136,13 @@ FEATURES: Mapping[str, Keys] = {
 
 @dataclass(frozen=True)
 class AtlasInput:
-    """A model and what it is fed.
+    """Model and its token ids.
 
     Attributes:
         family: One of `FAMILIES`, or a built-in model.
-        feature: What is not plain in it, one of `FEATURES`; empty where nothing is.
-        style: Of its configuration.
-        gguf: Whether it is a GGUF file, not a Hugging Face folder.
+        feature: Special feature of the model, one of `FEATURES`; empty for a plain model.
+        style: Style of its configuration.
+        gguf: It is a GGUF file, not a Hugging Face folder.
     """
 
     family: str

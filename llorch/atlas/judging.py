@@ -1,8 +1,8 @@
-"""One run of an engine beside the foreign truth of its input: how far every stage is, and what that may be.
+"""Comparison of one run of an engine with the float64 reference of its input: errors and tolerances of every stage.
 
 The float64 reference is transformers, see `llorch.verify.float64_reference`. Tolerances are derived from its numbers
-and the arithmetic that the engine declares or shows, see `llorch.verify.tolerances.forward`. Where a run is beyond
-them, the diagnosis names the stage and the mistake.
+and the arithmetic that the engine declares or shows, see `llorch.verify.tolerances.forward`. If a run is
+beyond them, the diagnosis names the stage and the mistake.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ Trace = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage, in all layers and passes: its largest error, and where that stands in its limit."""
+    """Stage in all layers and passes: its largest error, and that error as a share of its tolerance."""
 
     stage: str
     error: float
@@ -41,17 +41,17 @@ class StageRow:
 
 @dataclass(frozen=True)
 class JudgedRun:
-    """What is said of a run that ended well.
+    """Comparison of a run that ended well.
 
     Attributes:
         stages: In the order of the forward pass; the last is `logits`.
-        over: By what factor the worst stage exceeds its limit; at most 1: the arithmetic explains all.
-        arithmetic: What it was judged in.
-        wrong: Whether something is beyond its limit that no arithmetic explains.
-        findings: Sentences of the diagnosis, where something is beyond its limit.
-        mistake: Names of what made the first of them, and the recovered value: `rope-theta 10000`; empty: unknown.
-        key: Where it shows first, `l0.q_rope`.
-        tie: Where rounding chose other experts: nothing behind that is judged.
+        over: Factor by which the worst stage exceeds its tolerance; at most 1: the arithmetic explains all.
+        arithmetic: Arithmetic in which it was judged.
+        wrong: A stage is beyond its tolerance, and no arithmetic explains it.
+        findings: Sentences of the diagnosis, if a stage is beyond its tolerance.
+        mistake: Names of the causes of the first of them, and the recovered value: `rope-theta 10000`; empty: unknown.
+        key: Stage key where it shows first, `l0.q_rope`.
+        tie: Stage key where rounding chose other experts: nothing after that is judged.
     """
 
     stages: Sequence[StageRow]

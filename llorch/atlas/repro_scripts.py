@@ -45,7 +45,7 @@ class ProgramOutput:
 
 @dataclass(frozen=True)
 class _Case:
-    """One of the two models of a program: what its file says and holds, and the truth."""
+    """One of the two models of a program: keys and tensors of its file, and its float64 reference."""
 
     name: str
     keys: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The table, filled: inputs and their truth first, then one engine after the other, then what confirms what."""
+"""Fill the table: write inputs and float64 references, run one engine after the other, then confirm causes."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Fed:
-    """An input that was written, and its truth.
+    """Written input, and its float64 reference.
 
     Attributes:
-        input: Which.
+        input: The input.
         model: The folder or file that engines are given.
         source: The folder whose numbers it has.
         truth: Every stage in float64, by trace key.
@@ -38,7 +38,7 @@ class Fed:
 
 
 def prepared(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterator[Fed]:
-    """Write inputs and take their truth from transformers in float64.
+    """Write inputs and compute their float64 references with transformers.
 
     Raises:
         MissingExtra: transformers is not installed.
@@ -68,9 +68,9 @@ def fill(
     """Run engines on inputs and judge them.
 
     Args:
-        engines: Which, in their order.
-        inputs: What they are fed, as far as each reads it.
-        home: A folder for environments, inputs and runs; what is there is used again but for the runs.
+        engines: Engines, in their order.
+        inputs: Inputs of the engines; an engine skips those that it cannot read.
+        home: A folder for environments, inputs and runs; existing environments and inputs are used again.
         say: Told what is being done.
 
     Yields:

@@ -28,7 +28,7 @@ _LOOK = 0.1  # seconds between looks at a process
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of an adapter, see its harness."""
+    """Request to an adapter, see its harness."""
 
     model: str
     parts: Sequence[Sequence[int]]
@@ -39,13 +39,13 @@ class Request:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         word: `done`, `refused`, `crashed`, `hung` or `too large`.
-        error: What the engine said.
-        version: Of the engine; empty where it died.
-        seconds: What the run took, measured by its own process if that says how it ended.
+        error: Message of the engine.
+        version: Version of the engine; empty if it died.
+        seconds: Duration of the run, measured by its process if that process reported the end.
     """
 
     word: str
@@ -58,19 +58,19 @@ def run_all(
     command: Sequence[str], requests: Sequence[Request], folder: Path, *, seconds: float = SECONDS,
     start: float = START, memory: int = MEMORY, say: Callable[[RunEnd], None] = lambda ended: None,
 ) -> list[RunEnd]:  # fmt: skip
-    """Have an adapter do runs, whatever becomes of some.
+    """Run an adapter on all requests, even if some runs fail.
 
     Args:
         command: The interpreter and the script.
         requests: In their order; what an earlier attempt left in their folders is not taken for a result.
-        folder: For the list, and for what the engine says and leaves behind.
-        seconds: How long a run may take.
-        start: How much longer the first of a process.
-        memory: How many bytes the processes of a run may hold.
-        say: Told how each ended.
+        folder: Folder for the list, and for messages and files of the engine.
+        seconds: Time limit of a run.
+        start: Additional time for the first run of a process.
+        memory: Number of bytes that the processes of a run may hold.
+        say: Called with a line about the end of each run.
 
     Returns:
-        How each ended.
+        The end of each run.
     """
     ended: list[RunEnd] = []
     for request in requests:

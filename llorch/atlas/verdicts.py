@@ -1,8 +1,8 @@
-"""What is said of an engine on an input. A bug is said of nobody before it was made to go away from outside.
+"""Verdict on an engine for one input. A bug is confirmed only if a correction from outside makes it go away.
 
-An input has sisters, which differ from it in one thing: the style of the configuration, or one feature. An engine that
-is wrong on an input and right on a sister was made to agree by that one correction: it is the cause. Two corrections at
-once would accuse an engine of one mistake for what two make together: such an input stays `wrong`.
+An input has control inputs, which differ from it in one thing: the style of the configuration, or one feature. If an
+engine is wrong on an input and right on a control input, that one correction is the cause. Two corrections at once
+could blame one mistake for the effect of two: such an input stays `wrong`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,21 +19,21 @@ _EXACT = "float32"
 
 @dataclass(frozen=True)
 class AtlasVerdict:
-    """A line of the table.
+    """Line of the table.
 
     Attributes:
         engine: Its name.
-        way: Options that it ran with, by their name; empty for its own.
-        input: What it was fed.
+        way: Name of the options that it ran with; empty for its defaults.
+        input: Input of the engine.
         word: `right`, `honest difference`, `bug`, `wrong` (no correction confirmed a cause), `refused`, `crashed`,
-            `hung`, `too large`, `unreadable` (what the adapter wrote is no dump of this input), `not run`.
-        said: What the engine said, or what is known of the cause.
-        version: Of the engine.
-        seconds: The run took.
-        judged: Distances, where it ended well.
-        confirmed_by: The sister on which it is right.
-        correction: What differs there, in words.
-        agreed: Distances there.
+            `hung`, `too large`, `unreadable` (the adapter wrote no dump of this input), `not run`.
+        said: Message of the engine, or the known cause.
+        version: Version of the engine.
+        seconds: Duration of the run.
+        judged: Distances, if the run ended well.
+        confirmed_by: Control input on which it is right.
+        correction: Difference of the control input, in words.
+        agreed: Distances on the control input.
     """
 
     engine: str

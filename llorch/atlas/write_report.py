@@ -20,10 +20,10 @@ def write_atlas(
     """Write all of them into a folder; reports of an earlier table go away.
 
     Args:
-        verdicts: Of the whole table.
-        facts: Where and when it was filled.
-        home: With the inputs and environments; the programs of reports run there.
-        folder: For the files.
+        verdicts: Verdicts of the whole table.
+        facts: Place and time of the runs.
+        home: Folder with the inputs and environments; the programs of reports run there.
+        folder: Folder for the files.
         to_json: Writes the record.
         say: Told what is being done.
 

@@ -2,16 +2,16 @@
 
 In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnosis`. In the order to read:
 
-    verdict      what comes out: every stage's error, local and inherited, and findings
-    profile      in which tokens, heads and channels an error lies
-    guards       whether numbers may be compared at all: ids, positions, layout, the run; `weight_hashes`
-    replay       our forward pass, fed what the engine showed; with mistakes planted where it is told
-    judged       every stage beside ours; `expected` is how far a right engine may be off
-    mistakes/    known mistakes; `variants` plants them
-    search/      `hypotheses` lists what may be planted: known mistakes, settings with a value, honest differences of
-                 arithmetic; `trials` plants them and measures what is left
-    diagnose     the hypotheses that explain the error, what is left, and what this dump could not have shown
-    rows         what it judged, as rows of `llorch verify`
-    training/    the same of optimizer steps: `diagnose`, `judge`, `replay`, `hypotheses`, `score` and `gaps`
+    verdict      the result: every stage's error, local and inherited, and findings
+    profile      the tokens, heads and channels that have an error
+    guards       checks that numbers can be compared at all: ids, positions, layout, the run; `weight_hashes`
+    replay       llorch's forward pass on the engine's arrays, with mistakes injected at given stages
+    judged       every stage compared with llorch's; `expected` gives the tolerance of a right engine
+    mistakes/    known mistakes; `variants` injects them
+    search/      `hypotheses` lists possible causes: known mistakes, settings with a value, honest differences of
+                 arithmetic; `trials` injects them and measures the remaining error
+    diagnose     the hypotheses that explain the error, the remaining error, and mistakes that the dump cannot show
+    rows         the results as rows of `llorch verify`
+    training/    the modules for optimizer steps: `diagnose`, `judge`, `replay`, `hypotheses`, `score` and `gaps`
     report/      a diagnosis as JSON, JUnit and one HTML page; `cli` prints the table
 """

@@ -41,11 +41,11 @@ CANDIDATES = 8  # of the named, whose reach is compared
 
 
 def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = lambda line: None) -> Diagnosis:
-    """Say which stages of a dump are wrong, and what made them so.
+    """Name the wrong stages of a dump, and their causes.
 
     Args:
         weights: The model that the engine ran, in the dtype to compute in: float64 for exact numerics.
-        dump: What it showed.
+        dump: Stages that the engine showed.
         model: Its name, for reports.
         say: Told what is being done.
 

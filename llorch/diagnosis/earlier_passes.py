@@ -1,8 +1,8 @@
-"""Passes that an engine ran before those of its dump: what they left in the caches, and what needs more than that.
+"""Passes that an engine ran before those of its dump: the caches after them, and stages that need more than those.
 
-A dump of one step shows the keys and values of the whole context, so that attention can be judged. The state that a
-delta net had before is in no dump: what is made of it is NOT RUN, and so is everything behind it, up to the next stage
-that the dump shows.
+A dump of one step shows the keys and values of the whole context, so that attention can be judged. No dump has
+the state that a delta net had before. A stage made from that state is NOT RUN, and so is everything after it, up to
+the next stage that the dump shows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,8 +55,8 @@ def unknown_stages(replay: Replay, *, fed: bool = True) -> Iterator[frozenset[st
     """Name the stages of each pass that nobody can compute without the passes before the dump.
 
     Args:
-        replay: Of the dump.
-        fed: Whether stages that the dump shows take the place of those that were made.
+        replay: The replay of the dump.
+        fed: Stages of the dump replace the computed ones.
 
     Yields:
         Trace keys, of one pass after the other.

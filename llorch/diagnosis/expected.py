@@ -1,7 +1,7 @@
-"""How far a right engine may be from ours on its own numbers: the limits of the verifier, for a dump.
+"""Tolerances of a right engine on the numbers of its dump, from the tolerances of the verifier.
 
-An engine's arithmetic is what it declares; where it declares nothing, what its numbers show: values that are all
-bfloat16 were rounded to it. Stages that the dump hides pass their rounding on to the next one that it shows.
+An engine's arithmetic is the declared one. Without a declaration the numbers show it: if all values are bfloat16, the
+engine rounded to bfloat16. Stages that the dump hides pass their rounding on to the next one that it shows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,11 +40,11 @@ def dtype_shown(array: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class StageMode:
-    """What a stage is judged in.
+    """Arithmetic in which a stage is judged.
 
     Attributes:
-        arithmetic: For the limits.
-        name: For a person; empty for plain float32.
+        arithmetic: Arithmetic for the tolerances.
+        name: Name for a person; empty for plain float32.
     """
 
     arithmetic: Arithmetic
@@ -112,7 +112,7 @@ class EngineArithmetic:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a stage may be off, given the engine's own inputs, and in a whole run."""
+    """Tolerances of a stage: given the engine's inputs, and in a whole run."""
 
     local: Tolerance
     total: Tolerance

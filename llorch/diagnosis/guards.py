@@ -1,7 +1,7 @@
-"""Guards: whether the numbers of a dump may be compared with ours at all.
+"""Guards: check that the numbers of a dump can be compared with llorch's at all.
 
-Weeks were lost on comparisons of two prompts, of a row before a norm with one behind it, of other weights. What the
-engine itself did wrong is none of this: an array counts as misnamed only where what was made of it says so.
+Typical invalid comparisons use two prompts, a row before a norm and a row after it, or other weights. Guards do not
+judge the engine's mistakes: an array counts as misnamed only if the arrays made from it prove it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,17 +33,17 @@ def check(
     """Refuse a dump that cannot be compared, before any number is.
 
     Args:
-        dump: Of the engine.
-        weights: Of the model that it is said to have run.
+        dump: Dump of the engine.
+        weights: Weights of the model that the engine is said to have run.
         ids: The tokens of all passes, as the user knows them.
-        first_position: Of the first of them.
+        first_position: Position of the first of them.
         hashes: `RawDump.weights`.
 
     Returns:
-        What is odd but does not make the numbers incomparable, one sentence each.
+        Oddities that do not make the numbers incomparable, one sentence each.
 
     Raises:
-        GuardFailed: Tokens, positions, layout, weights, norms or the run are not those that are said.
+        GuardFailed: Tokens, positions, layout, weights, norms or the run are not the declared ones.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # of engines that went astray
         _require_ids(dump, weights, ids)

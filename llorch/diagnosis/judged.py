@@ -1,4 +1,4 @@
-"""Every stage of a dump beside ours: local error, inherited error, and what a right engine may be off."""
+"""Every stage of a dump compared with llorch's: local error, inherited error, and the tolerance of a right engine."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ _UNKNOWN = Difference(math.nan, math.nan)
 
 @dataclass(frozen=True)
 class Beside:
-    """An array of the engine, and ours."""
+    """Array of the engine, and llorch's."""
 
     theirs: np.ndarray
     ours: np.ndarray

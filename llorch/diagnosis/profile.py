@@ -1,4 +1,4 @@
-"""Where the error of a stage lies: in which tokens, heads and channels, and how many steps of float32 it is."""
+"""Location of a stage's error: its tokens, heads and channels, and its size in steps of float32."""
 
 import math
 
@@ -17,16 +17,16 @@ AT_ONCE = 2**22  # elements that are looked at
 def profile(
     got: Float[np.ndarray, "*shape"], want: Float[np.ndarray, "*shape"], stage: Stage, config: ModelConfig
 ) -> Profile:
-    """Say where two arrays differ.
+    """Find the tokens, heads and channels in which two arrays differ.
 
     Args:
         got: The stage as the engine showed it; rows of some tokens suffice.
-        want: What is right, of the same tokens; entries that both mask with -inf are equal.
+        want: Right values of the same tokens; entries that both mask with -inf are equal.
         stage: Its row of the table.
         config: The model.
 
     Returns:
-        Shares of tokens, heads and channels, infinite where zero is right and something else is there.
+        Shares of tokens, heads and channels, infinite where zero is right and the engine has another value.
     """
     theirs, ours = (by_token(array, stage, config) for array in (got, want))
     n_tokens, n_heads, width = ours.shape

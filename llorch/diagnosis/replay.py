@@ -1,8 +1,8 @@
-"""Our forward pass beside a dump: what ours makes of the engine's own numbers, stage by stage.
+"""llorch's forward pass on the engine's arrays, stage by stage.
 
-Wherever the dump shows a stage for all tokens, the engine's array takes the place of ours as soon as that was seen, so
-every error is seen where it was made. Between two stages of the dump ours runs through, and there anything can be
-*planted*: what a known mistake makes of the same inputs, another setting, a rounding.
+Wherever the dump shows a stage for all tokens, the engine's array replaces llorch's as soon as llorch's was recorded.
+Therefore every error shows in the stage that makes it. Between two stages of the dump llorch's pass runs through.
+There a hypothesis can be *planted*: the result of a known mistake on the same inputs, another setting, a rounding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +34,13 @@ EMBED = -1  # the part before the layers; the number of layers is the part behin
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """What a layer is run with beside its input; a hypothesis may change it.
+    """Settings of a layer's run besides its input; a hypothesis may change them.
 
     Attributes:
-        config: Of the model.
-        positions: Of the tokens of the pass.
+        config: Configuration of the model.
+        positions: Positions of the tokens of the pass.
         n_cached: Tokens of earlier passes.
-        layer_weights: Gives the weights of a layer, or of what is outside the layers (None).
+        layer_weights: Gives the weights of a layer, or the weights outside the layers (None).
     """
 
     config: ModelConfig
@@ -51,11 +51,11 @@ class LayerSetting:
 
 @dataclass(frozen=True)
 class Plant:
-    """What is put in the place of a stage.
+    """Replacement of a stage.
 
     Attributes:
-        wrong: Makes it of the stage's inputs, its name and what ours made.
-        reads: Stages that it reads beside the inputs of the stage.
+        wrong: Makes it from the stage's inputs, the stage's name and llorch's array.
+        reads: Stages that it reads in addition to the inputs of the stage.
     """
 
     wrong: Callable[[StageInputs, str, np.ndarray], np.ndarray]
@@ -64,11 +64,11 @@ class Plant:
 
 @dataclass(frozen=True)
 class Change:
-    """What a hypothesis does to a run.
+    """Change that a hypothesis makes in a run.
 
     Attributes:
-        plants: By stage key.
-        passed_on: Stage key to what the stages behind it are given instead, whether it was ours or the engine's.
+        plants: Replacements by stage key.
+        passed_on: Stage key to a function of the array that later stages get, llorch's or the engine's.
         setting: Another setting.
     """
 
@@ -269,10 +269,10 @@ def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.
 
 
 class Past:
-    """What the memories of all layers hold before a pass and after it.
+    """Caches and states of all layers before a pass and after it.
 
-    A dump may show a cache that attention was given and that is not what stays: then `as_given` is False, and what
-    stays is what was appended.
+    A dump may show the cache that attention got although the engine keeps another one. Then `as_given` is False, and
+    the kept cache consists of the appended rows.
     """
 
     def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:

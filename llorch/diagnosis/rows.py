@@ -1,4 +1,4 @@
-"""The stages of a dump as rows of a verification: the engine that wrote it is the witness."""
+"""The stages of a dump as rows of a verification: the engine that wrote it is the reference engine."""
 
 import math
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from llorch.verify.runners.numpy import FLOAT64, GGML
 def dump_rows(
     weights: Weights, dump: StageDump, *, model: str, say: Say = lambda line: None
 ) -> tuple[list[Comparison], list[str]]:
-    """Judge what a dump shows, stage by stage.
+    """Judge a dump, stage by stage.
 
     Args:
-        weights: Of the model, in float64, or for ggml numerics with them.
-        dump: What the engine showed.
+        weights: Weights of the model, in float64, or with ggml numerics if these are to be used.
+        dump: Stages that the engine showed.
         model: The model's name.
         say: Told what is being done.
 
     Returns:
-        Two rows for each stage: isolated, fed the engine's own inputs, and chained, from our own run of the tokens; and
-        why stages were not run.
+        Two rows for each stage: isolated, fed the engine's own inputs, and chained, from llorch's run of the tokens.
+        Also the reasons why stages were not run.
     """
     engine, backend = dump.features.engine or "dump", GGML if weights.numerics.rounds_activations else FLOAT64
     judge, results = looked_at(weights, dump, say)

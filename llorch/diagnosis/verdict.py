@@ -1,4 +1,4 @@
-"""What a diagnosis consists of."""
+"""Parts of a diagnosis."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ Kind = Literal["mistake", "honest", "unknown", "not finite"]
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the error of a wrong stage lies: norms of the difference over norms of what is right.
+    """Location of a wrong stage's error: norms of the difference over norms of the right values.
 
     Attributes:
-        tokens: Of each token.
-        heads: Of each head; None where the stage has none.
-        channels: Of each channel: of head_dim where there are heads, else of the width (vocab in at most 512 bins).
-        ulps: How many elements are off by 0, up to 1, 2, 4, 8 ... float32 ulps (of the element's own size); the last
-            bin has all that are farther off.
+        tokens: Ratio for each token.
+        heads: Ratio for each head; None if the stage has none.
+        channels: Ratio for each channel: of head_dim if there are heads, else of the width (vocab: at most 512 bins).
+        ulps: Number of elements with an error of 0, up to 1, 2, 4, 8 ... float32 ulps (of the element's size); the
+            last bin counts all larger errors.
     """
 
     tokens: np.ndarray
@@ -36,22 +36,22 @@ class Profile:
 
 @dataclass(frozen=True)
 class StageResult:
-    """One stage of the dump beside ours.
+    """Stage of the dump compared with llorch's.
 
     Attributes:
         n_pass: Number of the pass.
         key: Stage key, `l0.q_rope`.
         stage: Name in the stage table.
         layer: None outside the layers.
-        name: What the engine calls it.
-        local: How far it is from what ours makes of the engine's own inputs.
-        limit: How far a right engine of its arithmetic may be.
-        total: How far it is from our own run: local and inherited.
-        total_limit: How far a right engine's run may be.
-        arithmetic: What it is judged in: float32, bfloat16 ..., and how that is known.
-        verdict: RIGHT, HONEST (what the arithmetic explains), WRONG.
+        name: Name in the engine.
+        local: Difference from llorch's result on the engine's inputs.
+        limit: Tolerance of `local` for a right engine of this arithmetic.
+        total: Difference from llorch's run: local and inherited.
+        total_limit: Tolerance of `total` for a right engine.
+        arithmetic: Arithmetic in which it is judged: float32, bfloat16 ..., and the source of that knowledge.
+        verdict: RIGHT, HONEST (explained by the arithmetic), WRONG.
         since: Stages that ran since the last ones the dump shows, itself the last; an error was made in one of them.
-        profile: Where its error lies; None where it is right.
+        profile: Location of its error; None if it is right.
     """
 
     n_pass: int
@@ -70,21 +70,21 @@ class StageResult:
 
     @property
     def over(self) -> float:
-        """By what factor the local error exceeds its limit."""
+        """Factor by which the local error exceeds its tolerance."""
         return self.local.over(self.limit)
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """One hypothesis beside the error.
+    """Hypothesis compared with the error.
 
     Attributes:
-        name: Of the mistake, or of the setting or arithmetic, `rope-interleaved-pairs`, `norm-eps`.
-        sentence: What was done and what is right, with the recovered value: "eps is 1e-5 here, the file says 1e-6".
-        stages: Where it was planted, stage keys.
-        share: Of the error that it explains, 0 to 1.
-        left: By what factor what is left exceeds the limit; at most 1: nothing is left.
-        value: What was recovered, for settings: a number, or its name.
+        name: Name of the mistake, setting or arithmetic: `rope-interleaved-pairs`, `norm-eps`.
+        sentence: The mistake and the right way, with the recovered value: "eps is 1e-5 here, the file says 1e-6".
+        stages: Keys of the stages in which it was injected.
+        share: Share of the error that it explains, 0 to 1.
+        left: Factor by which the remaining error exceeds the tolerance; at most 1: all is explained.
+        value: Recovered value of a setting: a number, or its name.
     """
 
     name: str
@@ -97,19 +97,19 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, and all places of the dump that it explains.
+    """Cause, and all stages of the dump that it explains.
 
     Attributes:
-        kind: `mistake` when suspects explain it; `honest` when it is arithmetic; `unknown`: none of the known.
-        key: Where it shows first.
-        n_pass: In which pass.
-        made_in: Stage keys in which it must have been made: one where the dump has no gap, or where it is named.
+        kind: `mistake` when suspects explain it; `honest` when it is arithmetic; `unknown`: no known mistake matches.
+        key: Stage key where it shows first.
+        n_pass: Pass in which it shows first.
+        made_in: Stage keys in which it must have been made: one if the dump has no gap, or if the cause is named.
         layers: Layers in which it shows, in order; empty outside the layers.
         suspects: The named ones, which together explain it; empty for `unknown`.
-        near_misses: What explains more than half of it, but leaves more than rounding does.
-        alternatives: What explains it as well as the named ones do: this dump cannot tell them apart.
+        near_misses: Hypotheses that explain more than half of it, but leave more than rounding does.
+        alternatives: Hypotheses that explain it as well as the named ones: this dump cannot tell them apart.
         places: Passes and stage keys of all results that it explains.
-        sentence: The whole of it for a person.
+        sentence: The finding in one text for a person.
     """
 
     kind: Kind
@@ -126,15 +126,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is said of a dump.
+    """Result of a diagnosis of one dump.
 
     Attributes:
         model: The model's name.
-        source: Of the dump.
+        source: Source of the dump.
         results: Every stage of it, in the order of passes and of the forward pass.
         findings: Causes, the first in the order of the run first; honest ones are among them.
         could_not_show: Known mistakes that no stage of this dump could have shown, by reason.
-        notes: What was found of the dump rather than declared.
+        notes: Facts about the dump that were found, not declared.
         not_run: Passes and stage keys that could not be judged, by reason.
     """
 

@@ -1,7 +1,7 @@
-"""Whether an engine ran these weights: hashes of its decoded tensors beside ours.
+"""Check that an engine ran these weights: hashes of its decoded tensors compared with llorch's.
 
-The same numbers in another layout, under another name or in another layer are no other weights: what an engine makes
-of them is for the diagnosis. Other numbers are, and a comparison would blame its code for them.
+Equal numbers in another layout, under another name or in another layer count as these weights: the diagnosis judges
+the engine's use of them. Other numbers are other weights, and a comparison would blame the engine's code for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,16 +29,16 @@ _SHOWN = 3
 
 
 def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, dtype: str) -> list[str]:
-    """Compare what an engine ran with the file.
+    """Compare the weights that an engine ran with the file.
 
     Args:
-        weights: Of the model.
+        weights: Weights of the model.
         hashes: `digest` of decoded tensors, by the engine's names.
-        source: Of the dump.
-        dtype: What the engine says that it computes in: weights rounded to it are ours.
+        source: Source of the dump.
+        dtype: Dtype in which the engine says that it computes: weights rounded to it count as equal.
 
     Returns:
-        A sentence for each way in which tensors of the same numbers are not as ours.
+        A sentence for each way in which tensors of equal numbers differ from llorch's.
 
     Raises:
         GuardFailed: Some have other numbers.
@@ -106,7 +106,7 @@ class _Ours:
 
     @cached_property
     def _in_folder(self) -> dict[str, Tensor]:
-        """Tensors whose numbers or places a folder has otherwise than ours, by the ends of their names."""
+        """Tensors whose numbers or layout differ between a folder and llorch, by the ends of their names."""
         others = (
             tensor
             for tensor in huggingface_tensors(self._weights.config)

@@ -1,6 +1,6 @@
-"""What can be wrong with an adapter without an error message: each fault is a check with a name and a diagnosis.
+"""Faults of an adapter that cause no error message: each is a check with a name and a diagnosis.
 
-The files come first, then what other programs make of them, then the numbers, at last the logits of other engines.
+The files come first, then their use by other programs, then the numbers, at last the logits of other engines.
 """
 
 from collections.abc import Callable

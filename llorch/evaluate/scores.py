@@ -28,7 +28,7 @@ _BLOCK = 1 << 19  # logits widened to float64 in one go: 4 MB, near the processo
 
 @dataclass(frozen=True)
 class PairScores:
-    """What two models say of the same tokens, one number per token."""
+    """Predictions of two models for the same tokens, one number per token."""
 
     reference_loss: Float64[np.ndarray, " rows"]  # nats
     loss: Float64[np.ndarray, " rows"]  # nats
@@ -96,7 +96,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How well one model predicts a text."""
+    """Quality of one model's predictions on a text."""
 
     n_scored: int  # tokens
     loss: Estimate  # mean of -log p(right token), nats
@@ -105,7 +105,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """How much a model differs from a reference on a text."""
+    """Difference between a model and a reference on a text."""
 
     n_scored: int  # tokens
     reference_perplexity: Estimate

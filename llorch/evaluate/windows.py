@@ -39,7 +39,7 @@ class Windows:
 def cut_text(models: Sequence[Model], text: str, *, context: int | None = None, limit: int | None = None) -> Windows:
     """Tokenize a text and cut it into windows, once for all models, which must read it as the same ids.
 
-    Windows have 512 tokens unless told, or what the models can hold if that is less; `limit` is their number.
+    Windows have 512 tokens by default, fewer if the models cannot hold as many. There are at most `limit` windows.
     """
     _require_same_size(models)
     context = _checked_context(models, context)

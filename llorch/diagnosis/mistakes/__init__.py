@@ -1,10 +1,10 @@
-"""The library of known mistakes, as data: what people got wrong when they ported these models.
+"""The library of known mistakes, as data: mistakes that people made when they ported these models.
 
 `STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
 `GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix,
-`QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `diagnosis` plants
-them where an engine is wrong, tests plant every one of them (`variants`). `TRAINING` are functions to be put in the
-place of ours.
+`QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `diagnosis`
+injects them where an engine is wrong, tests inject every one of them (`variants`). `TRAINING` are functions that
+replace llorch's.
 """
 
 from collections.abc import Mapping

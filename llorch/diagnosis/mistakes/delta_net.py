@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class TokenState(NamedTuple):
-    """What all value heads have at a token, (v_heads, 1, width) each; queries are scaled."""
+    """Values of all value heads at a token, (v_heads, 1, width) each; queries are scaled."""
 
     q: np.ndarray
     k: np.ndarray

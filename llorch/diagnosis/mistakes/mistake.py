@@ -1,4 +1,4 @@
-"""What a known mistake is: a wrong variant of one or more stages, with a name and a sentence for who made it.
+"""Known mistake: a wrong variant of one or more stages, with a name and a sentence for the person who made it.
 
 The right op and the wrong variant read the same inputs, so a result that equals the wrong variant's names its mistake.
 """

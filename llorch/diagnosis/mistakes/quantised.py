@@ -1,4 +1,4 @@
-"""What the mistakes of checkpoint 13 read: a stored matrix and what it is multiplied with, and the right steps."""
+"""Inputs of the mistakes of checkpoint 13: a stored matrix and its activations, and the right steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

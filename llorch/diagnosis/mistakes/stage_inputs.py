@@ -1,4 +1,4 @@
-"""What the wrong variant of a stage may read."""
+"""Inputs that the wrong variant of a stage may read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Mistakes of training on several ranks, planted into a step of one process: what is summed, counted and divided.
+"""Mistakes of training on several ranks, injected into a step of one process: wrong sums, counts and divisors.
 
-How many ranks there were, and which rows each had, a dump does not say; so the usual numbers and both usual ways to
+A dump does not tell the number of ranks and the rows of each. Therefore the usual numbers and both usual ways to
 deal rows out are tried. They belong to the checkpoints of their stages, whose runs have one process.
 
 Source: huggingface/transformers#48792 (attached after sharding), NVIDIA-NeMo/RL#3788 (norm),

@@ -1,4 +1,4 @@
-"""What a known mistake of training is: a right function of ours, and what people write instead of it.
+"""Known mistake of training: a right function of llorch, and the function that people write instead of it.
 
 A training step is a chain in which one wrong line moves every later number, so a mistake is no variant of one stage but
 a function put in the place of another. Tests put it into the running code, wherever the right one is used, and want the
@@ -23,13 +23,13 @@ class TrainingMistake:
     Attributes:
         name: Kebab-case, unique.
         stages: Groups of the table of training stages; the first is where it shows first.
-        diagnosis: What was done and what is right, in one sentence.
+        diagnosis: The mistake and the right way, in one sentence.
         part: The function that it replaces, `llorch.train.adamw.moved`.
         wrong: Makes the wrong function of the right one.
         cases: Runs that show it.
-        applies_to: Whether it can be made with a configuration.
-        along: What else mostly goes wrong with it, function and replacement: gradients, which others derive from the
-            forward pass, and the other use of a setting.
+        applies_to: Tells if it can be made with a configuration.
+        along: Second function that mostly goes wrong too, and its replacement: gradients, which others derive from
+            the forward pass, and the other use of a setting.
     """
 
     name: str

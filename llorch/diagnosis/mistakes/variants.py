@@ -1,4 +1,4 @@
-"""What a stage makes of the same inputs, done right and done wrong in every known way; tests plant all of it."""
+"""Results of a stage on the same inputs, right and wrong in every known way; tests inject all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ VISIBLE = 10.0  # a mistake counts where it exceeds the tolerance by this factor
 
 @dataclass(frozen=True)
 class Variants:
-    """What one stage makes of the same inputs, done right and done wrong.
+    """Results of one stage on the same inputs, right and wrong.
 
     Attributes:
-        right: By the right op.
-        wrong: By each known mistake.
+        right: Result of the right op.
+        wrong: Results of each known mistake.
         masked: See `compare.measure`.
     """
 
@@ -73,11 +73,11 @@ def sampler_variants(step: str, inputs: SamplerInputs, config: ModelConfig) -> V
 
     Args:
         step: `selected_logits`, `argmax` or `probabilities`.
-        inputs: What the step gets.
+        inputs: Inputs of the step.
         config: The model.
 
     Returns:
-        What it makes of them.
+        Right and wrong results.
     """
     known = [mistake for mistake in SAMPLING if step in mistake.stages and mistake.applies_to(config)]
     return Variants(RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])
@@ -88,10 +88,10 @@ def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
 
     Args:
         step: `decode`, `rounding` or `product`.
-        inputs: A matrix and what it is multiplied with.
+        inputs: A matrix and its activations.
 
     Returns:
-        What it makes of them.
+        Right and wrong results.
     """
     known = [mistake for mistake in QUANTISED if step in mistake.stages and inputs.kind.name in mistake.cases]
     return Variants(quantised.RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])

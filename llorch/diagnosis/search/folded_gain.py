@@ -1,6 +1,6 @@
 """YaRN's gain in another place: an engine may multiply the scores by its square instead of cosines and sines by it.
 
-That is the same mathematics. Rotated queries and keys are then smaller by the gain, and the scores are right.
+Both ways are mathematically equal. Rotated queries and keys are then smaller by the gain, and the scores are right.
 """
 
 from collections.abc import Sequence

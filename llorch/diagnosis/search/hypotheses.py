@@ -1,4 +1,4 @@
-"""What may have been done instead: every hypothesis that a diagnosis replays.
+"""Every hypothesis that a diagnosis replays: possible deviations of the engine from the right computation.
 
 There are three kinds. *Mistakes* are the library of `diagnosis/mistakes`. *Settings* have a value that is recovered
 from the error: an eps, a base, a scale, an offset, the layer that weights were taken from. *Honest* ones are
@@ -40,19 +40,19 @@ _NO_EPS = 1e-300  # a configuration has none that is 0
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One of them, with its value if it has one.
+    """Possible deviation of an engine, with its value if it has one.
 
     Attributes:
         name: As reports call it.
-        kind: Which kind.
+        kind: Mistake, setting or honest difference.
         stages: Names of the stages where it strikes.
-        sentence: What was done and what is right.
+        sentence: The deviation and the right way.
         change: Makes the change of a run that plants it at some places.
-        value: The recovered one, empty where there is none.
+        value: Recovered value, empty if there is none.
         after_cached: It shows only in a pass that continues a cache.
         rounds: It rounds to few bits.
-        by_place: Whether it can have been made in some stages or layers only.
-        in_layers: In which it can have been made at all.
+        by_place: It can have been made in some stages or layers only.
+        in_layers: Tells if it can have been made in a layer.
     """
 
     name: str
@@ -81,10 +81,10 @@ class SettingFamily:
     Attributes:
         name: As reports call it.
         stages: Names of the stages that read it.
-        values: Those that are tried first, of a configuration.
+        values: Gives the values to try first, for a configuration.
         made: The hypothesis with a value.
-        refined: Whether values between them are looked for; on a logarithmic scale.
-        later: Whether it may show in a later pass only.
+        refined: Values between them are tried too, on a logarithmic scale.
+        later: It may show in a later pass only.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Whether arrays called the output of a norm, or the last block's, stand where their name says.
+"""Check of arrays named as the output of a norm or of the last block: were they dumped at that point?
 
-Looks do not decide: an engine may have left out a norm or its gain, and that is for the diagnosis. What it made of the
-array does: products that follow from the right place show that the array was taken at a wrong one.
+The array alone does not decide: an engine may have left out a norm or its gain, and the diagnosis judges that. Later
+products decide: if they follow from the right point, the array was dumped at a wrong one.
 """
 
 from collections.abc import Iterator, Sequence

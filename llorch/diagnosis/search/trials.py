@@ -1,7 +1,7 @@
-"""Hypotheses tried on a wrong result: each is planted where it can have been made, and what it leaves is measured.
+"""Hypotheses tried on a wrong result: each is injected where it can have been made, and the remaining error measured.
 
-A value of a setting is looked for between those of a list, and said with the digits that matter. Where no single
-hypothesis leaves nothing, pairs of the nearest are tried.
+The value of a setting is searched between the values of a list, and reported with the digits that matter. If no single
+hypothesis explains the whole error, pairs of the nearest are tried.
 """
 
 import math

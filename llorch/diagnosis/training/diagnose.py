@@ -1,9 +1,10 @@
 """The first wrong quantity of anybody's LoRA training, and the mistake that makes it.
 
 A step is a chain: logits, losses, the loss, gradients from the last layer to the first, clipping, moments, parameters.
-Each is made again of the dump's own inputs. At the first that is wrong known mistakes are planted into our step, and
-numbers moved, until one of them makes what the dump shows; with that one in the code the rest is judged, and the next
-wrong quantity is one of its own. What nothing explains is none of the known, and what follows from it is left alone.
+Each is computed again from the dump's inputs. At the first wrong quantity, known mistakes are injected into llorch's
+step, and numbers moved, until one of them gives the dump's numbers. The rest is judged with that mistake in the code,
+so the next wrong quantity has another cause. An unexplained error matches no known mistake. Quantities that follow from
+it are not judged.
 """
 
 import math
@@ -38,8 +39,8 @@ def diagnose_training(weights: Weights, adapter: Adapter, raw: RawDump, *, model
     """Judge a training dump and name its mistakes.
 
     Args:
-        weights: Of the base that was trained on, in any type.
-        adapter: What the first step of the dump starts from; where the dump has the parameters before, these hold.
+        weights: Weights of the base model, in any type.
+        adapter: Start of the dump's first step; if the dump has the parameters before, these are used instead.
         raw: The dump, see `dumps.training_dump`.
         model: The model's name.
 

@@ -1,4 +1,4 @@
-"""Which known mistakes of training a dump could not have shown: all are planted, and leave it as it is."""
+"""Known mistakes of training that a dump could not have shown: each is injected and leaves the arrays unchanged."""
 
 import math
 from collections.abc import Mapping, Sequence

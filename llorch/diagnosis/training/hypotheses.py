@@ -1,4 +1,4 @@
-"""What may be planted to explain a training dump: the known mistakes, and settings whose value is recovered."""
+"""Hypotheses that may explain a training dump: known mistakes, and settings with a recovered value."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ IN_FORWARD = FLOW[:3]
 
 @dataclass(frozen=True)
 class TrainingHypothesis:
-    """What may have been done; `honest` where it is no mistake."""
+    """Possible deviation of a training step; `honest` if it is no mistake."""
 
     planted: Planted
     name: str
@@ -43,13 +43,13 @@ class ScaledMistakes:
     """Mistakes that differ in one number, above 0; `logarithm` is moved until they fit best.
 
     Attributes:
-        name: Of the setting.
-        group: Where it shows first.
+        name: Name of the setting.
+        group: Group in which it shows first.
         starts: Numbers to try first.
         make: The mistake with a number.
-        said: Says what a number means, and its short form.
+        said: Formats the meaning of a number, and its short form.
         setting: The field of `Settings` that it is, if it is one.
-        most: Above which a number has no meaning.
+        most: Largest number that has a meaning.
     """
 
     name: str

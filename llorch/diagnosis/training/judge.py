@@ -1,4 +1,4 @@
-"""Every quantity of a training dump beside ours: how far it is, how far it may be, and what it was made of."""
+"""Every quantity of a training dump compared with llorch's: its error, its tolerance, and its inputs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ MOMENTS = ("first_moment", "second_moment")
 
 @dataclass(frozen=True)
 class JudgedArray:
-    """One array of the dump beside ours; `mode` is isolated where it was made of the dump's own inputs."""
+    """Array of the dump compared with llorch's; `mode` is isolated if llorch's was made from the dump's inputs."""
 
     key: Key
     shown: StepArray
@@ -30,7 +30,7 @@ class JudgedArray:
 
     @property
     def over(self) -> float:
-        """By what factor it is over its limit."""
+        """Factor by which it exceeds its tolerance."""
         return self.difference.over(self.limit)
 
 

@@ -1,8 +1,8 @@
-"""Our optimizer steps in float64 on what a training dump shows, with mistakes planted where it is told.
+"""llorch's optimizer steps in float64 on the arrays of a training dump, with mistakes injected at given points.
 
-Fed, every quantity is made of the dump's own inputs where it has them: the loss of its token losses, the norm and the
-moments of its gradients, the parameters of its moments, and the next step of its parameters. What it does not show is
-ours. Not fed, only the adapter and the tokens are the dump's.
+Fed, every quantity is computed from the dump's inputs if the dump has them: the loss from its token losses, the norm
+and the moments from its gradients, the parameters from its moments, the next step from its parameters. llorch computes
+the inputs that the dump does not show. Not fed, only the adapter and the tokens are the dump's.
 """
 
 from collections.abc import Callable, Mapping
@@ -156,7 +156,7 @@ class TrainingReplay:
 
 
 class ReplayedRun:
-    """What a replay made, by key."""
+    """Arrays that a replay computed, by key."""
 
     def __init__(self) -> None:
         """Create a run without arrays."""

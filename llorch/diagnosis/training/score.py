@@ -1,4 +1,4 @@
-"""How well a mistake, or a number that is moved until it fits, makes what a training dump shows."""
+"""Score of a mistake, or of a number moved until it fits: the share of a training dump's error that it explains."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
