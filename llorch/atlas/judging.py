@@ -51,7 +51,7 @@ class JudgedRun:
         findings: Sentences of the diagnosis, if a stage is beyond its tolerance.
         mistake: Names of the causes of the first of them, and the recovered value: `rope-theta 10000`; empty: unknown.
         key: Stage key where it shows first, `l0.q_rope`.
-        tie: Stage key where rounding chose other experts: nothing after that is judged.
+        tie: Note on the first tie, where rounding chose other experts; nothing after the tie is judged.
     """
 
     stages: Sequence[StageRow]
