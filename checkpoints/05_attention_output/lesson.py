@@ -69,10 +69,10 @@ print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.lina
 # ![The contribution of each head of layer 4 to the stream of one token, and its part along the sum](fig/heads.svg)
 #
 # The picture shows the contribution of each head of `story`'s last layer for *fox*. The whole bar is the length of a
-# head's contribution $m_a W_{o,a}^\top$. The strong part of the bar points along the sum of all heads. The word is
-# the one that the head looks at most. The lengths add up to 445, but the sum of the eight contributions is only 206
-# long: heads push in different directions and partly undo each other. Head 7, which looks at *there*, contributes
-# most. Two thirds of head 3 go sideways.
+# head's contribution $m_a W_{o,a}^\top$. The solid part of the bar is the component along the sum of all heads. The
+# word next to a bar is the one with the largest share in that head. The lengths add up to 445, but the sum of the
+# eight contributions is only 206 long: heads push in different directions and partly undo each other. Head 7, which
+# looks at *there*, contributes most. Two thirds of head 3 go sideways.
 #
 # ## The reference
 #
@@ -130,9 +130,10 @@ for n in (1, 2, 12):
 
 # %% [markdown]
 # A reshape never moves a number in memory. Row 0 is filled with the first *tokens* of head 0 instead of the heads of
-# token 0. With one token or one head, there is nothing to confuse, so a test token by token does not see it, and
-# neither does a test with a single head. It is the mistake of 04 the other way round: the prompt is wrong, every
-# later step is right. But those steps read a cache that was filled wrongly.
+# token 0. With one token or one head, there is nothing to confuse. So a test with a single head does not see the
+# mistake, and a test that gives one token at a time does not see it either. In the mistake of 04, the prompt was
+# right and the later steps were wrong. Here the prompt is wrong, and every later step is right. But those steps read
+# a cache that was filled wrongly.
 
 # %%
 from llorch.learn.check import check_functions
@@ -179,12 +180,14 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
 
 # %% [markdown]
 # Each engine sums a product over 192 numbers in another order, so nearly every number differs in its last bits. The
-# addition at the end has no order: from the same two float32 numbers, every engine gets the same third.
+# addition at the end adds only two numbers, so the order does not matter: from the same two float32 numbers, every
+# engine gets the same result.
 #
 # - The output projection is the node `attn_out-{i}` in llama.cpp's Llama graph and has no name in its Qwen graphs. It
 #   is found as the MUL_MAT with the source `blk.{i}.attn_output.weight`.
 # - In the last layer, from the first addition on, llama.cpp keeps only the rows of tokens whose logits are requested.
-#   Goldens request all tokens. [09](../09_selected_logits/README.md) asks for the last one.
+#   llorch's goldens were made with the logits of all tokens. [09](../09_selected_logits/README.md) asks for the last
+#   one.
 # - transformers has no module for the addition. The sum is read as the input of `post_attention_layernorm`, and the
 #   joined heads as the input of `o_proj`.
 #

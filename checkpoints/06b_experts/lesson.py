@@ -13,9 +13,9 @@
 #
 # ## Idea
 #
-# Three quarters of a dense model's weights lie in its feed-forward parts, and every token pays for all of them. A
-# mixture keeps many and uses few: Qwen3-30B-A3B has 128 experts in each layer and gives a token to 8. The whole model
-# has to be in memory, but a token reads a tenth of it.
+# Three quarters of a dense model's weights lie in its feed-forward parts, and every token is multiplied by all of
+# them. A mixture stores many experts and uses few for each token: Qwen3-30B-A3B has 128 experts in each layer and
+# gives a token to 8. The whole model has to be in memory, but a token reads a tenth of it.
 #
 # Who decides? A *router*: one matrix with a row for each expert. Its product with the token, through a softmax, is a
 # probability for each expert. The k largest win, and their outputs are added by weight. The other experts are not
@@ -81,9 +81,9 @@ for layer in range(config.n_layers):
 #
 # ## Run it
 #
-# The choice is a step: a logit that moves by one bit can swap two experts. So llorch judges it as a *set*. If two
-# sets differ, the distance between the last expert that was chosen and the first that was not says whether rounding
-# decided:
+# The choice is not continuous: a change of one bit in a logit can swap two experts. So llorch judges it as a *set*.
+# If two sets differ, llorch looks at the last expert that was chosen and the first that was not. Rounding decided
+# only if their logits are very close:
 
 # %%
 layer = "l0."
@@ -137,12 +137,12 @@ print(check_functions("06b", topk_weights=wrong))
 #
 # ## Where the engines differ
 #
-# - llama.cpp clamps the sum of the chosen probabilities at 6.1e-05 before it divides. With the numbers of experts in
-#   use, the sum of the k largest cannot come near that.
+# - llama.cpp clamps the sum of the chosen probabilities at 6.1e-05 before it divides. Models have so few experts that
+#   the sum of the k largest probabilities is always far above this.
 # - llama.cpp computes the gate of Qwen2-MoE's shared expert as $\mathrm{silu}(x) / x$, which is NaN at $x = 0$.
 #   transformers takes the sigmoid.
 # - transformers gives all tokens of an expert to one product and adds the results in the order of the experts.
-#   llama.cpp adds them in the order of the ranks.
+#   llama.cpp adds them in the order of their probabilities, the largest first.
 #
 # This is layer 0, as each engine computed it:
 

@@ -35,12 +35,12 @@ for at in (1, 4, 9):
     print(f"after {story.tokenizer.decode([ids[at]]).strip()!r}: {said}")
 
 # %% [markdown]
-# Every position gives a prediction, not only the last one, because the mask of 04 hides later tokens from each.
-# Training uses all of them. Generation needs only the last row.
+# Every position gives a prediction, not only the last one, because the mask of 04 hides later tokens from each
+# position. Training uses all of them. Generation needs only the last row.
 #
 # Is a second table of the size of the vocabulary needed? The embedding table has one row for each token already, of
-# the same width. Many small models use it twice, for reading and for writing: they are *tied*. `story` is, and saves
-# 192,576 of its numbers. A tied file has no `lm_head`. An untied file has both tables, and they are different.
+# the same width. Many small models use it twice, for reading and for writing: they are *tied*. `story` is tied and
+# saves 192,576 numbers. A tied file has no `lm_head`. An untied file has both tables, and they are different.
 #
 # ## The maths
 #
@@ -118,10 +118,10 @@ print(f"largest logit after fox: {logits[-1].max():.1f}, without the norm {unnor
 print("same first choice at", int(np.sum(logits.argmax(-1) == unnormed.argmax(-1))), "of", len(ids), "places")
 
 # %% [markdown]
-# It is a good story about a fox named Teddy. The gain of the norm weighs the elements of the stream, and the division
-# only scales a row. So the ranking is disturbed but not destroyed, and greedy text changes little. Sampling would
-# suffer: with logits around 1900, the softmax gives everything to one token at any usual temperature. The check finds
-# it:
+# The text without the norm is still a good story, about a fox named Teddy. The gain of the norm weighs the elements
+# of the stream, and the division only scales a row. So the ranking is disturbed but not destroyed, and greedy text
+# changes little. Sampling would suffer: with logits around 1900, the softmax gives everything to one token at any
+# usual temperature. The check finds it:
 
 # %%
 from llorch.learn.check import check_functions
@@ -143,8 +143,8 @@ print(check_functions("08", logits=wrong))
 # llorch learn hint 08          # a direction; once more for the formula, once more for the code
 # ```
 #
-# Afterwards use `embed_tokens` always. The verdict's line *still right* then names the tied models, where this is no
-# mistake. A test with `story` alone never finds it.
+# After it passes, break it: always use `embed_tokens`. The verdict's line *still right* then names the tied models,
+# where this is no mistake. A test with `story` alone never finds it.
 #
 # If you have written everything up to here and `--chain` passes, this is your model from ids to logits:
 #
@@ -169,11 +169,11 @@ for name in ("micro-llama", "story"):
     print(f"smallest lead of the best logit {(best[:, -1] - best[:, -2]).min():.3f}")
 
 # %% [markdown]
-# Nine of ten logits differ in their last bits, and no choice of a token does: even the two closest logits are about a
-# thousand times farther apart than the engines. In long texts, a closer pair comes sooner or later, and then two
-# correct engines choose different tokens ([12](../12_generation/README.md)).
+# Nine of ten logits differ in their last bits, but the engines choose the same tokens. The distance between the two
+# closest logits is about a thousand times the difference between the engines. In long texts, a closer pair comes
+# sooner or later, and then two correct engines choose different tokens ([12](../12_generation/README.md)).
 #
-# - llama.cpp computes logits only for the requested tokens. Goldens request all of them.
+# - llama.cpp computes logits only for the requested tokens. llorch's goldens were made with all tokens requested.
 # - A tied GGUF file has no `output.weight`, and llama.cpp takes `token_embd.weight`. In transformers `lm_head` then
 #   shares the parameter of `embed_tokens`.
 # - Both engines return logits of the whole vocabulary of the file. Nothing is padded or cut.

@@ -8,8 +8,8 @@
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
 # The forward pass is complete: ids in, logits out, and every matrix in it is frozen. Now `story` will learn to talk
-# like a pirate. You could train all of its numbers. LoRA trains 7 % as many, in a separate file, and does not change
-# the model. Each matrix gets a narrow detour, and only the detour learns.
+# like a pirate. You could train all of its numbers. LoRA trains a separate set of numbers, 7 % as many, stores them
+# in a separate file, and does not change the model. Each matrix gets a narrow detour, and only the detour learns.
 #
 # ## Idea
 #
@@ -32,9 +32,9 @@ trained = sum(8 * (t.n_out + t.n_in) for t in targets.values())
 print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained: {100 * trained / frozen:.1f} %")
 
 # %% [markdown]
-# For a model of 7 billion numbers, the same rank is 0.3 %. This lets fine-tuning fit on one GPU. A trained number
-# needs memory for four (itself, its gradient, two moments of Adam). A frozen number needs memory for one, and may
-# even be quantised.
+# In a model of 7 billion numbers, an adapter of the same rank has 0.3 % as many. This lets fine-tuning fit on one
+# GPU. Each trained number needs the memory of four numbers (itself, its gradient, two moments of Adam). A frozen
+# number needs the memory of one, and may even be quantised.
 #
 # Why is so narrow a detour enough? A task seems to change a matrix by a low rank: the authors found that 1 to 8 was
 # enough, out of a possible 12,288. This is an observation, not a theorem.
@@ -115,8 +115,9 @@ for name, wrong in typed_mistakes(BY_NUMBER["15"])["lora_delta"].items():
         print(f"{name:20} B = 0: {off[0]:.1f}   B of the golden: {off[1]:.2f}")
 
 # %% [markdown]
-# So in the goldens neither factor is zero. The next mistake runs in the model in place of llorch's function. $A$ has
-# shape (r, in) in PEFT and (in, r) in MLX. A port met the shape error and used `reshape`:
+# So in the goldens neither factor is zero. The second mistake is one of a port. The code below runs it in the model,
+# in place of llorch's function. $A$ has shape (r, in) in PEFT and (in, r) in MLX. A port met the shape error and used
+# `reshape`:
 
 # %%
 from llorch.learn.check import check_functions
@@ -126,7 +127,7 @@ print(inspect.getsource(wrong))
 print(check_functions("15", lora_delta=wrong))
 
 # %% [markdown]
-# It runs, it trains, and its loss goes down, since training learns in the wrong order of numbers. It fails when
+# It runs, it trains, and its loss goes down, since training adapts to the wrong order of numbers. It fails when
 # another program loads the adapter.
 #
 # ## Exercise
@@ -144,7 +145,7 @@ print(check_functions("15", lora_delta=wrong))
 # llorch learn check 15 --chain      # with all that you have written so far, logits too
 # ```
 #
-# The quick check gives every matrix PEFT's input, with $\alpha / r$ and rank-stabilised. To see it work, leave
+# The quick check gives every matrix PEFT's input, with $\alpha / r$ and rank-stabilised. To see the check fail, leave
 # `own_alpha` out. vLLM's loader ignores it too, and serves such an adapter with the wrong strength, without a
 # warning.
 #
@@ -198,8 +199,8 @@ for name, got in orders.items():
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
-# fails first, by at least ten times the tolerance.
+# `pytest -k teeth` injects each mistake in turn: it replaces the right function of llorch by the wrong one. The test
+# requires that this validation point fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->

@@ -83,10 +83,10 @@ for h in (1e-1, 1e-5, 1e-13):
 # ![Distance of every tensor's gradient from float64, of PEFT and of a mistake](fig/tensors.svg)
 #
 # The second picture shows the gradients of the last layer, all 14 tensors. Blue is PEFT's autograd in float32 against
-# PEFT in float64. The dashed line is the tolerance. Orange is an exact run with one mistake in the softmax. It has
-# bars at `q_proj` and `k_proj` and nowhere else: the gradient comes from the end of the layer and meets the softmax
-# only before these two. In the layers that it reaches next, everything is wrong. So the first wrong tensor, in the
-# order of the backward pass, says where to look.
+# PEFT in float64. The dashed line is the tolerance. Orange is an exact run with one mistake in the softmax. The
+# orange run has bars at `q_proj` and `k_proj` and nowhere else: the gradient comes from the end of the layer and
+# meets the softmax only before these two. In the layers that the gradient reaches afterwards, every tensor is wrong.
+# So the first wrong tensor, in the order of the backward pass, says where to look.
 #
 # ## The reference
 #
@@ -136,7 +136,8 @@ for kind in ("lora_A", "lora_B"):
     print(f"{kind}: largest gradient of all {largest:.4f}")
 
 # %% [markdown]
-# Half of all gradients are exactly zero at the first step. A test of gradients on a fresh adapter tests the other half.
+# Half of all gradients are exactly zero at the first step. So a test of gradients on a fresh adapter tests only the
+# other half.
 #
 # ## The mistake
 #
@@ -157,9 +158,10 @@ print("right", attention_probs_backward(grad, probs).round(4) + 0.0)
 print("wrong", wrong(grad, probs).round(4))
 
 # %% [markdown]
-# If the loss grows equally with all four probabilities, no score matters, since they cannot all grow. The right
-# function gives 0, the wrong one changes all four scores. A run with it does not crash, and it does learn something,
-# since the sign of each element is often right. The comparison with another engine shows it:
+# The example has a loss that grows equally with all four probabilities. They always add up to 1, so no change of a
+# score changes this loss. The right function gives 0, the wrong one changes all four scores. A training run with the
+# wrong function does not crash, and the model does learn something, since the sign of each element is often right.
+# The comparison with another engine shows it:
 
 # %%
 print(check_functions("17", attention_probs_backward=wrong))
@@ -198,7 +200,7 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 # %% [markdown]
 # - `model.double()` in transformers is no float64 reference: RMSNorm, RoPE, softmax and loss pass through float32.
 #   For the float64 reference, llorch turns every requested float dtype, in any operator, into float64
-#   ([`wide.py`](../../llorch/engines/transformers_capture.py)).
+#   ([`float64_everywhere.py`](../../llorch/engines/float64_everywhere.py)).
 # - Autograd has no gradient for frozen tensors. Block inputs get one because a hook requests it.
 # - `-trainer` on the torch path is the mode of `llorch lora train` that saves memory: fused attention, products of
 #   frozen weights by oneDNN, each block run again for its gradient, logits in chunks. Running a block again changes
@@ -234,9 +236,9 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 # ## In bfloat16
 #
 # Training on CUDA runs in bfloat16 by default. Base and activations are rounded. The adapter, its gradients and the
-# optimizer stay float32, in PEFT and in llorch. As in [14](../14_torch/README.md), the goldens are those above, and
-# the float64 reference uses the weights as they are stored. A tolerance is 4 times the distance of PEFT on a bfloat16
-# base from this reference, at least 4u = 1.6e-2. This applies to all of 15 to 20:
+# optimizer stay float32, in PEFT and in llorch. As in [14](../14_torch/README.md), the goldens are the same as for
+# float32, and the float64 reference uses the weights as they are stored. A tolerance is 4 times the distance of PEFT
+# on a bfloat16 base from this reference, at least 4u = 1.6e-2. This applies to all of 15 to 20:
 #
 # <!-- generated: half -->
 # <!-- end -->
