@@ -71,7 +71,7 @@ def embedding_and_output(adapter: Adapter, weights: Weights) -> AdapterFinding:
     names = " and ".join(outer)
     if not weights.config.tie_word_embeddings:
         return AdapterFinding("embedding and output", WARNING, f"{names}: newer vLLM refuses them; use {_MERGE}")
-    text = f"{names} of a tied base: llama.cpp refuses it or crashes, PEFT's merge changes both matrices"
+    text = f"{names}, tied in the base model: llama.cpp refuses the adapter or crashes, PEFT's merge changes both"
     return AdapterFinding("embedding and output", WARNING, f"{text}; use {_MERGE}, which writes two matrices")
 
 

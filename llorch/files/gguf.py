@@ -256,7 +256,7 @@ def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLTy
         raise cursor.error("TooLarge", f"{name} has dimensions {dims}, more than 2^63 - 1 elements")
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     if dims[0] % block_size:
-        message = f"{name} has rows of {dims[0]} elements, {ggml_type.name} needs a multiple of {block_size}"
+        message = f"{name}: {ggml_type.name} needs rows of a multiple of {block_size} elements, got {dims[0]}"
         raise cursor.error("Malformed", message)
     return prod(dims) // block_size * block_bytes
 

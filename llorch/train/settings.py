@@ -118,7 +118,7 @@ class TrainSettings:
     batch_size: int = _setting(4, "Rows of one forward pass.", "at least 1")
     accumulation: int = _setting(1, "Forward passes per step.", "at least 1")
     max_length: int | None = _setting(
-        None, "Most tokens of a row.  [default: the model's context, at most 1024]", "at least 2"
+        None, "Longest row, in tokens.  [default: the model's context, at most 1024]", "at least 2"
     )
     train_on: str = _setting(
         "assistant",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "llorch learn progress --impl my_llama",
 )
 @impl_option
-@json_option("One object: version, passed, minutes_left, and the lessons as stored.")
+@json_option("One object: version, passed, minutes_left, and the lessons of progress.json.")
 def command(*, impl: str | None, as_json: bool) -> None:
     """Sum up lessons, attempts and hints from .llorch/progress.json in your folder."""
     folder = learners_folder(impl)

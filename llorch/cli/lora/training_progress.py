@@ -88,8 +88,8 @@ def description(training: "Training") -> list[str]:
         f"model: {settings.model}, {settings.dtype} on {where}, weights {held / 1e6:.1f} MB; "
         f"training {trained:,} parameters, {frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
         f"{len(training.adapter.targets)} matrices)",
-        f"data: {settings.data}, {data.train.n_tokens:,} tokens, {data.train.n_trained:,} of them learned, at most "
-        f"{data.settings.max_length} in a row",
+        f"data: {settings.data}, {data.train.n_tokens:,} tokens, {data.train.n_trained:,} of them in the loss, at most "
+        f"{data.settings.max_length} in one row",
         f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
         f"{settings.lr:.2e} {settings.schedule}, {settings.warmup_for(training.total_steps)} of them warm-up",
         *_memory(training),

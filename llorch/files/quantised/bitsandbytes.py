@@ -34,7 +34,7 @@ def read_bitsandbytes(source: Source) -> None:
             _add_int8(source, module)
         elif source.tensors[f"{module}.weight"].dtype == "U8":
             name = f"{module}.weight.{_STATE}nf4"
-            raise source.error("Missing", f"{name}: expected the state of a 4-bit matrix, got none")
+            raise source.error("Missing", f"{name}: expected the quantisation state of a 4-bit matrix, got none")
     source.require_left_alone("llm_int8_skip_modules", names_in(source, "llm_int8_skip_modules"), matches_part)
     source.leave_out("weight_format")
 

@@ -50,7 +50,7 @@ def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
     for row in inventory(weights.config).values():
         kind, path = kind_of(weights, row.name), path_of(row.name).removesuffix(".weight")
         if kind is not None and path.endswith(EXPERTS) and n_ranks > 1:
-            return f"{row.name}: packed experts cannot be split"
+            return f"{row.name}: llorch cannot split packed experts over tensor-parallel processes"
         if kind is not None and cut_axis(path_of(row.name)) == 1:
             size = block_size(weights, row.name)
             if row.shape[-1] // size % n_ranks:

@@ -80,7 +80,7 @@ def saved_settings(folder: Path) -> Mapping[str, Any]:
     Raises FileNotFoundError where there is no run, and FormatError where its settings are no object.
     """
     if not (folder / RUN).is_file():
-        raise FileNotFoundError(f"{folder}: there is no run to resume, it has no {RUN}; start it without --resume")
+        raise FileNotFoundError(f"{folder}: expected {RUN} of a run to resume, got none; start it without --resume")
     values = read_json(folder / RUN, limit=_LIMIT)
     settings = values.get("settings")
     if not isinstance(settings, dict):
