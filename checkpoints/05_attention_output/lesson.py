@@ -130,10 +130,10 @@ for n in (1, 2, 12):
 
 # %% [markdown]
 # A reshape never moves a number in memory. Row 0 is filled with the first *tokens* of head 0 instead of the heads of
-# token 0. With one token or one head, there is nothing to confuse. So a test with a single head does not see the
-# mistake, and a test that gives one token at a time does not see it either. In the mistake of 04, the prompt was
-# right and the later steps were wrong. Here the prompt is wrong, and every later step is right. But those steps read
-# a cache that was filled wrongly.
+# token 0. With one token or one head, there is nothing to confuse. So neither a test with a single head nor a test
+# that gives one token at a time sees the mistake. In the mistake of 04, the prompt was right and the later steps were
+# wrong. Here the prompt is wrong, and every later step is right. But those steps read a cache that was filled
+# wrongly.
 
 # %%
 from llorch.learn.check import check_functions
@@ -211,8 +211,8 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
 #
 # ## Compared values
 #
-# All three stages are compared, in every layer. Isolated, `attn_residual` is one addition of float32 numbers. All
-# engines get the same result, and its distance from the float64 reference is one rounding.
+# All stages of the table above are compared, in every layer that has them. Isolated, `attn_residual` is one addition
+# of float32 numbers. All engines get the same result, and its distance from the float64 reference is one rounding.
 #
 # <!-- generated: distances -->
 # <!-- end -->

@@ -188,9 +188,10 @@ for name, got in orders.items():
 #
 # ## Compared values
 #
-# Ranks are 2, 3 or 4 and alphas 1.4 to 6, by patterns, so that no two kinds of matrix share a scale; `v_proj` of
-# layer 1 has a different rank. The batch has two rows of different lengths. Isolated, each matrix gets PEFT's input.
-# The case `rslora` is the same adapter with `use_rslora`. `adapted_logits` is the forward pass with all deltas in it.
+# `rank_pattern` and `alpha_pattern` set ranks of 2, 3 or 4 and alphas of 1.4 to 6, so that no two kinds of matrix
+# share a scale; `v_proj` of layer 1 has a different rank. The batch has two rows of different lengths. Isolated, each
+# matrix gets PEFT's input. The case `rslora` is the same adapter with `use_rslora`. `adapted_logits` is the forward
+# pass with all deltas in it.
 #
 # <!-- generated: distances -->
 # <!-- end -->

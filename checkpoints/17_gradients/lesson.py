@@ -202,9 +202,9 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 #   For the float64 reference, llorch turns every requested float dtype, in any operator, into float64
 #   ([`float64_everywhere.py`](../../llorch/engines/float64_everywhere.py)).
 # - Autograd has no gradient for frozen tensors. Block inputs get one because a hook requests it.
-# - `-trainer` on the torch path is the mode of `llorch lora train` that saves memory: fused attention, products of
-#   frozen weights by oneDNN, each block run again for its gradient, logits in chunks. Running a block again changes
-#   no bit.
+# - In the output of `llorch verify`, a backend whose name ends with `-trainer` is the torch path in the memory-saving
+#   mode of `llorch lora train`: attention is fused, oneDNN multiplies by the frozen weights, each block runs again
+#   for its gradient, and logits are computed in chunks. Running a block again changes no bit.
 #
 # Further reading:
 #
@@ -252,10 +252,11 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 #
 # - Chained: parameters after a step, all moments after the first step, and the norms of the curve. Adam's first step
 #   is nearly the sign of the gradient. If a gradient is smaller than its rounding, a correct run may go the other way
-#   and be 2 learning rates off. PEFT is off by 0.3, as the root mean square of a tensor, and 4 times this is more
-#   than a step. Later results differ by chance as well. With other instructions of the same CPU, the norms of PEFT's
-#   curve are 0.6 to 2.1 times as far off, and moments after ten steps are off by 0.3. The losses of the curve still
-#   stay within 3e-3, below the smallest tolerance, and they are judged.
+#   and be 2 learning rates off. PEFT's own distance is 0.3 of the step (root mean square over a tensor), and a
+#   tolerance of 4 times this would be larger than the step. Later results differ by chance as well. If the same CPU
+#   uses another instruction set, the norms of PEFT's curve are 0.6 to 2.1 times as far off, and moments after ten
+#   steps are off by 0.3. The losses of the curve still stay within 3e-3, below the smallest tolerance, and they are
+#   judged.
 # - Learning rates, files and the logits of files, which do not depend on this dtype.
 # - float16: `llorch lora train` does not offer it, since small gradients vanish in it unless the loss is scaled.
 #
@@ -263,15 +264,16 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 # ten times the tolerance or more. These fail by 2.9 to 8.5 times: `merge-without-scale`, `loss-smoothing-added`,
 # `accumulation-mean-of-means`, `gradient-norm-second-term-missing`, `gradient-silu-second-term-missing`,
 # `gradient-lora-input-left-out`, `gradient-graph-cut-between-blocks`, `gradient-residual-left-out`,
-# `gradient-divided-by-rows`. These are not detected, since no dtype enters them: `schedule-one-step-late`,
-# `schedule-one-step-early`, `schedule-decays-from-the-start`, `schedule-without-warmup`,
+# `gradient-divided-by-rows`. These are not detected here, since their stages do not depend on the dtype:
+# `schedule-one-step-late`, `schedule-one-step-early`, `schedule-decays-from-the-start`, `schedule-without-warmup`,
 # `export-b-rows-not-permuted`, `export-one-alpha`.
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
-# fails first, by at least ten times the tolerance. The mistakes of routers, experts and delta nets have no golden.
-# They are injected into random models of these families, and PEFT's gradients judge them.
+# `pytest -k teeth` injects each mistake in turn: it replaces the right function of llorch by the wrong one. The test
+# requires that this validation point fails first, by at least ten times the tolerance. The mistakes of routers,
+# experts and delta nets have no golden. They are injected into random models of these families, and PEFT's gradients
+# judge them.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
