@@ -3,9 +3,9 @@
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from llorch.comparison import distance
 from llorch.stages import BY_NAME
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.float64_reference import distance
 from llorch.verify.models import stored
 
 BLUE, LIT, GREY = "#2f81f7", "#d9702b", "#7d7d7d"
