@@ -51,7 +51,7 @@ def _no_messages(node: ast.AST) -> Iterator[ast.AST]:
 def _text(node: ast.JoinedStr | ast.Constant) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
-    return "".join(part.value if isinstance(part, ast.Constant) else "{...}" for part in node.values)
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "{...}" for part in node.values)
 
 
 if __name__ == "__main__":

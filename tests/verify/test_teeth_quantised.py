@@ -113,7 +113,7 @@ def test_packed_matrices_are_judged_apart_from_decoded_ones(tmp_path: Path, monk
 def test_a_float16_cache_where_float32_is_asked_for_is_red_although_flips_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def narrow(config: ModelConfig, dtype: type[np.floating], **rest: int) -> KVCache:
+    def narrow(config: ModelConfig, dtype: type[np.floating], **rest: Any) -> KVCache:
         return KVCache(config, np.float16 if dtype is np.float32 else dtype, **rest)
 
     monkeypatch.setattr(numpy_runner, "KVCache", narrow)
