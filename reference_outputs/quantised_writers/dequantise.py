@@ -169,7 +169,8 @@ def compressed_tensors(folder: Path) -> Weights:
             weights[f"{name}.weight"] = compressed_nvfp4(tensors[name], scheme)
             continue
         exact = {key: t.double() if t.dtype == torch.bfloat16 else t for key, t in tensors[name].items()}
-        weights[f"{name}.weight"] = BaseCompressor.get_value_from_registry(form).decompress(exact, scheme)["weight"]
+        decompress: Any = BaseCompressor.get_value_from_registry(form).decompress
+        weights[f"{name}.weight"] = decompress(exact, scheme)["weight"]
     return weights
 
 

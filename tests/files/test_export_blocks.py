@@ -10,7 +10,7 @@ from quantised_folders import FOLDERS, NAMES
 
 from llorch.cache import KVCache
 from llorch.convert import convert
-from llorch.files import open_weights
+from llorch.files import open_gguf, open_weights
 from llorch.files.export import gguf_size
 from llorch.files.export_blocks import find_blocks
 from llorch.files.quant import GGMLType
@@ -62,7 +62,7 @@ def test_gguf_of_quantised_folder_keeps_every_matrix_that_a_type_of_ggml_holds(n
 def test_gguf_of_quantised_folder_has_the_predicted_size_and_the_type_of_most_numbers(tmp_path: Path):
     done = convert(FOLDERS / "gptq-4bit", tmp_path / "m.gguf")
     weights = open_weights(FOLDERS / "gptq-4bit")
-    with open_weights(tmp_path / "m.gguf").source as file:
+    with open_gguf(tmp_path / "m.gguf") as file:
         stored = sum(info.n_bytes for info in file.tensors.values())
         assert file.metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_0
     assert stored == gguf_size(weights.config, GGMLType.F32, find_blocks(weights).kept)

@@ -68,7 +68,7 @@ class TrainingProgress:
     def _start_bar(self, step: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import TrainingProgress as Bar
+        from rich.progress import Progress as Bar
 
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
         self._bar = Bar(*columns, console=Console(stderr=True, soft_wrap=True))
