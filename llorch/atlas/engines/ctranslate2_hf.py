@@ -11,7 +11,7 @@ from typing import Any
 import ctranslate2
 import numpy as np
 from ctranslate2.converters import TransformersConverter
-from harness import Run, answer
+from harness import HarnessRun, answer
 
 
 class Converter(TransformersConverter):
@@ -24,7 +24,7 @@ class Converter(TransformersConverter):
         return SimpleNamespace(bos_token="0", eos_token="1", unk_token="2", pad_token="0", get_vocab=lambda: {"0": 0})
 
 
-def load(run: Run) -> ctranslate2.Generator:
+def load(run: HarnessRun) -> ctranslate2.Generator:
     """Convert, then open what was written."""
     if len(run.parts) > 1:
         raise NotImplementedError("forward_batch of ctranslate2 has no cache: it cannot continue a prompt")
@@ -34,7 +34,7 @@ def load(run: Run) -> ctranslate2.Generator:
     return ctranslate2.Generator(f"{run.scratch}/ctranslate2", compute_type=dtype, intra_threads=threads)
 
 
-def compute(engine: ctranslate2.Generator, run: Run, dump: Any) -> None:
+def compute(engine: ctranslate2.Generator, run: HarnessRun, dump: Any) -> None:
     """One pass."""
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)

@@ -2,8 +2,8 @@
 
 An adapter is a script in the environment of its engine, which writes the dump that anyone can write:
 
-    def load(run: Run) -> Engine: ...                                 # may refuse: what it raises is quoted
-    def compute(engine: Engine, run: Run, dump: DumpWriter) -> None:  # a pass after the other
+    def load(run: HarnessRun) -> Model: ...                                 # may refuse: what it raises is quoted
+    def compute(model: Model, run: HarnessRun, dump: DumpWriter) -> None:  # a pass after the other
         for ids, first_position in run.passes:
             dump.begin(ids, first_position)
             dump.add("block_out", array, layer=0)                     # names of stages; the last one is "logits"

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from fms.models import get_model
-from harness import Run, answer
+from harness import HarnessRun, answer
 
 
-def load(run: Run) -> Any:
+def load(run: HarnessRun) -> Any:
     """The model, in evaluation mode."""
     if len(run.parts) > 1:
         raise NotImplementedError("this adapter does not continue a prompt")
@@ -21,7 +21,7 @@ def load(run: Run) -> Any:
         raise NotImplementedError(error.args[0]) from None  # so it says which architectures it does not have
 
 
-def compute(model: Any, run: Run, dump: Any) -> None:
+def compute(model: Any, run: HarnessRun, dump: Any) -> None:
     """One pass."""
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)

@@ -13,17 +13,17 @@ from typing import Any
 import keras
 import keras_hub
 import numpy as np
-from harness import Run, answer
+from harness import HarnessRun, answer
 
 
-def load(run: Run) -> Any:
+def load(run: HarnessRun) -> Any:
     """The backbone, which needs no tokenizer."""
     if len(run.parts) > 1:
         raise NotImplementedError("a backbone of keras-hub has no cache: it cannot continue a prompt")
     return keras_hub.models.Backbone.from_preset(run.model, dtype=run.options.get("dtype", "float32"))
 
 
-def compute(backbone: Any, run: Run, dump: Any) -> None:
+def compute(backbone: Any, run: HarnessRun, dump: Any) -> None:
     """One pass."""
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)

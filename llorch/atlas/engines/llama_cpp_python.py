@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp as cpp
 import numpy as np
 from dump_writer import DumpWriter
-from harness import Run, answer
+from harness import HarnessRun, answer
 from llama_cpp._ggml import libggml
 
 libggml.ggml_op_desc.restype = libggml.ggml_get_name.restype = ctypes.c_char_p
@@ -30,7 +30,7 @@ TURNED = {"q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope"}
 PAIRED = ("llama", "mistral3", "smollm3")  # files have neighbours where Hugging Face has j and j + half
 
 
-def load(run: Run) -> tuple[Any, ...]:
+def load(run: HarnessRun) -> tuple[Any, ...]:
     """The model, a context, and its callback, which fills a dict of each pass."""
     cpp.llama_backend_init()
     model_params, params = cpp.llama_model_default_params(), cpp.llama_context_default_params()
@@ -70,7 +70,7 @@ def watcher(seen: dict[tuple[str, int | None], np.ndarray]) -> Any:
     return on_node
 
 
-def compute(engine: tuple[Any, ...], run: Run, dump: DumpWriter) -> None:
+def compute(engine: tuple[Any, ...], run: HarnessRun, dump: DumpWriter) -> None:
     """A decode for each pass, of which every token is an output."""
     model, context, seen, _ = engine
     cpp.llama_model_meta_val_str(model, b"general.architecture", said := ctypes.create_string_buffer(64), 64)

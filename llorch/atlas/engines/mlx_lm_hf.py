@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from harness import Run, answer
+from harness import HarnessRun, answer
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
@@ -33,7 +33,7 @@ STAGES = {  # module, in a layer after its number: the stages that go in and com
 class MlxModel:
     """A model of mlx-lm, its cache, and what was seen since the last pass began."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: HarnessRun) -> None:
         """Load a folder as `mlx_lm.generate` does, but for the tokenizer."""
         self.model: Any = load_model(Path(run.model))[0]
         self.model.set_dtype(getattr(mx, run.options.get("dtype", "float32")))
@@ -79,7 +79,7 @@ def _stage(name: str, array: mx.array) -> np.ndarray:
     return got.swapaxes(0, 1) if name in ("q_rope", "k_rope") else got
 
 
-def compute(engine: MlxModel, run: Run, dump: Any) -> None:
+def compute(engine: MlxModel, run: HarnessRun, dump: Any) -> None:
     """All passes, on one cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)

@@ -7,11 +7,11 @@ It shows the logits and, where the builder is asked for them, what goes into the
 from typing import Any
 
 import onnxruntime_genai as og
-from harness import Run, answer
+from harness import HarnessRun, answer
 from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
 
-def load(run: Run) -> og.Generator:
+def load(run: HarnessRun) -> og.Generator:
     """Build, then open what was written."""
     folder, dtype = f"{run.scratch}/onnxruntime_genai", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     asked = (run.model, run.model, folder, dtype[run.options.get("dtype", "float32")], "cpu", f"{run.scratch}/cache")
@@ -22,7 +22,7 @@ def load(run: Run) -> og.Generator:
     return og.Generator(model, params)
 
 
-def compute(engine: og.Generator, run: Run, dump: Any) -> None:
+def compute(engine: og.Generator, run: HarnessRun, dump: Any) -> None:
     """All passes: tokens that are appended continue from the cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)

@@ -11,20 +11,20 @@ from typing import Any
 sys.modules["torchvision"] = None  # pyright: ignore  # optional; of another build of torch than the one here it fails
 
 import torch
-from harness import Run, answer
+from harness import HarnessRun, answer
 from optimum.intel import OVModelForCausalLM
 
 PRECISION = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-def load(run: Run) -> Any:
+def load(run: HarnessRun) -> Any:
     """Export the folder, and compile what comes of it."""
     precision = PRECISION[run.options.get("dtype", "float32")]
     asked = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision, "CACHE_DIR": ""}
     return OVModelForCausalLM.from_pretrained(run.model, export=True, load_in_8bit=False, device="CPU", ov_config=asked)
 
 
-def compute(engine: Any, run: Run, dump: Any) -> None:
+def compute(engine: Any, run: HarnessRun, dump: Any) -> None:
     """All passes, on the state that the graph keeps."""
     past = None
     for ids, first_position in run.passes:

@@ -11,7 +11,7 @@ os.environ |= {"HALF": "0", "DEV": os.environ.get("DEV", "CPU:X86")}  # before t
 from typing import Any
 
 import numpy as np
-from harness import Run, answer
+from harness import HarnessRun, answer
 from tinygrad import Tensor
 from tinygrad.llm import model as llm
 
@@ -28,7 +28,7 @@ STAGES = {  # member of a block: the stages that go in and come out
 class TinygradModel:
     """A model of tinygrad, and what was seen since the last pass began."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: HarnessRun) -> None:
         """Load as `python -m tinygrad.llm` does."""
         self.model, said = llm.Transformer.from_gguf(run.model)
         self.seen: list[tuple[str, int | None, np.ndarray]] = []
@@ -83,7 +83,7 @@ def _gated(before: str, after: str, config: Any) -> tuple[str, str]:
     return gated if config.attn_output_gate else (before, after)
 
 
-def compute(engine: TinygradModel, run: Run, dump: Any) -> None:
+def compute(engine: TinygradModel, run: HarnessRun, dump: Any) -> None:
     """All passes, on one cache; where a block is recurrent, as tinygrad generates: token by token."""
     size = 1 if engine.model.has_recurrent_block else max(map(len, run.parts))
     pieces = [(ids[at : at + size], first + at) for ids, first in run.passes for at in range(0, len(ids), size)]

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import torch
-from harness import Run, answer
+from harness import HarnessRun, answer
 from tokenizers import Tokenizer, models
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache, PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ ROWS = ("q_proj", "q_gate_proj", "k_proj", "v_proj", "attn_context", "attn_gated
 class BridgedModel:
     """A bridge, and the cache of transformers that it continues."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: HarnessRun) -> None:
         """Load as the bridge does; no text is read, so that a folder needs no tokenizer."""
         words = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")),
@@ -68,7 +68,7 @@ def _special(prefix: str, hooks: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def compute(engine: BridgedModel, run: Run, dump: Any) -> None:
+def compute(engine: BridgedModel, run: HarnessRun, dump: Any) -> None:
     """All passes, on one cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from dump_writer import DumpWriter
-from harness import Run, answer
+from harness import HarnessRun, answer
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,7 +27,7 @@ ROUTER = ("router_logits", "topk_weights", "topk_ids")  # what `mlp.gate` of Qwe
 TEMPERED = "llama_4_scaling_beta"  # Ministral 3: queries are more than rotated; so are those of Llama 4
 
 
-def load(run: Run) -> Any:
+def load(run: HarnessRun) -> Any:
     """The model, by transformers' own loader of folders and of GGUF files."""
     path = Path(run.model)
     folder, more = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
@@ -35,7 +35,7 @@ def load(run: Run) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **more).eval()
 
 
-def compute(model: Any, run: Run, dump: DumpWriter) -> None:
+def compute(model: Any, run: HarnessRun, dump: DumpWriter) -> None:
     """A forward for each pass, in one cache."""
 
     def add(name: str, tensor: torch.Tensor, layer: int | None = None) -> None:

@@ -16,7 +16,7 @@ for name in ("torchvision", "torchaudio", "torchcodec"):  # registries have them
     sys.modules[name] = None  # type: ignore[assignment]
 
 from dump_writer import DumpWriter  # noqa: E402
-from harness import Run, answer  # noqa: E402
+from harness import HarnessRun, answer  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 
@@ -29,7 +29,7 @@ OUTPUTS = {"embed_tokens": "embed", "self_attn.q_norm": "q_norm", "self_attn.k_n
 PARTS = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("ffn_gate", "ffn_up")}
 
 
-def load(run: Run) -> LLM:
+def load(run: HarnessRun) -> LLM:
     """The engine; its chunks are as long as the first part."""
     first, *rest = map(len, run.parts)
     if len(rest) > 1 or max(rest, default=0) > first:
@@ -41,14 +41,14 @@ def load(run: Run) -> LLM:
     )  # fmt: skip
 
 
-def compute(engine: LLM, run: Run, dump: DumpWriter) -> None:
+def compute(engine: LLM, run: HarnessRun, dump: DumpWriter) -> None:
     """One request."""
     engine.apply_model(partial(watch, run=run, dump=dump))
     settings = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     engine.generate([{"prompt_token_ids": [one for part in run.parts for one in part]}], settings, use_tqdm=False)
 
 
-def watch(model: Any, run: Run, dump: DumpWriter) -> None:
+def watch(model: Any, run: HarnessRun, dump: DumpWriter) -> None:
     """Hook every module that shows a stage."""
     passes, at = list(run.passes), [0]  # the layer that runs: a rotary embedding is one module of all of them
 
