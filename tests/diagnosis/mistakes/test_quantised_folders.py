@@ -70,7 +70,7 @@ def right(name: str) -> Weights:
 def matrices(name: str) -> Mapping[str, QuantisedMatrix]:
     """By the names of the files."""
     weights = right(name)
-    stored = (weights.as_stored(weight) for weight in weights if len(weights.shape(weight)) == 2)
+    stored = (matrix for weight in weights if len(weights.shape(weight)) > 1 for matrix in weights.all_stored(weight))
     return {matrix.name: matrix for matrix in stored if isinstance(matrix, QuantisedMatrix)}
 
 
@@ -154,12 +154,7 @@ def test_projections_alone_name_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(one, marks=() if one in ("awq-gemm", "bnb-nf4") else pytest.mark.slow)
-        for one in NAMES
-        if not one.endswith("-experts")  # no row is about stacked experts
-    ],
+    "name", [pytest.param(one, marks=() if one in ("awq-gemm", "bnb-nf4") else pytest.mark.slow) for one in NAMES]
 )
 def test_a_right_reader_is_not_accused(name: str, tmp_path: Path):
     read = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
