@@ -130,7 +130,7 @@ def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
 
 
 def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
-    """What the stages of a free run may be off, see `llorch.verify.tolerances.forward`."""
+    """Return the tolerances of the stages of a free run, see `llorch.verify.tolerances.forward`."""
     trace = golden.traces[model]
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         weights = open_weights(write_model(model, Path(folder))).using(GGML)

@@ -45,7 +45,7 @@ def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cu
 
 
 def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """As `load_dense`, but every matrix that has a `kind_of` packed ones stays packed."""
+    """Load a model as `load_dense` does, but keep every matrix packed that has a packed kind."""
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
         kind = kind_of(weights, row.name) if row.is_matrix else None

@@ -87,7 +87,7 @@ class EngineOutput:
 
 @dataclass(frozen=True)
 class Truth:
-    """What an engine that someone else wrote shows in pure float64, see `llorch.verify.float64_reference`.
+    """Values of a reference engine in pure float64, see `llorch.verify.float64_reference`.
 
     Attributes:
         evidence: As a producer shows it, float64.

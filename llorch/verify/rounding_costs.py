@@ -1,4 +1,4 @@
-"""What a rounding costs, and one stage of a pass as the rules of `llorch.verify.tolerances.forward` see it."""
+"""The cost of a rounding, and one stage of a pass as the rules of `llorch.verify.tolerances.forward` read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How far the stages of delta nets and of gated attention may be off; collected by `llorch.verify.tolerances.forward`.
+"""Tolerances of the stages of delta nets and of gated attention, collected by `llorch.verify.tolerances.forward`.
 
 The delta rule is a recurrence, so an error stays until it is forgotten. With P the state behind the decay of a token
 and r what is missing of its value there, a step is S = P + beta k r^T, r = v - P^T k, o = S^T q / sqrt(key_dim). What

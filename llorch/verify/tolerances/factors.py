@@ -1,4 +1,4 @@
-"""How far the common factor of a stage may be from 1 in half precision; collected by `tolerances.forward`.
+"""Tolerance of the common factor of a stage in half precision, collected by `tolerances.forward`.
 
 With y the golden and e the error of a run, the factor is 1 + sum(e y) / sum(y y). Rounding errors are independent, so
 single elements that were rounded on their own would move it by sqrt(sum(v y y)) / sum(y y), where v are variances of e.
