@@ -17,6 +17,8 @@ from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.kernels.packing import Table, decode
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.model import load_torch
@@ -146,3 +148,21 @@ def test_a_code_that_is_no_number_is_refused(tmp_path):
 
     with refuses(FormatError, "NonFinite", "(63, 159)"):
         loaded(changed(tmp_path, "ct-fp8-dynamic", tensors=spoil), load_packed)
+
+
+@pytest.mark.parametrize("folder", ["awq-gemm", "gptq-4bit-asym", "mlx-4bit", "mlx-8bit"])
+def test_product_with_zero_points_subtracts_no_large_sums(folder: str):
+    compiled, matrix = library(), first(folder)
+    if compiled is None:
+        pytest.skip("NOT RUN: no C compiler")
+    kind = kind_of(weights_of(matrix), "one")
+    assert isinstance(kind, Table)
+    weight = torch.from_numpy(matrix.decode())
+    x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32)) + 4
+    want = x.double() @ weight.double().T
+
+    def error(made: torch.Tensor) -> float:
+        return float((made.double() - want).norm() / want.norm())
+
+    packed = CpuQuantisedLinear(pack_stored(matrix, kind), kind, None, compiled)
+    assert error(packed(x)) < max(2 * error(x @ weight.T), 2e-7)

@@ -24,11 +24,12 @@ typedef struct {
 } fields;
 
 /* A table's part that all rows share. `way` names the instructions that turn codes of eight bits into numbers:
- * EVEN numbers are integers in a row, from the first one on. */
+ * EVEN numbers are integers in a row, from the first one on. Products with minima use the numbers less `centre`, and
+ * minima that make up for it: without a centre two large sums would be subtracted. */
 typedef struct {
-    int32_t runs, way, offset; /* runs of 32 that share a scale; 0: a run has two scales */
-    float factor, divisor;     /* of all numbers, applied last */
-    float values[256];
+    int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
+    float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
+    float values[256], centred[256];
 } shared;
 enum way { LOOK_UP, SIGNED, E4M3, EVEN };
 enum offset { NO_OFFSET, ZERO, MINIMUM }; /* the meaning of `more` */
@@ -152,18 +153,17 @@ static inline lanes look_up(const uint8_t *codes, const float *values) {
 
 /* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`. */
 static inline __attribute__((always_inline)) void table_run(enum kind kind, const fields *f, enum way way, long i,
-                                                            lanes *part) {
-    const shared *table = (const shared *)f->scales;
+                                                            const float *values, lanes *part) {
     if (kind == TABLE_4) {
-        look_up_four((const uint8_t *)f->codes + 16 * i, table->values, part);
+        look_up_four((const uint8_t *)f->codes + 16 * i, values, part);
         return;
     }
     const uint8_t *codes = (const uint8_t *)f->codes + RUN * i;
     if (way == E4M3) e4m3_run(codes, part);
     for (int k = 0; way != E4M3 && k < PARTS; k++) {
         if (way == SIGNED) part[k] = from_int8((const int8_t *)codes + LANES * k);
-        else if (way == EVEN) part[k] = from_uint8(codes + LANES * k) + splat(table->values[0]);
-        else part[k] = look_up(codes + LANES * k, table->values);
+        else if (way == EVEN) part[k] = from_uint8(codes + LANES * k) + splat(values[0]);
+        else part[k] = look_up(codes + LANES * k, values);
     }
 }
 
@@ -256,54 +256,62 @@ static inline __attribute__((always_inline)) float dot_packed(
 }
 
 static inline __attribute__((always_inline)) lanes add_table_run(
-    enum kind kind, const fields *f, enum way way, long i, const float *x, lanes sum) {
+    enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes sum) {
     lanes part[PARTS];
-    table_run(kind, f, way, i, part);
-    for (int k = 0; k < PARTS; k++) sum = fma_lanes(part[k], load(x + LANES * k), sum);
+    table_run(kind, f, way, i, ((const shared *)f->scales)->centred, part);
+    for (int k = 0; k < PARTS; k++) {
+        if (zero) part[k] -= splat(*zero);
+        sum = fma_lanes(part[k], load(x + LANES * k), sum);
+    }
     return sum;
 }
 
-/* Products of n runs, from run i on, with the inputs at x. */
+/* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none. */
 static inline __attribute__((always_inline)) lanes dot_group(
-    enum kind kind, const fields *f, enum way way, long i, long n, const float *x) {
+    enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
     const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes even = {0}, odd = {0};
     long r = 0;
     for (; r + 2 <= n; r += 2) {
         __builtin_prefetch((const char *)f->codes + (i + r) * bytes + AHEAD);
-        even = add_table_run(kind, f, way, i + r, x + RUN * r, even);
-        odd = add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), odd);
+        even = add_table_run(kind, f, way, i + r, x + RUN * r, zero, even);
+        odd = add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), zero, odd);
     }
-    if (r < n) even = add_table_run(kind, f, way, i + r, x + RUN * r, even);
+    if (r < n) even = add_table_run(kind, f, way, i + r, x + RUN * r, zero, even);
     return n > 1 ? even + odd : even;
 }
 
 /* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each. */
 static inline __attribute__((always_inline)) lanes dot_groups(
-    enum kind kind, const fields *f, enum way way, long runs, long row, const float *x, long in) {
+    enum kind kind, const fields *f, enum way way, int zeros, long runs, long row, const float *x, long in) {
     const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
-    const float *d = (const float *)f->d + first;
+    const float *d = (const float *)f->d + first, *zero = (const float *)f->more + first;
     lanes even = {0}, odd = {0};
     long g = 0;
     for (; g + 2 <= n; g += 2) {
         if (runs == 1) __builtin_prefetch((const char *)f->codes + (first + g) * bytes + AHEAD);
-        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g);
+        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? zero + g : NULL);
         even = fma_lanes(one, splat(d[g]), even);
-        lanes next = dot_group(kind, f, way, (first + g + 1) * runs, runs, x + RUN * runs * (g + 1));
+        const float *at = x + RUN * runs * (g + 1);
+        lanes next = dot_group(kind, f, way, (first + g + 1) * runs, runs, at, zeros ? zero + g + 1 : NULL);
         odd = fma_lanes(next, splat(d[g + 1]), odd);
     }
-    if (g < n) even = fma_lanes(dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g), splat(d[g]), even);
+    if (g < n) {
+        lanes last = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? zero + g : NULL);
+        even = fma_lanes(last, splat(d[g]), even);
+    }
     return even + odd;
 }
 
 /* Adds the products of run i, whose halves have scales of their own, with the inputs at x. */
 static inline __attribute__((always_inline)) void add_halves(
-    enum kind kind, const fields *f, enum way way, long i, const float *x, lanes *sums) {
-    const float *d = (const float *)f->d + 2 * i;
+    enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
+    const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
     lanes part[PARTS], products[2];
-    table_run(kind, f, way, i, part);
+    table_run(kind, f, way, i, ((const shared *)f->scales)->centred, part);
     for (int k = 0; k < PARTS; k++) {
         lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
+        if (zeros) part[k] -= splat(zero[k >= PARTS / 2]);
         *to = k % (PARTS / 2) ? fma_lanes(part[k], input, *to) : part[k] * input;
     }
     for (int half = 0; half < 2; half++) sums[half] = fma_lanes(products[half], splat(d[half]), sums[half]);
@@ -311,28 +319,28 @@ static inline __attribute__((always_inline)) void add_halves(
 
 /* A row whose groups have sixteen elements. */
 static inline __attribute__((always_inline)) lanes dot_halves(
-    enum kind kind, const fields *f, enum way way, long row, const float *x, long in) {
+    enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long n = in / RUN, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes even[2] = {{0}}, odd[2] = {{0}};
     long i = 0;
     for (; i + 2 <= n; i += 2) {
         __builtin_prefetch((const char *)f->codes + (first + i) * bytes + AHEAD);
-        add_halves(kind, f, way, first + i, x + RUN * i, even);
-        add_halves(kind, f, way, first + i + 1, x + RUN * (i + 1), odd);
+        add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
+        add_halves(kind, f, way, zeros, first + i + 1, x + RUN * (i + 1), odd);
     }
-    if (i < n) add_halves(kind, f, way, first + i, x + RUN * i, even);
+    if (i < n) add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
     return even[0] + even[1] + odd[0] + odd[1];
 }
 
 static inline __attribute__((always_inline)) lanes dot_way(
-    enum kind kind, const fields *f, enum way way, long row, const float *x, long in) {
+    enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long runs = ((const shared *)f->scales)->runs;
     switch (runs) {
-    case 0: return dot_halves(kind, f, way, row, x, in);
-    case 1: return dot_groups(kind, f, way, 1, row, x, in);
-    case 2: return dot_groups(kind, f, way, 2, row, x, in);
-    case 4: return dot_groups(kind, f, way, 4, row, x, in);
-    default: return dot_groups(kind, f, way, runs, row, x, in);
+    case 0: return dot_halves(kind, f, way, zeros, row, x, in);
+    case 1: return dot_groups(kind, f, way, zeros, 1, row, x, in);
+    case 2: return dot_groups(kind, f, way, zeros, 2, row, x, in);
+    case 4: return dot_groups(kind, f, way, zeros, 4, row, x, in);
+    default: return dot_groups(kind, f, way, zeros, runs, row, x, in);
     }
 }
 
@@ -340,28 +348,36 @@ static inline long columns_of_group(const shared *table) {
     return table->runs ? RUN * table->runs : RUN / 2;
 }
 
-/* Offsets of a row times the sums of the inputs of each group. */
+/* Minima of a row times the sums of the inputs of each group. */
 static inline lanes dot_offsets(const fields *f, long row, const float *sums, long n) {
-    const int is_zero = ((const shared *)f->scales)->offset == ZERO;
+    const shared *table = (const shared *)f->scales;
+    const lanes centre = splat(table->centre);
     const float *d = (const float *)f->d + row * n, *more = (const float *)f->more + row * n;
     lanes total = {0};
     for (long g = 0; g < n; g += LANES) {
-        lanes offset = load_some(more + g, n - g);
-        if (is_zero) offset *= -load_some(d + g, n - g);
+        lanes offset = load_some(more + g, n - g), scale = load_some(d + g, n - g);
+        offset = fma_lanes(scale, centre, offset);
         total = fma_lanes(offset, load_some(sums + g, n - g), total);
     }
     return total;
 }
 
-/* sums: of the inputs of each group, where a table has offsets. */
+/* sums: of the inputs of each group, where a table has minima. */
 static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
     const shared *table = (const shared *)f->scales;
     lanes total;
-    if (kind == TABLE_4) total = dot_way(TABLE_4, f, LOOK_UP, row, x, in);
-    else if (table->way == SIGNED) total = dot_way(TABLE_8, f, SIGNED, row, x, in);
-    else if (table->way == E4M3) total = dot_way(TABLE_8, f, E4M3, row, x, in) * unit_of(E4M3);
-    else if (table->way == EVEN) total = dot_way(TABLE_8, f, EVEN, row, x, in);
-    else total = dot_way(TABLE_8, f, LOOK_UP, row, x, in);
+    const int zeros = table->offset == ZERO;
+    if (kind == TABLE_4) {
+        total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
+    } else if (table->way == SIGNED) {
+        total = zeros ? dot_way(TABLE_8, f, SIGNED, 1, row, x, in) : dot_way(TABLE_8, f, SIGNED, 0, row, x, in);
+    } else if (table->way == E4M3) {
+        total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
+    } else if (table->way == EVEN) {
+        total = zeros ? dot_way(TABLE_8, f, EVEN, 1, row, x, in) : dot_way(TABLE_8, f, EVEN, 0, row, x, in);
+    } else {
+        total = zeros ? dot_way(TABLE_8, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_8, f, LOOK_UP, 0, row, x, in);
+    }
     if (sums) total += dot_offsets(f, row, sums, in / columns_of_group(table));
     return sum_of(total) * table->factor / table->divisor;
 }
@@ -369,7 +385,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
 /* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
 static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
     const shared *table = (const shared *)f->scales;
-    if (kind < TABLE_4 || table->offset == NO_OFFSET) return NULL;
+    if (kind < TABLE_4 || table->offset != MINIMUM) return NULL;
     const long size = columns_of_group(table), n = rows * in / size;
     float *sums = malloc(sizeof(float) * (size_t)n);
     *lacking = sums == NULL;
@@ -480,7 +496,7 @@ static inline __attribute__((always_inline)) void decode_table(
     const float *d = (const float *)f->d, *more = (const float *)f->more;
     for (long i = 0; i < n; i++) {
         lanes part[PARTS];
-        table_run(kind, f, way, first + i, part);
+        table_run(kind, f, way, first + i, table->values, part);
         for (int k = 0; k < PARTS; k++) {
             long g = table->runs ? (first + i) / table->runs : 2 * (first + i) + (k >= PARTS / 2);
             if (table->offset == ZERO) part[k] -= splat(more[g]);

@@ -13,7 +13,7 @@ from llorch.files.quant import GGMLType
 from llorch.files.quantised.codes import E4M3, INT8
 from llorch.pytorch.kernels.cpu.library import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
-from llorch.pytorch.kernels.packing import RUN, Fields, Kind, Table, values_of, width
+from llorch.pytorch.kernels.packing import RUN, TABLES, Fields, Kind, Table, values_of, width
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 
 KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
@@ -29,8 +29,18 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
     group = width(fields, table) // fields["d"].shape[-1]
     offset = 1 if "zero" in fields else 2 if "minimum" in fields else 0
     integers = torch.tensor([group // RUN, _way(table, fields), offset], dtype=torch.int32)
-    factors = torch.tensor([1.0 if one is None else one for one in (table.factor, table.divisor)])
-    return torch.cat((integers.view(torch.float32), factors, values_of(table, torch.device("cpu"))))
+    centre = _centre(fields) if _way(table, fields) == _EVEN else 0.0
+    factors = torch.tensor([*(1.0 if one is None else one for one in (table.factor, table.divisor)), centre])
+    values = torch.zeros(256)
+    values[: TABLES[table.name]] = values_of(table, torch.device("cpu"))
+    return torch.cat((integers.view(torch.float32), factors, values, values - centre))
+
+
+def _centre(fields: Fields) -> float:
+    """Find the integer next to the mean number that stands for zero; 0 without minima."""
+    if "minimum" not in fields or not (scaled := fields["d"] != 0).any():
+        return 0.0
+    return float((-fields["minimum"][scaled] / fields["d"][scaled]).mean().round().clamp(0, 255))
 
 
 def _way(table: Table, fields: Fields) -> int:
