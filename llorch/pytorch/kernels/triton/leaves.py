@@ -1,6 +1,5 @@
 """The table of kernels that run on CUDA instead of torch's own; importing it imports Triton."""
 
-from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import Block
 from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.packing import KIND_NAMES
@@ -21,10 +20,8 @@ def packed(leaf: QuantisedLinear) -> QuantisedLinear:
 
 
 def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
-    """Multiply packed matrices of experts by kernels; a `Table` has none for few rows, so torch multiplies those."""
-    leaf.multiply = multiply
-    if isinstance(leaf.ggml_type, GGMLType):
-        leaf.multiply_chosen = multiply_chosen
+    """Multiply packed matrices of experts by kernels."""
+    leaf.multiply, leaf.multiply_chosen = multiply, multiply_chosen
     return leaf
 
 

@@ -2,7 +2,7 @@
 
     rows      way                                          what bounds it
     1, 2      straight from the blocks, no tensor cores    packed bytes; see `quantised_matvec`
-    1 .. 64   tiles decoded where tensor cores read them   decoding; 1 and 2 rows: a `Table` only
+    3 .. 64   tiles decoded where tensor cores read them   decoding
     more      decoded once into scratch, then the library  the matrix product
 
 Float32, which tensor cores do not take, goes to the library from 33 rows on, where tiles would be decoded twice.
@@ -25,16 +25,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
-from llorch.files.quant import GGMLType
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, values_of, width
+from llorch.pytorch.kernels.packing import Fields, Kind, width
 from llorch.pytorch.kernels.quantised_linear import multiply_by_tiles
 from llorch.pytorch.kernels.triton.quantised_matvec import (
     RUN,
+    arguments,
     load_eight_bits,
     load_half,
     load_twelve_bits,
     multiply_few_rows,
-    pointers,
+    rules,
 )
 
 _TILE = (64, 4)  # rows of the matrix and runs of each
@@ -52,8 +52,8 @@ def multiply_by_decoded_tiles(
     rows = 16 if n_rows <= 16 else 32 if n_rows <= 32 or x.dtype is torch.float32 else 64
     launch: Any = _multiply[(triton.cdiv(n_out, n_tile), triton.cdiv(n_rows, rows))]
     launch(
-        x, y, y if bias is None else bias, *_arguments(fields, ggml_type), n_rows, n_out, x.shape[1] // RUN,
-        KIND=ggml_type.name, **_rules(fields, ggml_type), BIAS=bias is not None, M=rows, ROWS=n_tile, RUNS=runs,
+        x, y, y if bias is None else bias, *arguments(fields, ggml_type), n_rows, n_out, x.shape[1] // RUN,
+        KIND=ggml_type.name, **rules(fields, ggml_type), BIAS=bias is not None, M=rows, ROWS=n_tile, RUNS=runs,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y
@@ -66,33 +66,10 @@ def decode_to(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Float[Tens
     n_tile, runs = _TILE_WRITTEN
     launch: Any = _write[(triton.cdiv(n_out, n_tile), triton.cdiv(n_in, runs * RUN))]
     launch(
-        out, *_arguments(fields, ggml_type), n_out, n_in // RUN,
-        KIND=ggml_type.name, **_rules(fields, ggml_type), ROWS=n_tile, RUNS=runs, num_warps=4, enable_fp_fusion=False,
+        out, *arguments(fields, ggml_type), n_out, n_in // RUN,
+        KIND=ggml_type.name, **rules(fields, ggml_type), ROWS=n_tile, RUNS=runs, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-def _arguments(fields: Fields, ggml_type: Kind) -> list[Tensor]:
-    """Collect what kernels read; a table has its values, factor and divisor as scales, and its offsets as dmin."""
-    if not isinstance(ggml_type, Table):
-        return pointers(fields)
-    codes, d = fields["codes"], fields["d"]
-    factors = [1.0 if one is None else one for one in (ggml_type.factor, ggml_type.divisor)]
-    values = torch.cat((values_of(ggml_type, d.device), torch.tensor(factors, device=d.device)))
-    words = codes.view(torch.int32) if ggml_type.name == "TABLE_4" else codes
-    return [words, words, values, d, fields.get("zero", fields.get("minimum", d))]
-
-
-def _rules(fields: Fields, ggml_type: Kind) -> dict[str, Any]:
-    """Say how a table is scaled: columns of a group, the meaning of its offsets, and if it has a factor or divisor."""
-    if not isinstance(ggml_type, Table):
-        return {"GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
-    offset = next((name for name in ("zero", "minimum") if name in fields), "")
-    group = width(fields, ggml_type) // fields["d"].shape[-1]
-    return {
-        "GROUP": group, "OFFSET": offset,
-        "FACTOR": ggml_type.factor is not None, "DIVISOR": ggml_type.divisor is not None,
-    }  # fmt: skip
 
 
 @triton.jit
@@ -232,7 +209,7 @@ def multiply(
     """Compute x @ decode(fields).T + bias, in the dtype of `x`."""
     if x.dtype is torch.float64:
         return multiply_by_tiles(x, fields, ggml_type, bias)
-    if len(x) <= FEW and isinstance(ggml_type, GGMLType):
+    if len(x) <= FEW:
         return multiply_few_rows(x.contiguous(), fields, ggml_type, bias)
     if len(x) <= SOME[x.dtype]:
         return multiply_by_decoded_tiles(x.contiguous(), fields, ggml_type, bias)

@@ -9,6 +9,10 @@ in the same way. With w = scale * (code - offset) - minimum for a run of element
 so that a weight of four bits costs a mask, a conversion and a multiply-add. The mask leaves code j of a word in place,
 16^j times too large: the inputs are divided by that, which is exact. All sums are float32.
 
+The numbers of a `Table` have their offset subtracted before they are summed. A sum of codes, which is large, and the
+same sum of offsets would leave a small difference with the errors of both. Integers with a minimum for each group are
+summed as differences from their middle, for the same reason. Other numbers than integers and E4M3 are looked up.
+
 The matrices of experts lie one below the other; which a row of activations is multiplied by is read on the device.
 
 The reference is `kernels.quantised_linear.multiply_by_tiles`. `kernels.packing` describes the contents of fields; in
@@ -16,31 +20,61 @@ functions that read them, `row` and `run` (32 elements of a row) are tensors tha
 masks.
 """
 
+from functools import cache
 from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from llorch.files.quant import GGMLType
-from llorch.pytorch.kernels.packing import Fields, Kind
+from llorch.files.quantised.codes import E4M3, INT8
+from llorch.pytorch.kernels.packing import Fields, Kind, Table, values_of, width
 
 RUN = 32
 
 
-def pointers(fields: Fields) -> list[Tensor]:
+def arguments(fields: Fields, kind: Kind) -> list[Tensor]:
     """Return the tensors that every kernel is given, in this order: codes, upper, scales, d, dmin.
 
-    Codes of four bits are handed over as 32-bit words and their upper bits as 16-bit words. Any other field stands for
-    a field that the type lacks, and is never read.
+    Codes of four bits are handed over as 32-bit words and their upper bits as 16-bit words. The scales of a `Table` are
+    its numbers, factor and divisor; its dmin are its offsets. Any other field stands for a field that the kind lacks,
+    and is never read.
     """
-    codes = fields["codes"]
-    words = codes.view(torch.int32) if codes.dtype is torch.uint8 else codes
+    codes, d = fields["codes"], fields["d"]
+    words = codes.view(torch.int32) if codes.dtype is torch.uint8 and kind.name != "TABLE_8" else codes
+    if isinstance(kind, Table):
+        return [words, words, _numbers_of(kind, d.device), d, fields.get("zero", fields.get("minimum", d))]
     upper = fields["upper"].view(torch.int16) if "upper" in fields else words
-    d = fields["d"]
     return [words, upper, fields.get("scales", words), d, fields.get("dmin", d)]
+
+
+def rules(fields: Fields, kind: Kind) -> dict[str, Any]:
+    """Say how a table is scaled: columns of a group, the meaning of its offsets, and if it has a factor or divisor."""
+    if not isinstance(kind, Table):
+        return {"GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
+    offset = next((name for name in ("zero", "minimum") if name in fields), "")
+    group = width(fields, kind) // fields["d"].shape[-1]
+    return {"GROUP": group, "OFFSET": offset, "FACTOR": kind.factor is not None, "DIVISOR": kind.divisor is not None}
+
+
+@cache  # a recorded step cannot copy numbers from the host
+def _numbers_of(table: Table, device: torch.device) -> Float32[Tensor, " numbers"]:
+    """Put the numbers of a table on a device, with its factor and its divisor behind them."""
+    factors = [1.0 if one is None else one for one in (table.factor, table.divisor)]
+    return torch.cat((values_of(table, device), torch.tensor(factors, device=device)))
+
+
+@cache
+def _way(kind: Kind) -> str:
+    """Name the way in which the number of a code of a table is found."""
+    if not isinstance(kind, Table):
+        return ""
+    if kind.values in (INT8.tobytes(), E4M3.tobytes()):
+        return "SIGNED" if kind.values == INT8.tobytes() else "E4M3"
+    values = values_of(kind, torch.device("cpu"))
+    return "EVEN" if torch.equal(values, values[0].round() + torch.arange(len(values))) else "LOOK_UP"
 
 
 @triton.jit
@@ -72,12 +106,13 @@ def load_eight_bits(scales, d, row, run, n_runs, there, HALF: tl.constexpr):
 
 
 # The best of 54 ways on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for them.
-_WARPS = {GGMLType.Q8_0: 4, GGMLType.Q4_0: 2, GGMLType.Q4_K: 2, GGMLType.Q6_K: 2}
-_REGISTERS = {GGMLType.Q8_0: 128, GGMLType.Q4_0: 64, GGMLType.Q4_K: 64, GGMLType.Q6_K: 64}  # of a thread
+_WARPS = {"Q8_0": 4, "Q4_0": 2, "Q4_K": 2, "Q6_K": 2, "TABLE_4": 2, "TABLE_8": 4}
+_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 64, "TABLE_8": 128}  # of a thread
+_BYTES = ("Q8_0", "TABLE_8")  # a code is a byte; a thread takes two quarters of a run, not one run
 
 
 def multiply_few_rows(
-    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
+    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
     """Compute x @ decode(fields).T + bias, rounded once, for 1 to 8 contiguous rows of any dtype but float64."""
     y = x.new_empty(len(x), len(fields["codes"]))
@@ -89,7 +124,6 @@ def multiply_chosen(
     x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: Kind, n_experts: int
 ) -> Float[Tensor, "choices out"]:
     """Multiply each row, which is that of some choices in succession, by the matrix of the expert chosen."""
-    assert isinstance(ggml_type, GGMLType)
     y = x.new_empty(len(ids), len(fields["codes"]) // n_experts)
     _launch((y.shape[1], len(ids)), x, y, None, ids, fields, ggml_type, n_rows=1, share=len(ids) // len(x))
     return y
@@ -97,15 +131,16 @@ def multiply_chosen(
 
 def _launch(
     grid: tuple[int, int], x: Tensor, y: Tensor, bias: Tensor | None, ids: Tensor | None, fields: Fields,
-    ggml_type: GGMLType, *, n_rows: int, share: int,
+    kind: Kind, *, n_rows: int, share: int,
 ) -> None:  # fmt: skip
-    run, per_thread = (RUN // 4, 2) if ggml_type is GGMLType.Q8_0 else (RUN, 1)
-    warps = _WARPS[ggml_type]
+    run, per_thread = (RUN // 4, 2) if kind.name in _BYTES else (RUN, 1)
+    warps = _WARPS[kind.name]
     launch: Any = _multiply[grid]
     launch(
-        x, y, y if bias is None else bias, y if ids is None else ids, *pointers(fields), n_rows, x.shape[1] // run,
-        share, KIND=ggml_type.name, BIAS=bias is not None, CHOSEN=ids is not None, M=triton.next_power_of_2(n_rows),
-        RUNS=warps * 32 * per_thread, num_warps=warps, maxnreg=_REGISTERS[ggml_type],
+        x, y, y if bias is None else bias, y if ids is None else ids, *arguments(fields, kind), n_rows,
+        x.shape[1] // run, share, KIND=kind.name, WAY=_way(kind), **rules(fields, kind), BIAS=bias is not None,
+        CHOSEN=ids is not None, M=triton.next_power_of_2(n_rows), RUNS=warps * 32 * per_thread, num_warps=warps,
+        maxnreg=_REGISTERS[kind.name],
     )  # fmt: skip
 
 
@@ -113,14 +148,15 @@ def _launch(
 @no_type_check
 def _multiply(
     x, y, bias, ids, codes, upper, scales, d, dmin, n_rows, n_runs, share,
-    KIND: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, M: tl.constexpr, RUNS: tl.constexpr,
+    KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
+    DIVISOR: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, M: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     n_out = tl.num_programs(0)
     m, out, choice = tl.arange(0, M), tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = out.to(tl.int64)
     if CHOSEN:
         row += tl.load(ids + choice) * n_out
-        x += choice // share * (n_runs * (8 if KIND == "Q8_0" else 32))
+        x += choice // share * (n_runs * (8 if KIND == "Q8_0" or KIND == "TABLE_8" else 32))
         y += choice * n_out
     total = tl.zeros((M, RUNS), tl.float32)
     for first in range(0, n_runs, RUNS):
@@ -129,9 +165,27 @@ def _multiply(
             total += _eight_bits(x, codes, d, m, row, run, n_rows, n_runs)
         elif KIND == "Q6_K":
             total += _six_bits(x, codes, upper, scales, d, m, row, run, n_rows, n_runs)
+        elif KIND == "TABLE_8":
+            total += _eight_bits_of_a_table(x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, WAY, GROUP, OFFSET)
+        elif KIND == "TABLE_4":
+            if GROUP == 16:
+                total += _four_bits_of_a_table(
+                    x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, WAY, GROUP, OFFSET, 0, 4
+                )
+                total += _four_bits_of_a_table(
+                    x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, WAY, GROUP, OFFSET, 4, 8
+                )
+            else:
+                total += _four_bits_of_a_table(
+                    x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, WAY, GROUP, OFFSET, 0, 8
+                )
         else:
             total += _four_bits(x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, KIND)
     sums = tl.sum(total, 1)  # (M,)
+    if FACTOR:
+        sums *= tl.load(scales + (16 if KIND == "TABLE_4" else 256))
+    if DIVISOR:
+        sums /= tl.load(scales + (17 if KIND == "TABLE_4" else 257))
     if BIAS:
         sums += tl.load(bias + out).to(tl.float32)
     tl.store(y + m * n_out + out, sums.to(y.dtype.element_ty), mask=m < n_rows)
@@ -142,7 +196,7 @@ def _multiply(
 def _four_bits(x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, KIND: tl.constexpr):
     there = run < n_runs
     words = _load_words(codes, row, run, n_runs, there)  # (RUNS, 4)
-    dots, sums = _dots(x, words, words, m, run, n_rows, n_runs, 0, 8, False)
+    dots, sums = _dots(x, words, words, words, m, run, n_rows, n_runs, 0, 8, "IN_PLACE")
     if KIND == "Q4_0":
         return (dots - 8 * sums) * load_half(d, row, run, n_runs, there)[None]
     scale, minimum = load_twelve_bits(scales, d, dmin, row, run, n_runs, there)
@@ -151,13 +205,52 @@ def _four_bits(x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, KIND: tl.
 
 @triton.jit
 @no_type_check
+def _four_bits_of_a_table(
+    x, codes, table, d, offsets, m, row, run, n_rows, n_runs,
+    WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, START: tl.constexpr, STOP: tl.constexpr,
+):  # fmt: skip
+    """Compute products of parts START to STOP of each run, which share a scale, (M, RUNS)."""
+    there = run < n_runs
+    words = _load_words(codes, row, run, n_runs, there)
+    scale, zero, minimum = _scale_and_offset(table, d, offsets, row, run * 32 + 4 * START, n_runs * 32, there, WAY,
+                                             GROUP, OFFSET, 7.5)  # fmt: skip
+    dots, sums = _dots(x, words, table, zero, m, run, n_rows, n_runs, START, STOP, WAY)
+    if OFFSET == "minimum":
+        return dots * scale[None] + sums * minimum[None]
+    return dots * scale[None]
+
+
+@triton.jit
+@no_type_check
+def _scale_and_offset(
+    table, d, offsets, row, column, n_in, there,
+    WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr,
+):  # fmt: skip
+    """Load the scale of some columns, the zero point that is subtracted from their codes, and their minimum."""
+    at = row * (n_in // GROUP) + column // GROUP
+    scale = tl.load(d + at, mask=there, other=0)
+    zero, minimum = tl.zeros_like(scale), tl.zeros_like(scale)
+    if OFFSET == "zero":
+        zero += tl.load(offsets + at, mask=there, other=0)
+    if OFFSET == "minimum":
+        minimum += tl.load(offsets + at, mask=there, other=0)
+    if WAY == "EVEN":
+        first = tl.load(table)
+        if OFFSET == "minimum":
+            return scale, zero + MIDDLE, minimum + (first + MIDDLE) * scale
+        zero -= first
+    return scale, zero, minimum
+
+
+@triton.jit
+@no_type_check
 def _six_bits(x, codes, upper, scales, d, m, row, run, n_rows, n_runs):
     there = run < n_runs
     words = _load_words(codes, row, run, n_runs, there)
     uppers = _load_words(upper, row, run, n_runs, there).to(tl.int32)
-    dots, sums = _dots(x, words, uppers, m, run, n_rows, n_runs, 0, 4, True)
+    dots, sums = _dots(x, words, uppers, words, m, run, n_rows, n_runs, 0, 4, "SIX")
     first = (dots - 32 * sums) * load_eight_bits(scales, d, row, run, n_runs, there, 0)[None]
-    dots, sums = _dots(x, words, uppers, m, run, n_rows, n_runs, 4, 8, True)
+    dots, sums = _dots(x, words, uppers, words, m, run, n_rows, n_runs, 4, 8, "SIX")
     return first + (dots - 32 * sums) * load_eight_bits(scales, d, row, run, n_runs, there, 1)[None]
 
 
@@ -165,13 +258,60 @@ def _six_bits(x, codes, upper, scales, d, m, row, run, n_rows, n_runs):
 @no_type_check
 def _eight_bits(x, codes, d, m, row, run, n_rows, n_runs):
     """Compute products of 8-bit codes, (M, RUNS); a run is 8 elements here, a quarter of a block."""
-    there, eight = run < n_runs, tl.arange(0, 8)
-    at = codes + row * (n_runs * 8) + (run * 8)[:, None] + eight[None, :]
-    code = tl.load(at, mask=there[:, None], other=0).to(tl.float32)  # (RUNS, 8)
-    at = (m[:, None] * (n_runs * 8) + run[None, :] * 8)[:, :, None] + eight[None, None, :]
-    inputs_there = ((m < n_rows)[:, None] & there[None, :])[:, :, None]
-    inputs = tl.load(x + at, mask=inputs_there, other=0).to(tl.float32)  # (M, RUNS, 8)
+    there = run < n_runs
+    code = _load_bytes(codes, row, run, n_runs, there).to(tl.float32)  # (RUNS, 8)
+    inputs = _load_inputs(x, m, run, n_rows, n_runs)  # (M, RUNS, 8)
     return tl.sum(code[None] * inputs, 2) * load_half(d, row, run // 4, n_runs // 4, there)[None]
+
+
+@triton.jit
+@no_type_check
+def _eight_bits_of_a_table(
+    x, codes, table, d, offsets, m, row, run, n_rows, n_runs,
+    WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Compute products of 8-bit codes, (M, RUNS); a run is 8 elements here, which share a scale."""
+    there = run < n_runs
+    scale, zero, minimum = _scale_and_offset(
+        table, d, offsets, row, run * 8, n_runs * 8, there, WAY, GROUP, OFFSET, 127.5
+    )
+    code = _load_bytes(codes, row, run, n_runs, there).to(tl.int32)
+    numbers = _numbers(code, table, WAY) - zero[:, None]
+    inputs = _load_inputs(x, m, run, n_rows, n_runs)
+    dots = tl.sum(numbers[None] * inputs, 2) * scale[None]
+    if OFFSET == "minimum":
+        return dots + tl.sum(inputs, 2) * minimum[None]
+    return dots
+
+
+@triton.jit
+@no_type_check
+def _numbers(code, table, WAY: tl.constexpr):
+    """Numbers of codes from 0 to 255; the first of even ones is part of the zero point."""
+    if WAY == "EVEN":
+        return code.to(tl.float32)
+    if WAY == "SIGNED":
+        return ((code ^ 128) - 128).to(tl.float32)
+    if WAY == "E4M3":  # four bits of exponent and three of mantissa, moved to those of float32, whose bias is 120 more
+        return ((code & 127) << 20 | (code & 128) << 24).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.load(table + code)
+
+
+@triton.jit
+@no_type_check
+def _load_bytes(codes, row, run, n_runs, there):
+    """Eight codes of each run, (RUNS, 8)."""
+    at = codes + row * (n_runs * 8) + (run * 8)[:, None] + tl.arange(0, 8)[None, :]
+    return tl.load(at, mask=there[:, None], other=0)
+
+
+@triton.jit
+@no_type_check
+def _load_inputs(x, m, run, n_rows, n_runs):
+    """Inputs of each run of 8 elements, (M, RUNS, 8)."""
+    at = (m[:, None] * (n_runs * 8) + run[None, :] * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    there = ((m < n_rows)[:, None] & (run < n_runs)[None, :])[:, :, None]
+    return tl.load(x + at, mask=there, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -185,9 +325,9 @@ def _load_words(words, row, run, n_runs, there):
 @triton.jit
 @no_type_check
 def _dots(
-    x, words, upper, m, run, n_rows, n_runs, START: tl.constexpr, STOP: tl.constexpr, SIX: tl.constexpr
+    x, words, more, zero, m, run, n_rows, n_runs, START: tl.constexpr, STOP: tl.constexpr, WAY: tl.constexpr
 ):  # fmt: skip
-    """Sum codes times inputs, and inputs, (M, RUNS) each, over some parts of the words of each run."""
+    """Sum numbers times inputs, and inputs, (M, RUNS) each, over some parts of the words of each run."""
     M: tl.constexpr = m.shape[0]
     RUNS: tl.constexpr = run.shape[0]
     at = (m[:, None] * (n_runs * 32) + run[None, :] * 32)[:, :, None] + tl.arange(0, 8)[None, None, :]
@@ -197,17 +337,21 @@ def _dots(
         inputs = tl.load(x + at + 4 * j, mask=there, other=0).to(tl.float32)
         first, second = tl.split(tl.permute(tl.reshape(inputs, (M, RUNS, 2, 4)), (0, 1, 3, 2)))
         sums = sums + first + second
-        dots += _products(words, upper, first, j, SIX)
-        dots += _products(words, upper, second, j + 1, SIX)
+        dots += _products(words, more, zero, first, j, WAY)
+        dots += _products(words, more, zero, second, j + 1, WAY)
     return tl.sum(dots, 2), tl.sum(sums, 2)
 
 
 @triton.jit
 @no_type_check
-def _products(words, upper, inputs, J: tl.constexpr, SIX: tl.constexpr):
-    """Part J of each word times its input."""
-    if SIX:
-        code = words >> 4 * J & 15 | (upper >> 2 * J & 3) << 4
+def _products(words, more, zero, inputs, J: tl.constexpr, WAY: tl.constexpr):
+    """Part J of each word times its input; `more` has the upper bits of six, or the numbers of a table."""
+    if WAY == "SIX":
+        code = words >> 4 * J & 15 | (more >> 2 * J & 3) << 4
         return code.to(tl.float32)[None] * inputs
-    in_place = words.to(tl.uint32, bitcast=True) & (15 << 4 * J)
-    return in_place.to(tl.float32)[None] * (inputs * (1 / 16**J))
+    if WAY == "LOOK_UP":
+        return (tl.load(more + (words >> 4 * J & 15)) - zero[:, None])[None] * inputs
+    in_place = (words.to(tl.uint32, bitcast=True) & (15 << 4 * J)).to(tl.float32)
+    if WAY == "EVEN":
+        in_place -= zero[:, None] * 16**J
+    return in_place[None] * (inputs * (1 / 16**J))

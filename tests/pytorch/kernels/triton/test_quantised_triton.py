@@ -132,12 +132,38 @@ def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("name", TABLES)
 def test_few_rows_are_multiplied_by_a_table(name, rows, device):
     fields, table = packed_table(name, 7, 768, device)
     x, bias = activations(rows, 768, torch.float32, device), torch.linspace(-1, 1, 7).to(device)
     assert_close(multiply(x, fields, table, bias), x, decode(fields, table), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", TABLES)
+def test_one_row_in_half_precision_is_multiplied_by_a_table(name, dtype, device):
+    fields, table = packed_table(name, 7, 768, device)
+    x = activations(1, 768, dtype, device)
+    assert_close(multiply(x, fields, table, None), x, decode(fields, table), None)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_product_with_a_table_subtracts_no_large_sums(name, device):
+    fields, table = packed_table(name, 7, 768, device)
+    x, weight = activations(1, 768, torch.float32, device) + 4, decode(fields, table)
+    want = x.double() @ weight.double().T
+    errors = [float((y - want).norm() / want.norm()) for y in (multiply(x, fields, table, None), x @ weight.T)]
+    assert errors[0] < max(2 * errors[1], 2e-7)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_row_is_multiplied_by_the_table_of_its_expert(name, device):
+    fields, table = packed_table(name, 5 * 2, 768, device)
+    x, ids = activations(2, 768, torch.float32, device), torch.tensor([4, 0, 2, 1], device=device)
+    got = multiply_chosen(x, ids, fields, table, 5)
+    for made, row, expert in zip(got, x.repeat_interleave(2, 0), ids, strict=True):
+        assert_close(made[None], row[None], decode(fields, table)[2 * expert : 2 * expert + 2], None)
 
 
 @pytest.mark.slow_cases("interpreter-1", "interpreter-2", "interpreter-3", "interpreter-32")
