@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
 import torch
 from families import FAMILIES, random_folder
+from quantised_folders import FOLDERS
 
 from llorch.convert import convert
 from llorch.files.quant import GGMLType
@@ -37,9 +38,9 @@ def opened(path: Path, **how: Any) -> TorchModel:
     return model
 
 
-def answers(model: TorchModel) -> list[list[int]]:
-    """Of three prompts alone, and of all in a batch that is narrowed on its way."""
-    prompts, most = [IDS[:n].tolist() for n in (3, 20, 9)], [30, 8, 16]
+def answers(model: TorchModel, ids: np.ndarray) -> list[list[int]]:
+    """Continue three prompts alone, and all in a batch that is narrowed on its way."""
+    prompts, most = [ids[:n].tolist() for n in (3, 20, 9)], [30, 8, 16]
     made = [[t.id for t in model.generate(p, max_tokens=n)] for p, n in zip(prompts, most, strict=True)]
     batch: list[list[int]] = [[], [], []]
     for at, token in model.generate_batch(prompts, max_tokens=most):
@@ -49,9 +50,10 @@ def answers(model: TorchModel) -> list[list[int]]:
 
 def require_same(path: Path, *, off: float, **how: Any) -> TorchModel:
     truth, model = opened(path, dtype="float64", residency=how.get("residency", "auto")), opened(path, **how)
-    want = truth.forward(IDS)
-    assert np.linalg.norm(model.forward(IDS) - want) < off * np.linalg.norm(want)
-    assert answers(model) == answers(truth)
+    ids = IDS % truth.config.vocab_size
+    want = truth.forward(ids)
+    assert np.linalg.norm(model.forward(ids) - want) < off * np.linalg.norm(want)
+    assert answers(model, ids) == answers(truth, ids)
     return model
 
 
@@ -75,6 +77,19 @@ def test_packed_experts_answer_as_in_float64(family: str, kind: str, kernels: st
     folder = random_folder(family, tmp_path / "hf", 3, **EVEN)
     path = convert(folder, tmp_path / "packed.gguf", ggml_type=GGMLType[kind]).target
     model = require_same(path, device="cuda", kernels=kernels, residency="packed", off=1e-5)
+    decoding = model._spare
+    assert decoding is not None
+    assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["own", "torch"])
+@pytest.mark.parametrize("name", [
+    "awq-gemm", "bnb-nf4", "ct-fp8-dynamic", "ct-nvfp4", "ct-w8a8", "gptq-4bit", "gptq-4bit-act-order", "gptq-8bit",
+    "mlx-4bit", "mlx-4bit-experts", "mlx-8bit", "mlx-mxfp8",
+])  # fmt: skip
+def test_quantised_folders_answer_as_in_float64(name: str, kernels: str):
+    model = require_same(FOLDERS / name, device="cuda", kernels=kernels, residency="packed", off=1e-5)
     decoding = model._spare
     assert decoding is not None
     assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")
