@@ -3,9 +3,9 @@
     python benchmarks/cuda_speed.py          on a machine with a CUDA device; needs the golden and dev extras
 
 Speed is that of 7B and 8B shapes with random weights: decode of one prompt behind a context of 512 tokens in bfloat16,
-Q8_0 and Q4_K, and prefill of 4096 tokens, each beside the copy and the product of the device measured in the same run,
-and beside transformers with static cache and compile on the same bfloat16 weights. Without a CUDA device nothing is
-measured and the exit code is 3.
+in types of GGUF files and in kinds of quantised folders, and prefill of 4096 tokens. Each is beside the copy and the
+product of the device measured in the same run, and beside transformers with static cache and compile on the same
+bfloat16 weights. Without a CUDA device nothing is measured and the exit code is 3.
 """
 
 import gc
@@ -28,7 +28,8 @@ from llorch.pytorch.bench import MeasuredModel, TorchEngine, random, torch_subje
 from llorch.pytorch.device import target
 
 SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
-TYPES = (None, "Q8_0", "Q4_K")  # of the matrices; None is bfloat16
+TYPES = (None, "Q8_0", "Q4_K", "Q4_0")  # of the matrices; None is bfloat16
+TABLES = {"TABLE_4": "Q4_0", "NF4": "Q4_0", "TABLE_8": "Q8_0", "INT8": "Q8_0"}  # of folders: the type beside it
 DECODE = Load(prompt=512, decode=64, batch=1, rounds=5)
 PREFILL = Load(prompt=4096, decode=1, batch=1, rounds=5)
 NOT_RUN, FAILED = 3, 1
@@ -115,10 +116,12 @@ def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) 
         return run[part]["tokens_per_s"]["median"]
 
     dense = speed(decode["bfloat16"], "decode")
+    tables = {f"{name} decode / {beside} decode": (decode[name], decode[beside]) for name, beside in TABLES.items()}
     return [
         Goal("bfloat16 decode, share of the copy", decode["bfloat16"]["decode"]["share_of_copy"], 0.85),
         Goal("Q8_0 decode / bfloat16 decode", speed(decode["Q8_0"], "decode") / dense, 1.6),
         Goal("Q4_K decode / bfloat16 decode", speed(decode["Q4_K"], "decode") / dense, 2.5),
+        *(Goal(name, speed(one, "decode") / speed(two, "decode"), 0.9) for name, (one, two) in tables.items()),
         Goal("prefill, share of the product", prefill["prefill"]["share_of_matmul"], 0.65),
         Goal("decode / transformers", dense / other["decode"]["decode"]["median"], 1.0),
         Goal("prefill / transformers", speed(prefill, "prefill") / other["prefill"]["prefill"]["median"], 1.0),
@@ -128,7 +131,7 @@ def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) 
 def one_shape(name: str, device: str) -> dict:
     """Everything about one shape; a model at a time is on the device."""
     decode, prefill, other = {}, {}, {}
-    for kind in TYPES:
+    for kind in (*TYPES, *TABLES):
         made = random(name, target(device, "bfloat16", "own"), kind, DECODE, compiled=False)
         decode[made.weights] = ours(made, DECODE)
         if kind is None:

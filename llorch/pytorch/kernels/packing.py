@@ -193,7 +193,9 @@ def _decode_table(fields: Fields, table: Table) -> Tensor:
 def _times_factor(numbers: Tensor, table: Table) -> Tensor:
     if table.factor is not None:
         numbers = numbers * table.factor
-    return numbers if table.divisor is None else numbers / table.divisor
+    if table.divisor is None:
+        return numbers
+    return numbers / torch.full((), table.divisor, device=numbers.device)  # CUDA multiplies by 1 / a Python number
 
 
 def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:

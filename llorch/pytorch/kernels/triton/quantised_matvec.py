@@ -106,8 +106,8 @@ def load_eight_bits(scales, d, row, run, n_runs, there, HALF: tl.constexpr):
 
 
 # The best of 54 ways on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for them.
-_WARPS = {"Q8_0": 4, "Q4_0": 2, "Q4_K": 2, "Q6_K": 2, "TABLE_4": 2, "TABLE_8": 4}
-_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 64, "TABLE_8": 128}  # of a thread
+_WARPS = {"Q8_0": 4, "Q4_0": 2, "Q4_K": 2, "Q6_K": 2, "TABLE_4": 1, "TABLE_8": 2}
+_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 128, "TABLE_8": 128}  # of a thread
 _BYTES = ("Q8_0", "TABLE_8")  # a code is a byte; a thread takes two quarters of a run, not one run
 
 
