@@ -41,14 +41,20 @@ def test_goals_are_judged_by_their_figures(script: ModuleType):
         part = {"tokens_per_s": {"median": speed}, "share_of_copy": share, "share_of_matmul": share}
         return {"prefill": part, "decode": part}
 
-    decode = {"bfloat16": our_run(100.0, 0.85), "Q8_0": our_run(159.0, 0.7), "Q4_K": our_run(250.0, 0.6)}
+    speeds = {
+        "bfloat16": 100.0, "Q8_0": 159.0, "Q4_K": 250.0, "Q4_0": 200.0,
+        "TABLE_4": 180.0, "NF4": 150.0, "TABLE_8": 159.0, "INT8": 106.0,
+    }  # fmt: skip
+    decode = {kind: our_run(speed, 0.85) for kind, speed in speeds.items()}
     other = {
         "decode": {"prefill": {"median": 1.0}, "decode": {"median": 80.0}},
         "prefill": {"prefill": {"median": 5000.0}, "decode": {"median": 1.0}},
     }
     found = script.goals(decode, our_run(4000.0, 0.64), other)
     assert [(goal.got, goal.met) for goal in found] == [
-        (0.85, True), (1.59, False), (2.5, True), (0.64, False), (1.25, True), (0.8, False),
+        (0.85, True), (1.59, False), (2.5, True), (0.9, True), (0.75, False), (1.0, True),
+        (pytest.approx(2 / 3), False),
+        (0.64, False), (1.25, True), (0.8, False),
     ]  # fmt: skip
 
 
@@ -61,9 +67,9 @@ def test_prefill_leaves_room_for_the_first_token(script: ModuleType):
 def test_a_whole_shape_runs_on_the_cpu_and_goes_into_json(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(script, "DECODE", Load(8, 2, 1, 1))
     result = json.loads(json.dumps(script.one_shape("tiny", "cpu")))
-    assert result["decode"].keys() == {"bfloat16", "Q8_0", "Q4_K"}
+    assert result["decode"].keys() == {"bfloat16", "Q8_0", "Q4_K", "Q4_0", *script.TABLES}
     assert result["prefill"]["prompt"] == 63
-    assert len(result["goals"]) == 6
+    assert len(result["goals"]) == 10
     assert all(goal["got"] > 0 for goal in result["goals"])
     script.print_goals([result])
 
