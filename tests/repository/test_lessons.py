@@ -41,6 +41,15 @@ def test_a_page_shows_nothing_that_is_fetched_from_elsewhere(number: str):
         assert not re.search(r"(?:href|src)=[\"'](?!#|data:)|url\((?!#)|@import", figure.read_text(encoding="utf-8"))
 
 
+@every_lesson()
+def test_a_page_folds_the_reference_code_that_the_exercise_asks_for(number: str):
+    text = page(FOLDER, number).read_text(encoding="utf-8")
+    shown = re.sub(r"<details>.*?</details>", "", text[: text.index("## Exercise")], flags=re.DOTALL)
+    defined = set(re.findall(r"^def (\w+)\(", shown, re.MULTILINE))
+    assert "<details>" in text[: text.index("## Exercise")]
+    assert not defined & {part.name for lesson in LESSONS if lesson.number == number for part in lesson.parts}
+
+
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
 def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesson):
     if lesson.on_torch:

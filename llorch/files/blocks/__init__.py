@@ -9,7 +9,7 @@ A type has a function named after it on the page of its kind; the head of the pa
 times scale), `super_blocks`, the K types (scales of scales), `tabled` (codes look up a number) and `grids` (codes look
 up eight).
 
-The gguf package decodes the same types to the same bits, and needs 2 to 12 times as long (CONTRIBUTING.md).
+The gguf package decodes the same types to the same bits, and needs 2 to 12 times as long (benchmarks/by_hand.md).
 """
 
 from collections.abc import Callable, Mapping
