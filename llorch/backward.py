@@ -35,7 +35,7 @@ Table = Float64[np.ndarray, "seq half"]
 
 
 def as_is(name: str, array: np.ndarray) -> np.ndarray:
-    """A `keep` that changes nothing."""
+    """Keep nothing: the `keep` that returns every array as it is."""
     return array
 
 
@@ -133,14 +133,14 @@ def projection_backward(
 
 
 def embedding_backward(d_embed: Hidden, ids: Int[np.ndarray, " seq"], weight: Any, keep: Keep) -> None:
-    """The end of the way: below the embedding there are only ids, beside it there may be an adapter."""
+    """End the backward pass: the embedding passes no gradient on, but its adapter may get one."""
     if isinstance(weight, LoraMatrix):
         for kind, array in weight.rows_backward(d_embed, ids).items():
             keep(f"embed_tokens.{kind}", array)
 
 
 def recorder(kept: dict[str, np.ndarray], keep: Keep = as_is) -> Keep:
-    """A `keep` that puts every array into a dictionary, as another one gives it back."""
+    """Make a `keep` that puts every array into a dictionary, as another `keep` returns it."""
 
     def recorded(name: str, array: np.ndarray) -> np.ndarray:
         kept[name] = keep(name, array)
@@ -150,12 +150,12 @@ def recorder(kept: dict[str, np.ndarray], keep: Keep = as_is) -> Keep:
 
 
 def keep_layer(keep: Keep, layer: int) -> Keep:
-    """The `keep` of one layer: stages are named as in a trace, tensors of the adapter as weights are."""
+    """Make the `keep` of one layer: stages are named as in a trace, tensors of the adapter as weights are."""
     return lambda name, array: keep(f"layers.{layer}.{name}" if "." in name else f"l{layer}.{name}", array)
 
 
 def layer_trace(trace: Trace, layer: int) -> Trace:
-    """The stages of one layer by short name, with the input of the block."""
+    """Pick the stages of one layer by short name, with the input of the block."""
     prefix = f"l{layer}."
     own = {key.removeprefix(prefix): array for key, array in trace.items() if key.startswith(prefix)}
     return own | {"block_in": trace["embed" if layer == 0 else f"l{layer - 1}.block_out"]}

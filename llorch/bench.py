@@ -143,7 +143,7 @@ class NumpyEngine:
 
 
 def numpy_subject(model: Model) -> Subject:
-    """What is measured, of the NumPy path."""
+    """Describe the measured model on the NumPy path."""
     weights = model.weights
     matrices = [name for name in weights if _read_by_a_step(name, model.config)]
     packed = sum(_of_a_token(weights.stored_bytes(name), name, model.config) for name in matrices)
@@ -210,7 +210,7 @@ def report(
 
 
 def rates(what: str, rate: float, ceiling: str, ceiling_rate: float) -> dict[str, float]:
-    """A rate and its share of a ceiling, under the names of the report."""
+    """Give a rate and its share of a ceiling, under the names of the report."""
     return {f"{what}_per_s": rate, f"share_of_{ceiling}": rate / ceiling_rate}
 
 
@@ -251,7 +251,7 @@ def _read_by_a_step(name: str, config: ModelConfig) -> bool:
 
 
 def _of_a_token(size: int, name: str, config: ModelConfig) -> int:
-    """What one token has to do with of a weight: of experts those that are chosen."""
+    """Count the elements of a weight that one token uses: of experts, those that are chosen."""
     if config.experts is None or ".experts_" not in name:
         return size
     return size * config.experts.n_experts_per_token // config.experts.n_experts
@@ -271,7 +271,7 @@ def best_time(action: Callable[[], object], times: int = 5) -> float:
 
 
 def processor() -> str:
-    """What the system calls its processor."""
+    """Ask the system for the name of its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -280,7 +280,7 @@ def processor() -> str:
 
 
 def describe(result: dict) -> list[str]:
-    """The result of `measure` for a person, line by line."""
+    """Write the result of `measure` for a person, line by line."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     threads = "" if result["threads"] is None else f", {result['threads']} threads"
     copy, product = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]

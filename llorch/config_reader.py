@@ -26,7 +26,7 @@ class Fields:
         return self.values.get(self._prefix + key) is not None
 
     def full(self, key: str) -> str:
-        """The key with its prefix."""
+        """Return the key with its prefix."""
         return self._prefix + key
 
     def is_null(self, key: str) -> bool:
@@ -40,11 +40,11 @@ class Fields:
             raise self.error("Malformed", key, "a value, or no such key", None)
 
     def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
-        """The error for one key."""
+        """Make the error for one key."""
         return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {cut(repr(got))}", path=self.path)
 
     def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:
-        """An integer (no bool, no float), at least `low` when given."""
+        """Read an integer (no bool, no float), at least `low` if given."""
         value = self._get(key, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error("Malformed", key, "an integer", value)
@@ -53,7 +53,7 @@ class Fields:
         return value
 
     def number(self, key: str, *, default: object = _REQUIRED, low: float | None = None) -> float:
-        """A finite number, at least `low` when given."""
+        """Read a finite number, at least `low` if given."""
         value = self._get(key, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error("Malformed", key, "a number", value)
@@ -62,21 +62,21 @@ class Fields:
         return float(value)
 
     def text(self, key: str, *, default: object = _REQUIRED) -> str:
-        """A string."""
+        """Read a string."""
         value = self._get(key, default, "a string")
         if not isinstance(value, str):
             raise self.error("Malformed", key, "a string", value)
         return value
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self._get(key, default, "true or false")
         if not isinstance(value, bool):
             raise self.error("Malformed", key, "true or false", value)
         return value
 
     def section(self, key: str) -> "Fields | None":
-        """The object below `key`, or None when it is absent or null."""
+        """Read the object below `key`; None if it is absent or null."""
         value = self.values.get(self._prefix + key)
         if value is None:
             return None

@@ -85,7 +85,7 @@ class Stage:
         return traits.issuperset(self.needs) and traits.isdisjoint(self.lacks)
 
     def first_layer(self, config: ModelConfig) -> int | None:
-        """The first layer of a model that has it; None outside the layers."""
+        """Find the first layer of a model that has the stage; None outside the layers."""
         return next(i for i in range(config.n_layers) if self.applies_to(config, i)) if self.in_layer else None
 
     def input_names(self, config: ModelConfig, layer: int | None = None) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Stage:
         return tuple(name for name in there if name)
 
     def shape(self, config: ModelConfig, *, seq: int, ctx: int) -> tuple[int, ...]:
-        """The shape its axes have for a pass of `seq` tokens in a context of `ctx`."""
+        """Compute the shape of the stage in a pass of `seq` tokens in a context of `ctx`."""
         sizes = axis_sizes(config, seq=seq, ctx=ctx)
         return tuple(sizes[axis] for axis in self.axes.split())
 
@@ -486,17 +486,17 @@ def first_there(names: str, config: ModelConfig, layer: int | None) -> str:
 
 
 def rope_input(which: str, config: ModelConfig, layer: int | None = None) -> str:
-    """What RoPE rotates: the normalised heads where the family normalises them, else the projection."""
+    """Name the input of RoPE: the normalised heads if the family normalises them, else the projection."""
     return BY_NAME[f"{which}_rope"].input_names(config, layer)[0]
 
 
 def output_matrix(config: ModelConfig) -> str:
-    """The weight that makes logits."""
+    """Name the weight that makes logits."""
     return "embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
 def matrix_of(stage: Stage, config: ModelConfig) -> str:
-    """The short name of the weight that a stage multiplies with, empty for the other stages."""
+    """Give the short name of the weight that a stage multiplies with; empty for other stages."""
     return output_matrix(config) if stage.matrix == "lm_head" else stage.matrix
 
 
@@ -542,17 +542,17 @@ def _place(name: str) -> tuple[float, int]:
 
 
 def key(name: str, layer: int | None) -> str:
-    """The trace key of a stage of one layer, `l0.q_rope`."""
+    """Write the trace key of a stage of one layer, `l0.q_rope`."""
     return name if layer is None else f"l{layer}.{name}"
 
 
 def input_keys(stage: Stage, layer: int | None, config: ModelConfig) -> tuple[str, ...]:
-    """The trace keys of what a stage of a layer is made from."""
+    """List the trace keys of the inputs of a stage of a layer."""
     return tuple(input_key(name, layer, config) for name in stage.input_names(config, layer))
 
 
 def input_key(name: str, layer: int | None, config: ModelConfig) -> str:
-    """The trace key that an input name of a stage stands for."""
+    """Find the trace key of an input name of a stage."""
     if name == "block_in":
         assert layer is not None
         return "embed" if layer == 0 else key("block_out", layer - 1)

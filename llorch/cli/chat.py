@@ -153,7 +153,7 @@ def _read(piped: Iterator[str] | None) -> str:
 
 
 def _show(outcome: Any) -> None:
-    """A line, or an answer while it is made; Ctrl-C stops it."""
+    """Print a line, or an answer while it is made; Ctrl-C stops it."""
     if isinstance(outcome, str):
         click.echo(outcome)
         return
@@ -177,7 +177,7 @@ def _show(outcome: Any) -> None:
 
 
 def _harmless(text: str) -> str:
-    """What a model wrote, without what would steer a terminal."""
+    """Remove from the text of a model the characters that would steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

@@ -50,7 +50,7 @@ class Talk:
         self._memory: tuple[KVCache, list[int], str | None] | None = None  # ids in it, and by which adapter
 
     def say(self, text: str) -> Iterator[Token]:
-        """The answer to what the user says."""
+        """Answer a message of the user."""
         return self.answer([*self.messages, {"role": "user", "content": text}])
 
     def answer(self, messages: Messages) -> Iterator[Token]:
@@ -115,7 +115,7 @@ class Talk:
         return sample_ids(step, job.ids, job.settings, max_tokens=job.max_tokens)
 
     def _remembered(self, model: Model, job: Job) -> KVCache:
-        """A cache of the beginning of a job: never of its last token, which is to be run."""
+        """Return a cache of the beginning of a job, without its last token, which is still to be run."""
         if self._memory is not None and self._memory[2] == job.adapter:
             cache, ids, _ = self._memory
             both = list(zip(ids[: cache.length], job.ids[:-1], strict=False))
@@ -137,7 +137,7 @@ class Talk:
         return known
 
     def ids(self) -> list[int]:
-        """The conversation as the model reads it, without what would open the next turn."""
+        """Encode the conversation as the model reads it, without the opening of the next turn."""
         return self.model.chats.encoded(self.model.chats.spoken(self.messages, opened=False))
 
     def trace(self) -> dict[str, Any]:

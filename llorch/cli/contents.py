@@ -127,7 +127,7 @@ def _describe(tokenizer: Tokenizer) -> dict:
 
 
 def _plain(value: object) -> object:
-    """A metadata value; an array becomes what it holds and how many."""
+    """Return a metadata value; an array becomes the type and the number of its elements."""
     if isinstance(value, np.ndarray):
         return f"{len(value)} x {value.dtype}"
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -136,7 +136,7 @@ def _plain(value: object) -> object:
 
 
 def _by_row(config: Mapping[str, Any]) -> dict[str, object]:
-    """A configuration as the table has it: what is in a part by a name of its own, like layers together."""
+    """Lay out a configuration as a table: fields of parts get names of their own, and equal layers are joined."""
     rows: dict[str, object] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

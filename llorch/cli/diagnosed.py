@@ -106,7 +106,7 @@ def _cut(name: str) -> str:
 
 
 def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
-    """The first cause at length, a line for each further finding."""
+    """Print the first cause at length, and a line for each further finding."""
     found = [*causes(diagnosis), *(each for each in diagnosis.findings if each.kind == "honest")]
     if not found:
         return

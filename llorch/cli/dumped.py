@@ -28,7 +28,7 @@ first_position_option = group(
 def read_stages(
     path: Path, weights: "Weights", mapping: Path | None, ids: Sequence[int] | None, first_position: int | None
 ) -> "StageDump":
-    """A dump as stages of a model, once the guards found that it may be compared; what the user says is held to it."""
+    """Read a dump as stages of a model, after the guards allow the comparison; facts that the user gave must fit."""
     from llorch.diagnosis.guards import check
     from llorch.dumps.index import open_raw
     from llorch.dumps.mapping import read_mapping
@@ -52,7 +52,7 @@ def require_folders(paths: Iterable[Path | None]) -> None:
 
 
 def write_text(path: Path | None, text: Callable[[], str]) -> None:
-    """A report, where one is wanted."""
+    """Write a report, if a path is given."""
     from llorch.files.new_file import new_file
 
     if path is not None:

@@ -22,7 +22,7 @@ IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins
 
 
 def model_path(spec: str) -> Path:
-    """The file or folder that a MODEL argument stands for, see `llorch.hub.find`; says the commit of one of the hub.
+    """Find the file or folder of a MODEL argument, see `llorch.hub.find`; print the commit of a repository of the hub.
 
     Before a download its size is said. Who sits at a terminal is asked; a script goes on.
     """
@@ -47,7 +47,7 @@ def say_once(line: str) -> None:
 
 
 def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:
-    """What `--numerics` and `--kv-cache` say; exact when they say nothing."""
+    """Choose the arithmetic that `--numerics` and `--kv-cache` ask for; exact if neither is given."""
     if kv_cache != "f32" and name != "ggml":
         raise click.UsageError("--kv-cache f16 goes with --numerics ggml; exact numerics do not round keys and values")
     return Numerics(name or "exact", kv_cache)  # type: ignore[arg-type] (click checked the choices)
@@ -62,7 +62,7 @@ def say_plan(model: Model) -> None:
 
 
 def prompt_text(prompt: str | None) -> str:
-    """The argument, or stdin (without its last line end) where there is none or it is `-`.
+    """Return the argument, or stdin without its last line end if there is none or it is `-`.
 
     Stdin belongs to whoever called us and is left alone otherwise: it may be a list that a loop reads.
     """

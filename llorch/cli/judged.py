@@ -88,7 +88,7 @@ def lines(judged: JudgedModel, *, by_stage: bool = False) -> list[Line]:
 
 
 def first_failure(judged: JudgedModel) -> Comparison | None:
-    """The failing row that comes first in the forward pass; of one stage, the isolated one."""
+    """Find the failing row that comes first in the forward pass; of one stage, the isolated one."""
     failing = [row for row in judged.rows if row.verdict == FAIL]
     return min(failing, key=_order, default=None)
 
@@ -125,7 +125,7 @@ def _is_narrow(row: Comparison) -> bool:
 
 
 def summary(models: Sequence[JudgedModel], absent: Mapping[str, str] | None = None, *, strict: bool = False) -> dict:
-    """Counts over all models (once per backend), as `--json` gives them; `absent` are backends not run, and why."""
+    """Count over all models, once per backend, as `--json` does; `absent` has backends that did not run, and why."""
     absent = absent or {}
     rows = [row for judged in models for row in judged.rows]
     verdicts = Counter(row.verdict for row in rows)

@@ -129,7 +129,7 @@ def reported(done: Sequence[JudgedModel], absent: Mapping[str, str], used: str, 
 
 
 def _torch_backends(arithmetic: ClaimedArithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
-    """The targets on the torch path, none for NumPy; and those that are left out, with the reason."""
+    """List the targets on the torch path, none for NumPy, and those that are left out, with the reason."""
     refuse_scheme(arithmetic)
     if arithmetic.backend == "numpy":
         if arithmetic.device or arithmetic.dtype or arithmetic.kernels != "auto":
@@ -151,7 +151,7 @@ def _torch_backends(arithmetic: ClaimedArithmetic) -> "tuple[Sequence[TorchBacke
 
 
 def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, str]:
-    """The models that a mesh leaves out, and why; ValueError for one that the user named."""
+    """List the models that a mesh leaves out, and why; ValueError for one that the user named."""
     from llorch.pytorch.distributed.sharding_plan import cannot_split
 
     reasons: dict[str, str] = {}
@@ -165,12 +165,12 @@ def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, 
 
 
 def _kernels(backend: "TorchBackend") -> JudgedModel:
-    """What was tried of our kernels; without rows where none were asked for."""
+    """Report the check of llorch's kernels; without rows if none were asked for."""
     return JudgedModel(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
 def _jobs(specs: Iterable[str]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
-    """What is judged of built-in models by NumPy, in parts that need nothing of each other."""
+    """Split the judging of built-in models on NumPy into independent parts."""
     parts = {(spec, at): part for spec in specs for at, part in enumerate(_parts(spec))}
     return {name: lambda part=part: list(part()) for name, part in parts.items()}
 
@@ -220,7 +220,7 @@ def _judged_on_torch(
 
 
 def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, tuple[ProducerName, ...]]:
-    """The path of a model and the engines to run; none means stored goldens."""
+    """Choose the path of a model and the engines to run; no engine means stored goldens."""
     stored = spec in (*EVERY, QUANTISED) and not Path(spec).exists()
     path = Path(spec) if stored and spec == QUANTISED else model_path(spec)
     if "golden" in against and not stored:
@@ -290,7 +290,7 @@ def _reasons(of_engines: Mapping[str, str]) -> list[str]:
 
 
 def _numerics(path: Path, engines: Sequence[ProducerName], wanted: ClaimedArithmetic) -> Numerics:
-    """What the user asks for, or else what suits the file."""
+    """Choose the arithmetic that the user asks for, or else the one that suits the file."""
     if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
             f"{path}: --numerics ggml needs a .gguf file and --against llamacpp; llorch convert writes such a file"

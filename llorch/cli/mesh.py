@@ -37,7 +37,7 @@ class MeshType(click.ParamType):
     name = "dp=N,tp=M"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Mapping[str, int]:
-        """The number of ranks of both axes; 1 of one that is not given."""
+        """Read the number of ranks of both axes; an axis that is not given has 1."""
         if is_rank():
             only_first_speaks()
         if isinstance(value, Mapping):
@@ -80,7 +80,7 @@ def require_tensor_parallel(axes: Mapping[str, int] | None, given: Mapping[str, 
 def on_mesh(
     axes: Mapping[str, int] | None, *, rank_timeout: float, device: str = "cpu"
 ) -> Iterator["DeviceMesh | None"]:
-    """This rank's place in a mesh, where one is asked for; with what ends one rank all of them end.
+    """Enter a mesh, if one is asked for; an error that ends one rank ends all of them.
 
     In a process that no launcher started the command is run on ranks, and ends with their code.
     """
@@ -112,7 +112,7 @@ def on_mesh(
 
 
 def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
-    """What the first rank reads, for all: the user's stdin can be read once."""
+    """Read on the first rank, for all ranks: the user's stdin can be read only once."""
     if mesh is None:
         return read()
     from llorch.pytorch.distributed.launch import Ranks
@@ -131,7 +131,7 @@ def _launch(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
 
 
 def run_again(arguments: Sequence[str], has_stdin: bool) -> None:
-    """The command line with these arguments, as a rank, which leaves with its exit code.
+    """Run the command line with these arguments as a rank, and leave with its exit code.
 
     All share the stdin of the launcher, if it has one; see `of_first`.
     """
@@ -150,7 +150,7 @@ def run_again(arguments: Sequence[str], has_stdin: bool) -> None:
 
 
 def _ending(error: BaseException) -> BaseException:
-    """What a rank ends with that has raised this."""
+    """Choose the exception that ends a rank after it raised this one."""
     from llorch.pytorch.distributed.launch import Ranks
 
     if Ranks.ending is None:  # it has not joined the others

@@ -65,12 +65,12 @@ class TorchBackend:
 def torch_backends(
     device: str | None, dtype: str | None, kernels: Kernels, mesh: DeviceMesh | None = None
 ) -> Sequence[TorchBackend]:
-    """The targets that were asked for: the CPU and each of `DTYPES` unless the user says otherwise."""
+    """List the targets that were asked for: by default the CPU with each of `DTYPES`."""
     return [TorchBackend(target(device or "cpu", name, kernels), mesh) for name in ([dtype] if dtype else DTYPES)]
 
 
 def backends_not_run(backends: Sequence[TorchBackend]) -> Mapping[str, str]:
-    """The kinds of device that a run leaves out, and why; a skip is not a pass."""
+    """List the kinds of device that a run leaves out, and why; a skip is not a pass."""
     import torch
 
     kinds = {backend.target.device.type for backend in backends}

@@ -146,7 +146,7 @@ residency_option = page_option(
 
 
 def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    """What was asked for, or what the options need that are about torch only, which were read before."""
+    """Return the backend that was asked for, or torch if an option that only torch has was given before."""
     on_torch = ctx.params["device"] or ctx.params["dtype"] or ctx.params["kernels"] != "auto"
     return value or ("torch" if on_torch else "numpy")
 
@@ -169,7 +169,7 @@ def numerics_group(default: str) -> Callable[[Callable], Callable]:
 
 
 def backend_group(dtypes: str) -> Callable[[Callable], Callable]:
-    """The forward pass that runs, and where; `dtypes` is what the help page says is the default of `--dtype`."""
+    """Add the options of the forward pass and its device; `dtypes` is the default of `--dtype` on the help page."""
     numerics = group(
         "Numerics",
         page_option(

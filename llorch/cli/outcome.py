@@ -65,7 +65,7 @@ _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code that an exception stands for; the first class that fits counts."""
+    """Find the exit code of an exception; the first class that fits counts."""
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return NO_MEMORY  # as torch says it
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:

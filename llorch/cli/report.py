@@ -78,7 +78,7 @@ def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
 
 
 def routes(judged: JudgedModel) -> list[str]:
-    """A line for each route of a file on which not all was read and decoded in it by the engine itself."""
+    """Write a line for each load path on which the engine did not read or decode all of the file itself."""
     found: dict[LoadPath, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in judged.rows:
         if row.route is not None and not row.route.is_direct:
@@ -108,7 +108,7 @@ def _print_lines(
 
 
 def legend(models: Sequence[JudgedModel]) -> str:
-    """What the columns mean, for the arithmetics that were judged."""
+    """Explain the columns, for the arithmetics that were judged."""
     if any(judged.dump for judged in models):
         return _DUMP
     exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
@@ -164,7 +164,7 @@ def failure_report(judged: JudgedModel) -> list[str]:
 
 
 def closing_line(counts: Mapping) -> str:
-    """The summary in one line."""
+    """Write the summary in one line."""
     line = f"{_count(counts['models'], 'model')}, {counts['comparisons']} comparisons: {counts['passed']} passed, "
     line += f"{counts['failed']} failed"
     if counts["ties"]:

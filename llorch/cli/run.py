@@ -146,7 +146,7 @@ def command(
 def _asked(
     prompt: str | None, chat: str | None, system: str | None, history: Path | None
 ) -> tuple[str | None, list[dict[str, object]] | None]:
-    """A text to go on with, or a conversation."""
+    """Read a text to continue, or a conversation."""
     from llorch.cli.inputs import conversation, prompt_text
 
     messages = conversation(chat, system, history)
@@ -234,7 +234,7 @@ class Timing:
             yield token
 
     def describe(self, n_prompt: int) -> str:
-        """The rates in one line."""
+        """Write the rates in one line."""
         prefill, decode = self._first - self._start, self._last - self._first
         line = f"prompt {n_prompt} tokens in {prefill:.3f} s ({n_prompt / prefill:.1f} tokens/s, loading included)"
         n_more = self.n_tokens - 1

@@ -174,7 +174,7 @@ def _opened(
     model: str, backend: str, n_jobs: int, context: int, *, numerics: str | None, kv_cache: str, residency: Any,
     device: str | None, dtype: str | None, kernels: Any, mode: Any,
 ) -> "tuple[Any, GenerationBatch]":  # fmt: skip
-    """A model, and the batch that runs it."""
+    """Open a model and the batch that runs it."""
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
     from llorch.model import load
     from llorch.serve.scheduler import Turns

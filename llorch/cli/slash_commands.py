@@ -51,7 +51,7 @@ def stats(talk: Talk, rest: str) -> str:
 
 
 def history(talk: Talk, rest: str) -> str:
-    """The messages with their numbers."""
+    """List the messages with their numbers."""
     lines = [f"{n} {message['role']}: {message['content']}" for n, message in enumerate(talk.messages, start=1)]
     return "\n".join(map(printable, lines)) or "no messages yet"
 
@@ -164,7 +164,7 @@ def _path(rest: str) -> Path:
 
 
 def _up_to_user(talk: Talk) -> list[dict[str, object]]:
-    """The messages up to the last one of the user."""
+    """Return the messages up to the last one of the user."""
     places = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
     if not places:
         raise ValueError("chat: expected a message in the conversation, got none; write a message first")

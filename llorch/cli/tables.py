@@ -27,7 +27,7 @@ def console() -> Console:
 
 
 def table(*columns: str) -> Table:
-    """An empty table without lines; a heading that begins with `>` is aligned to the right."""
+    """Make an empty table without lines; a heading that begins with `>` is aligned to the right."""
     empty = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         right = column.startswith(">")

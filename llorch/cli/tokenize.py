@@ -43,7 +43,7 @@ def command(*, model: str, text: str | None, no_special: bool, parse_special: bo
 
 
 def quoted(piece: bytes) -> str:
-    """A piece for the eye: a quoted string, or the bytes when they are no text by themselves."""
+    """Quote a piece for a reader: as a string, or as bytes if they are no text by themselves."""
     text = _text(piece)
     if text is None:
         return repr(piece)

@@ -32,7 +32,7 @@ class WholeWords(click.HelpFormatter):
         super().write_dl([(name, text.replace("-", _STANDS_FOR_HYPHEN)) for name, text in rows], col_max, col_spacing)
 
     def getvalue(self) -> str:
-        """The page."""
+        """Return the page."""
         return super().getvalue().replace(_STANDS_FOR_HYPHEN, "-")
 
 
@@ -163,6 +163,6 @@ class Verbs(VerbGroup):
         return super().resolve_command(ctx, args)
 
     def _names(self, ctx: click.Context) -> list[str]:
-        """The verbs of groups, then every verb."""
+        """List the verbs of groups, then every verb."""
         groups = [(verb, getattr(self.get_command(ctx, verb), "verbs", ())) for verb in self.verbs]
         return [f"{group} {verb}" for group, verbs in groups for verb in verbs] + list(self.verbs)

@@ -32,7 +32,7 @@ class Witness(click.ParamType):
     name = "|".join((GOLDEN, *ENGINES, "dump"))
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        """A word as it is, else a path of something that is there."""
+        """Return a word as it is, or the path of a file or folder that exists."""
         if value in (GOLDEN, *ENGINES) or not isinstance(value, str):
             return value
         if not Path(value).exists():

@@ -18,12 +18,12 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, object]:
-        """The JSON of the answer."""
+        """Make the JSON of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer; 429 and 503 say when to come again."""
+        """Make the answer; 429 and 503 say when to try again."""
         headers = {"retry-after": "1"} if self.status in (429, 503) else {}
         return JSONResponse(self.body(), self.status, headers)
 
@@ -48,7 +48,7 @@ def of_validation(error: ValidationError, body: object) -> ApiError:
 
 
 def _field(loc: Sequence[int | str], body: object, *, missing: bool) -> str:
-    """The path to a value in the body; pydantic also names the branches of unions that it tried."""
+    """Write the path to a value in the body, without the branches of unions that pydantic also names."""
     parts: list[str] = []
     for part in loc:
         if isinstance(body, Mapping) and part in body:

@@ -42,7 +42,7 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(service: Service) -> Starlette:
-    """The routes of one model; its engine has to run."""
+    """Build the routes of one model, with a running engine."""
     app = Starlette(
         routes=[Route(one.path, one.endpoint, methods=[one.method]) for one in ROUTES],
         exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},
@@ -62,7 +62,7 @@ async def health(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The model, and it with each adapter."""
+    """List the model, alone and with each adapter."""
     service = service_of(request)
     about = {"object": "model", "created": service.created, "owned_by": "llorch", "context_length": service.context}
     chats = "template" if service.has_template else "plain"
@@ -75,7 +75,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def openapi(request: Request) -> Response:
-    """What the routes take and give."""
+    """Describe the input and the output of all routes."""
     return JSONResponse(description(ROUTES, version=service_of(request).version))
 
 
@@ -139,7 +139,7 @@ def _no_such_route(path: str) -> str:
 
 
 def meant_route(path: str) -> str | None:
-    """The route of a path with too many slashes, without /v1 or behind something, or of another server's path."""
+    """Guess the route of a path with too many slashes, without /v1, with a prefix, or of another server's path."""
     asked = re.sub("/+", "/", path).rstrip("/").lower()
     known = [one.path for one in ROUTES if one.path != "/"]
     spelt = [asked, f"/v1{asked}", *(route for route in known if asked.endswith(route)), _ELSEWHERE.get(asked)]

@@ -31,7 +31,7 @@ from llorch.serve.work import MadeToken
 
 
 async def answer(request: Request) -> Response:
-    """The route."""
+    """Answer a request of this route."""
     body, service = await read(request, ChatRequest), service_of(request)
     ignored = ignored_fields(body)
     jobs, unwritten = await prepared(service, lambda: _jobs(service, body), n_answers=body.n or 1, renders=True)

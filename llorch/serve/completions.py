@@ -24,7 +24,7 @@ MAX_TOKENS = 16  # where nobody says, as OpenAI has it
 
 
 async def answer(request: Request) -> Response:
-    """The route."""
+    """Answer a request of this route."""
     body, service = await read(request, CompletionRequest), service_of(request)
     ignored = ignored_fields(body)
     jobs = await prepared(service, lambda: _jobs(service, body), n_answers=len(body.prompts) * (body.n or 1))

@@ -163,7 +163,7 @@ class Connection(H11Protocol):
         self.loop.call_later(LOOK_SECONDS, self._look_for_it, n_looks + 1)
 
     def _missing(self) -> Awaited:
-        """What the client has to send."""
+        """Name the part of a request that the client still has to send."""
         if self.transport.is_closing() or h11.ERROR in (self.conn.our_state, self.conn.their_state):
             return "nothing"
         if self.conn.their_state is h11.SEND_BODY:
@@ -237,5 +237,5 @@ class Connection(H11Protocol):
 
 
 def open_connections(state: ServerState) -> list[Connection]:
-    """The clients of now."""
+    """List the connections that are open now."""
     return [each for each in state.connections if isinstance(each, Connection)]

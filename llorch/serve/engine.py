@@ -127,7 +127,7 @@ class Engine:
         self._thread.join(SLOW)
 
     def give_up(self, error: Exception) -> None:
-        """The thread will not come back: tell all that wait, and take nothing in any more."""
+        """Give up a thread that will not come back: tell all that wait, and accept no more jobs."""
         self.failure = self.failure or error
         gone = Unavailable("the server is shutting down" if isinstance(error, Unavailable) else "the engine has died")
         for work in (*self._waiting, *self._running.values()):

@@ -142,7 +142,7 @@ def _values(schema: object) -> Iterator[tuple[object, int]]:
 
 
 def _states(multiple: float) -> int:
-    """The integer that a number is without its point; its remainders are the states of an automaton."""
+    """Turn a number into an integer by removing its point; its remainders are the states of an automaton."""
     if not np.isfinite(multiple):
         return MAX_MULTIPLES + 1
     exact = Decimal(str(multiple))

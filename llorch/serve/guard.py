@@ -125,7 +125,7 @@ class Guard:
             self._n_held -= len(body)
 
     def _refuse_headers(self, scope: Any) -> Refusal | None:
-        """What the line and the headers alone are refused for."""
+        """Refuse a request for its line or its headers alone."""
         of_name = _by_name(scope)
         hosts = of_name.get(b"host", [])
         if len(hosts) != 1 or not self._is_ours(hosts[0], scope):
@@ -156,7 +156,7 @@ class Guard:
         return where == host.decode("latin-1").lower() or _without_port(where) in self._hosts
 
     def _allowed_origin(self, scope: Any) -> bytes | None:
-        """The origin that asks, if it is one that may from elsewhere."""
+        """Return the origin of a request, if this other origin is allowed."""
         origins = _by_name(scope).get(b"origin", [])
         return origins[0] if len(origins) == 1 and origins[0] in self._origins else None
 
@@ -200,13 +200,13 @@ def _digest(key: bytes) -> bytes:
 
 
 def _without_port(host: str) -> str:
-    """A host's name; empty where it has none, or what follows is no port."""
+    """Return a host's name without its port; empty if there is no name or no valid port."""
     found = _HOST.fullmatch(host)
     return found[1] if found else ""
 
 
 def _by_name(scope: Any) -> dict[bytes, list[bytes]]:
-    """The values of each header."""
+    """Collect the values of each header."""
     found: dict[bytes, list[bytes]] = {}
     for name, value in scope["headers"]:
         found.setdefault(name, []).append(value)

@@ -22,12 +22,12 @@ _SHOWN = 20  # ignored fields that are named
 
 
 def service_of(request: Request) -> Service:
-    """What the app serves."""
+    """Return the service of the app."""
     return request.app.state.service
 
 
 async def read(request: Request, kind: type[Asked]) -> Asked:
-    """The body of a request; ApiError where it is not what it has to be."""
+    """Read and check the body of a request; ApiError if it is wrong."""
     data = await request.body()
     try:
         body = parse_json(data, what="the body", path="request")
@@ -57,7 +57,7 @@ async def prepared(
 
 
 async def unless_gone(request: Request, answer: Awaitable[Response]) -> Response:
-    """An answer, which is given up when the client leaves."""
+    """Wait for an answer; give it up when the client leaves."""
     made = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -80,7 +80,7 @@ def reply(body: Reply, ignored: Sequence[str] = ()) -> Response:
 
 
 def naming(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that names ignored fields, as far as a header can."""
+    """Make the header that names ignored fields, as far as a header can."""
     shown = [
         name
         for name in ignored

@@ -11,7 +11,7 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 def piece(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of a token, those of its text where it is a control token."""
+    """Return the bytes of a token; of a control token, those of its text."""
     if token_id in tokenizer.control_ids:
         return tokenizer.decode([token_id], skip_special=False).encode()
     return tokenizer.token_bytes(token_id)

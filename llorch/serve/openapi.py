@@ -44,7 +44,7 @@ class Described:
 
 
 def description(routes: Sequence[Described], *, version: str) -> dict[str, Any]:
-    """The whole document."""
+    """Make the whole document."""
     asked = [(route.asked, "validation") for route in routes if route.asked is not None]
     replied = [(route.replied, "serialization") for route in routes if not isinstance(route.replied, str)]
     models: Any = [*asked, *replied, (ErrorReply, "serialization")]

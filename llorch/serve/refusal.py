@@ -22,17 +22,17 @@ class Refusal:
     headers: Mapping[str, str] | None = None  # beside those of every refusal
 
     def body(self) -> bytes:
-        """The error as JSON."""
+        """Write the error as JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return json.dumps({"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}).encode()
 
     def fields(self) -> list[tuple[bytes, bytes]]:
-        """The headers of the answer."""
+        """List the headers of the answer."""
         named = {"content-type": "application/json", "content-length": str(len(self.body())), **(self.headers or {})}
         return [(name.encode(), value.encode()) for name, value in named.items()]
 
     def reason(self) -> bytes:
-        """What HTTP calls the status."""
+        """Return the name of the status in HTTP."""
         return HTTPStatus(self.status).phrase.encode()
 
     async def say(self, send: Send, rest: Receive | None = None) -> None:

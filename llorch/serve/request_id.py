@@ -12,7 +12,7 @@ _GOOD = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")  # nothing that ends a heade
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
-    """The id that a client gave to its request; a new one where it gave none, several, or one of other characters."""
+    """Return the id that a client gave to its request; a new one if it gave none, several or an invalid one."""
     given = [value for name, value in headers if name == HEADER]
     if len(given) == 1 and _GOOD.fullmatch(given[0]):
         return given[0]
@@ -20,7 +20,7 @@ def request_id(headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
 
 
 def identified(app: App) -> App:
-    """The application, with the id of the request in every answer."""
+    """Wrap an application so that every answer has the id of its request."""
 
     async def named(scope: Any, receive: Receive, send: Send) -> None:
         name = request_id(scope["headers"])

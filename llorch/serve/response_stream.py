@@ -37,7 +37,7 @@ class Answering:
         handed_over(engine.submit, self.works)
 
     async def some(self, patience: float | None = None) -> list[tuple[int, MadeToken]]:
-        """What was made since, at least one token; nothing after `patience` seconds, or when all answers have ended.
+        """Wait for new tokens, at least one; return none after `patience` seconds, or when all answers have ended.
 
         ApiError where an answer failed, or time is up.
         """
@@ -94,7 +94,7 @@ class Answering:
 
 
 async def between_steps(engine: Engine, function: Callable[[], Result], timeout: float) -> Result:
-    """What a function gives on the engine's thread; ApiError where it takes none, it raises, or time is up."""
+    """Run a function on the engine's thread; ApiError if the engine takes none, the function raises, or time is up."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -141,7 +141,7 @@ def handed_over(submit: Callable[[Result], object], wanted: Result) -> None:
 
 
 def of_failure(error: Exception) -> ApiError:
-    """What to say of an answer that failed: never what is inside of the server."""
+    """Make the error of an answer that failed, without internals of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):

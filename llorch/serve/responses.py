@@ -33,7 +33,7 @@ from llorch.serve.work import MadeToken
 
 
 async def answer(request: Request) -> HttpResponse:
-    """The route."""
+    """Answer a request of this route."""
     body, service = await read(request, ResponsesRequest), service_of(request)
     ignored = ignored_fields(body)
     job, unwritten = await prepared(service, lambda: _job(service, body), renders=True)

@@ -84,7 +84,7 @@ class _Running:
 
 
 def likeliest(logits: Float[np.ndarray, " vocab"], n: int) -> tuple[tuple[int, float], ...]:
-    """The `n` likeliest tokens with their log probabilities, the first first; of equal ones the lower id."""
+    """Rank the `n` likeliest tokens with their log probabilities; of equal ones, the lower id comes first."""
     if n == 0:
         return ()
     shifted = logits.astype(np.float64) - float(logits.max())

@@ -124,7 +124,7 @@ async def _serve(
 
 
 def _refusing_when_stopped(app: App, stopping: asyncio.Event) -> App:
-    """The application, until there is to be no new work: of any kind, the state of health among it."""
+    """Wrap an application so that it refuses every new request, also for its health, once the server stops."""
 
     async def either(scope: Any, receive: Receive, send: Send) -> None:
         if not stopping.is_set():

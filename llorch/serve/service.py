@@ -49,7 +49,7 @@ class Service:
         return {base: None} | {f"{base}:{adapter}": adapter for adapter in self.model.adapters}
 
     def adapter(self, name: str) -> str | None:
-        """The adapter that a name of the model means; ApiError for a name that nothing has."""
+        """Find the adapter of a model name; ApiError for an unknown name."""
         names = self.names
         if name not in names:
             raise ApiError(404, f"model: expected one of {', '.join(names)}, got another name", param="model",
@@ -63,7 +63,7 @@ class Service:
         param: str = "messages",
         variables: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """A conversation up to the answer; a template may not write more than a client may."""
+        """Encode a conversation up to the answer; a template may not write more than a client may."""
         require_short(*(str(message.get("content") or "") for message in messages), param=param)
         with self._refused_for(param):
             written = self.model.chats.spoken(messages, variables=variables)
@@ -84,12 +84,12 @@ class Service:
         return [f"{param}.{place - first}.{key}" for place, key in found]
 
     def chat_end_ids(self, *, param: str = "messages") -> frozenset[int]:
-        """What ends an answer of a conversation, beside end tokens."""
+        """List the ids that end an answer of a conversation, beside end tokens."""
         with self._refused_for(param):
             return self.model.chats.end_ids
 
     def text_ids(self, text: str, *, parse_special: bool | None = None, add_special: bool | None = None) -> list[int]:
-        """A raw prompt, which may hold control tokens unless told otherwise: its client has written the template.
+        """Encode a raw prompt; control tokens in it count by default, because its client has written the template.
 
         Source: llama.cpp tools/server/server-common.cpp, `tokenize_input_prompts`; vLLM's /v1/completions.
         """
@@ -122,7 +122,7 @@ class Service:
         n_top: int = 0,
         form: AnswerForm | None = None,
     ) -> Job:
-        """What the engine does; ApiError where a prompt, the field `param`, is empty, too long or has foreign ids."""
+        """Make a job of the engine; ApiError if the prompt (field `param`) is empty, too long or has foreign ids."""
         room = self.context - len(ids) + 1
         if room < 1:
             text = f"{param}: {len(ids)} tokens do not fit the context of {self.context} tokens; shorten the prompt"
@@ -151,7 +151,7 @@ class Service:
 
 
 def first_seed(seed: int | None) -> int:
-    """The seed that was asked for, or any."""
+    """Return the seed that was asked for, or a random one."""
     return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 

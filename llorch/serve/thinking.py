@@ -34,7 +34,7 @@ def template_variables(body: Templated, chats: Chats) -> Mapping[str, object]:
 
 
 def _variable(value: bool | str, chats: Chats) -> tuple[str, object] | None:
-    """The variable of the template that says this, and its value."""
+    """Find the variable of the template that switches thinking, and its value."""
     switches = isinstance(value, bool) or value == "none"
     if switches and chats.template_mentions("enable_thinking"):
         return "enable_thinking", value is True

@@ -25,7 +25,7 @@ MAX_BYTES = 16 << 20  # of arrays
 
 
 async def answer(request: Request) -> Response:
-    """The route."""
+    """Answer a request of this route."""
     body, service = await read(request, TraceRequest), service_of(request)
     ignored = ignored_fields(body)
     adapter, ids, unwritten = await prepared(service, lambda: _ids(service, body), renders=body.messages is not None)
@@ -87,7 +87,7 @@ class _Figures(dict[str, np.ndarray]):
             super().__setitem__(name, array.copy())
 
     def encoded(self) -> dict[str, str]:
-        """The arrays as text."""
+        """Encode the arrays as text."""
         return {name: base64.b64encode(_npy(array)).decode() for name, array in self.items()}
 
 

@@ -40,7 +40,7 @@ def _text(ids: list[int], tokenizer: Tokenizer | None) -> str:
 
 
 def as_object(example: Example, pieces: Sequence[TokenSpan]) -> dict[str, object]:
-    """An example for programs: ids and labels as they are trained on, and the pieces."""
+    """Write an example for programs: ids and labels as training has them, and the pieces."""
     return {
         "source": example.source,
         "tokens": len(example.ids),
@@ -52,7 +52,7 @@ def as_object(example: Example, pieces: Sequence[TokenSpan]) -> dict[str, object
 
 
 def facts_of(data: TrainingData, examples: Examples) -> dict[str, Any]:
-    """Counts of a split; `fill` is the share of the room of packed rows that holds tokens."""
+    """Count a split; `fill` is the share of packed rows that holds tokens."""
     room = data.settings.max_length
     longest = int(np.argmax(examples.lengths))
     n_rows = len(best_fit(examples.lengths, room=room))
@@ -68,7 +68,7 @@ def facts_of(data: TrainingData, examples: Examples) -> dict[str, Any]:
 
 
 def summary(split: str, facts: dict[str, Any]) -> Iterator[str]:
-    """The counts of a split in words."""
+    """Say the counts of a split in words."""
     tokens, learned, longest, packed = facts["tokens"], facts["learned"], facts["longest"], facts["packed"]
     yield f"{split}: {facts['examples']} examples, {tokens} tokens, {learned} learned ({learned / tokens:.1%})"
     yield f"longest: {longest['tokens']} tokens ({longest['source']}); mean {tokens / facts['examples']:.1f}"

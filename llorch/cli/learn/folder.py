@@ -27,7 +27,7 @@ seconds_option = group(
 
 
 def learners_source(impl: str | None) -> str:
-    """The folder or program that is meant."""
+    """Choose the folder or program of the learner."""
     from llorch.learn.choice import chosen
 
     if (source := chosen(impl)) is None:
@@ -36,7 +36,7 @@ def learners_source(impl: str | None) -> str:
 
 
 def learners_folder(impl: str | None) -> Path:
-    """The folder that is meant."""
+    """Choose the folder of the learner."""
     folder = Path(source := learners_source(impl))
     if not folder.is_dir():
         raise click.UsageError(
@@ -54,7 +54,7 @@ def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
 
 
 def one_lesson(word: str) -> "Lesson":
-    """A lesson by number or name."""
+    """Find a lesson by number or name."""
     from llorch.learn.lessons import LESSONS
 
     names = {name: lesson for lesson in LESSONS for name in (lesson.number, lesson.name, lesson.module)}
@@ -64,6 +64,6 @@ def one_lesson(word: str) -> "Lesson":
 
 
 def near(path: Path) -> str:
-    """A path as it is typed from here, if it lies below."""
+    """Shorten a path below the current folder to the form that a user types."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -29,7 +29,7 @@ def command(*, impl: str | None) -> None:
 
 
 def next_lesson(folder: Path, after: "Lesson | None" = None) -> "Lesson | None":
-    """The first lesson that has not passed, behind the one that is given if there is one behind it."""
+    """Find the first lesson that has not passed, if possible after the given one."""
     from llorch.learn.lessons import LESSONS
     from llorch.learn.progress import LearnerProgress
 

@@ -16,7 +16,7 @@ STYLES = {"PASS": "bold green", "FAIL": "bold red", "BORROWED": "yellow", "NOT R
 
 
 def coloured(text: str) -> Text:
-    """The four words in their colours."""
+    """Colour the four words of verdicts."""
     shown = Text(text)
     for word, style in STYLES.items():
         shown.highlight_words([word], style)
@@ -24,7 +24,7 @@ def coloured(text: str) -> Text:
 
 
 def print_outcome(outcome: "Outcome", *, full: bool = False, out: Console | None = None) -> None:
-    """The verdict of a lesson; `full` adds the whole traceback of what was raised."""
+    """Print the verdict of a lesson; `full` adds the whole traceback of an exception."""
     head, *rest = outcome.text.split("\n")
     (out or console()).print(coloured(head), *map(Text, rest), sep="\n")
     if full and outcome.traceback:

@@ -77,7 +77,7 @@ class _Loop:
                     self._do(self.keys[event])
 
     def _do(self, act: Callable[[], None]) -> None:
-        """What cannot be done is said, and the loop goes on."""
+        """Run an action; print an error of it and go on."""
         try:
             act()
         except (OSError, ValueError) as error:

@@ -58,7 +58,7 @@ class Pair(click.ParamType):
 
 
 def settings_options(*only: str) -> Callable[[Callable], Callable]:
-    """An option per setting, or for some of them; one that is not given is None, so that a config file can say it."""
+    """Add an option for each setting, or for some; one that is not given is None, so that a file can set it."""
     hints = get_type_hints(TrainSettings)
 
     def decorate(function: Callable) -> Callable:
@@ -90,7 +90,7 @@ def _option(field: Any, hint: Any) -> Callable[[Callable], Callable]:
 def _as_mapping(
     ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, Any], ...]
 ) -> dict[str, Any] | None:
-    """What was given, or None."""
+    """Return the given pairs as a mapping, or None."""
     if len(dict(pairs)) < len(pairs):
         raise click.BadParameter("expected each name once, got a name twice", ctx, param)
     return dict(pairs) or None
@@ -99,7 +99,7 @@ def _as_mapping(
 def chosen_settings(
     given: Mapping[str, Any], config: Path | None = None, *before: tuple[str, Mapping[str, Any]]
 ) -> TrainSettings:
-    """Settings of the command line, over those of a file, over what stands `before`."""
+    """Merge settings: those of the command line win over those of a file, and these over `before`."""
     sources = [*before] + ([(str(config), read_settings(config))] if config is not None else [])
     from llorch.cli.inputs import say_once
 

@@ -77,7 +77,7 @@ class TrainingProgress:
 
 
 def description(training: "Training") -> list[str]:
-    """What a run is about to do, defaults included."""
+    """Describe a run before it starts, defaults included."""
     settings, data, module = training.settings, training.data, training.module
     trained = sum(parameter.numel() for parameter in training.parameters.values())
     frozen = sum(parameter.numel() for parameter in module.parameters()) - trained
@@ -111,7 +111,7 @@ _BEGINNING = 4  # words or tokens of a text
 
 
 def try_it(model: str, data: str, adapter: Path) -> str:
-    """A command line, quoted for a shell, that runs an adapter on the first short question of its data.
+    """Write a command, quoted for a shell, that runs an adapter on the first short question of its data.
 
     Without a tokenizer nobody can ask; the data are judged then.
     """
@@ -125,7 +125,7 @@ def try_it(model: str, data: str, adapter: Path) -> str:
 
 
 def _asked(row: Parsed, model: Opened) -> list[str]:
-    """What a row asks, as arguments; nothing when that is no short text."""
+    """Give the question of a row as arguments; nothing if it is no short text."""
     match row:
         case Instruction():
             return _asked(row.chat if model.chat_templates or row.plain is None else row.plain, model)

@@ -86,7 +86,7 @@ def _lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
 
 
 def _table(comparison: "RunComparison", *, verbose: bool) -> Iterator[str]:
-    """A line per kind of tensor, and one for each tensor that differs; with `verbose` for each."""
+    """Write a line per kind of tensor, and one for each tensor that differs; with `verbose` for each tensor."""
     kinds = defaultdict(list)
     for tensor in comparison.tensors:
         kinds[tensor.kind].append(tensor)
