@@ -69,7 +69,7 @@ class Temperature:
     offset: int  # 1 in Llama 4, 0 in Ministral 3
 
     def of(self, positions: Int[np.ndarray, " seq"]) -> Float64[np.ndarray, " seq"]:
-        """The factor of each position."""
+        """Compute the factor of each position."""
         return 1 + self.scale * np.log1p(np.floor((positions + self.offset) / self.floor))
 
 
@@ -103,7 +103,7 @@ class Layer:
         return None if self.chunk is None else ("chunk", self.chunk)
 
     def seen_from(self, positions: Int[np.ndarray, " seq"]) -> Int[np.ndarray, " seq"] | None:
-        """The first position that each token may see; None: all of them may see the first."""
+        """Find the first position that each token may see; None: all of them may see the first."""
         if self.window is not None:
             return np.maximum(positions - self.window + 1, 0)
         return None if self.chunk is None else positions // self.chunk * self.chunk

@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def builtin_path(name: str) -> Path:
-    """The GGUF file of a built-in model, one of `EVERY`; the Hugging Face folder of one of `FOLDERS`."""
+    """Return the GGUF file of a built-in model of `EVERY`, or the Hugging Face folder of one of `FOLDERS`."""
     if name not in EVERY:
         raise FileNotFoundError(
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(EVERY)})"
@@ -57,7 +57,7 @@ def wins(name: str, names: Collection[str], report: Callable[[str], None]) -> bo
 
 
 def find_data(path_or_name: str, report: Callable[[str], None] = lambda line: None) -> Path:
-    """The training data that was meant: a built-in data set, one of `DATA`, else an existing file or folder."""
+    """Find training data: a built-in data set, one of `DATA`, or else an existing file or folder."""
     path = Path(path_or_name)
     if wins(path_or_name, DATA, report):
         return _PACKAGE / "examples" / path_or_name
@@ -70,5 +70,5 @@ def find_data(path_or_name: str, report: Callable[[str], None] = lambda line: No
 
 
 def goldens_folder() -> Path:
-    """The folder with one folder of goldens per built-in model: inside a wheel, or beside the package in a clone."""
+    """Return the folder with the goldens of each built-in model: inside a wheel, or beside the package in a clone."""
     return (_PACKAGE if is_wheel() else _PACKAGE.parent) / "reference_outputs"

@@ -72,7 +72,7 @@ class KVCache:
         return np.arange(start, start + n_tokens)
 
     def memory(self, layer: int) -> Any:
-        """What a layer reads and writes: `append` of an attention layer, the state of a delta net.
+        """Return the memory of a layer: `append` of an attention layer, or the state of a delta net.
 
         The arrays of a state are replaced, never changed, so that a pass that fails leaves those before it.
         """
@@ -94,7 +94,7 @@ class KVCache:
         return self._keys[layer][:, :end], self._values[layer][:, :end]
 
     def advance(self, n_tokens: int) -> None:
-        """A pass is complete: what its layers wrote is there for the next one."""
+        """Complete a pass: the next one sees the tokens and states that its layers wrote."""
         self._states |= self._new_states
         self.length += n_tokens
 

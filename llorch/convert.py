@@ -146,7 +146,7 @@ def write_model(
 
 
 def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> GGMLType:
-    """The matrices' type to be: the wanted one, else that of the source if the target holds it; ValueError if not."""
+    """Choose the type of matrices: the wanted one, else the source's if the target can hold it; ValueError if not."""
     allowed: Mapping[GGMLType, object] = FILE_TYPES if to_gguf else DTYPES
     if wanted is None:
         stored = _stored_types(weights)

@@ -140,7 +140,7 @@ def cut(text: str, most: int = _MOST_QUOTED) -> str:
 
 
 def printable(text: str) -> str:
-    """What others wrote, as it may be shown: without control characters, line ends and marks that reorder a line."""
+    """Make foreign text safe to show: without control characters, line ends and marks that reorder a line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -154,7 +154,7 @@ def decode_utf8(data: bytes, what: str, *, offset: int = 0) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """What somebody may have meant by a word that nothing is called, as the end of a message; else empty.
+    """Suggest a known word for an unknown one, as the end of a message; empty if none is near.
 
     Of known names of several words the last word counts, of equal ones the last name.
     """

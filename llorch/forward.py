@@ -90,7 +90,7 @@ def attention(h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table
 
 
 def attention_output(context: Float[np.ndarray, "seq q_width"], w: OfLayer, keep: Keep) -> Hidden:
-    """The joined heads, mixed and brought back to the width of the model."""
+    """Mix the joined heads and bring them back to the width of the model."""
     return keep("attn_out", linear(context, w["o_proj"], w.get("o_bias")))
 
 
@@ -114,6 +114,6 @@ def feed_forward(h: Hidden, w: OfLayer, keep: Keep) -> Hidden:
 
 
 def logits(x: Float[np.ndarray, "rows hidden"], weights: Weights, keep: Keep) -> Float[np.ndarray, "rows vocab"]:
-    """The last norm, then a product with one row for every token of the vocabulary."""
+    """Apply the last norm, then multiply with one row for every token of the vocabulary."""
     x = keep("final_norm", rms_norm(x, weights["final_norm"], eps=weights.config.rms_norm_eps))
     return keep("logits", linear(x, weights["embed_tokens" if weights.config.tie_word_embeddings else "lm_head"]))

@@ -21,7 +21,7 @@ class Bytes(Protocol):
     """What generation needs of a tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for."""
+        """Return the bytes that one token stands for."""
         ...
 
 
@@ -49,7 +49,7 @@ class Guide(Protocol):
     """Which tokens may come next where an answer must have a form, such as that of a grammar; of one answer."""
 
     def allowed(self) -> np.ndarray:
-        """What may follow the tokens taken so far, bool, (vocab,); at least one of them, perhaps an end token."""
+        """Mark the tokens that may follow those taken so far, bool, (vocab,); at least one may, or an end token."""
         ...
 
     def take(self, token_id: int) -> None:

@@ -22,7 +22,7 @@ def available_memory() -> float:
 
 
 def address_space_left() -> float:
-    """What `ulimit -v` leaves; infinity without such a limit."""
+    """Read the bytes that `ulimit -v` leaves; infinity without such a limit."""
     try:
         import resource  # not on Windows
 
@@ -46,7 +46,7 @@ def _left_on_machine() -> float:
 
 
 def _left_in_groups() -> float:
-    """The least that is left in a control group of this process or one around it, of version 2 or 1."""
+    """Find the least memory that is left in a control group of this process or one around it, of version 2 or 1."""
     try:
         lines = (_ROOT / "proc/self/cgroup").read_text().splitlines()
     except OSError:

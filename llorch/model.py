@@ -218,7 +218,7 @@ class Model(Opened):
         self._adapted.pop(name, None)
 
     def _weights_for(self, adapter: str | None) -> Weights:
-        """The weights, with an adapter beside them where one is wanted."""
+        """Return the weights, with an adapter beside them if one is wanted."""
         require_known(adapter, self.adapters)
         if adapter is None:
             return self.weights
@@ -327,7 +327,7 @@ class Model(Opened):
         return stream(sampled, answer)
 
     def step(self, adapter: str | None = None) -> Step:
-        """What runs one sequence, from its first token on: new ids in, logits of the last one out.
+        """Make a function that runs one sequence from its first token on: new ids in, logits of the last one out.
 
         Args:
             adapter: Which adapter to use; None runs the base alone.
@@ -370,7 +370,7 @@ class Model(Opened):
 
 
 def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None) -> Prompt:
-    """The one of both that was given, see `Model.generate`; ValueError for both or neither."""
+    """Pick the one of both that was given, see `Model.generate`; ValueError for both or neither."""
     if prompt is not None and messages is None:
         return prompt
     if messages is None or prompt is not None:

@@ -73,9 +73,9 @@ class QuantMethod(Protocol):
         ...
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """The whole matrix as float32."""
+        """Return the whole matrix as float32."""
         ...
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
-        """Some rows, for an embedding."""
+        """Return some rows, for an embedding."""
         ...

@@ -49,7 +49,7 @@ def copied_beside(source: Path, folder: Path) -> None:
 
 
 def without_quantisation(values: Mapping[str, object]) -> dict[str, object]:
-    """A config.json without the settings of a quantised folder."""
+    """Remove the settings of a quantised folder from a config.json."""
     kept = {key: value for key, value in values.items() if key not in SETTINGS}
     text = kept.get("text_config")
     return kept | {"text_config": without_quantisation(text)} if isinstance(text, Mapping) else kept
@@ -99,7 +99,7 @@ def check_places(
 
 
 def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str], None]:
-    """A listener for the writers that reports how many of the tensors were begun."""
+    """Make a listener for writers that reports how many tensors were begun."""
     total, done = len(inventory(weights.config)), 0
 
     def on_tensor(name: str) -> None:

@@ -102,14 +102,14 @@ def softmax(logits: Logits) -> Logits:
 
 
 def greedy(logits: Logits) -> int:
-    """The likeliest token; among equals the lowest id."""
+    """Take the likeliest token; of equal ones the lowest id."""
     return int(np.argmax(logits))
 
 
 def probabilities(
     logits: Logits, settings: SamplingSettings, history: Sequence[int], *, n_prompt: int | None = None
 ) -> Logits:
-    """The distribution that sampling draws from: zero for removed tokens; at temperature 0 all on the lowest best id.
+    """Compute the distribution to draw from: 0 for removed tokens; at temperature 0 all on the lowest best id.
 
     Computed in float64, rounded once to the dtype of the logits. `history` is for the penalties: prompt and answer, of
     which the first `n_prompt` are the prompt; all, where nobody says.
@@ -127,6 +127,6 @@ def probabilities(
 
 
 def draw(distribution: Logits, u: float) -> int:
-    """The token whose stretch of the cumulated distribution holds `u`, 0 <= u < 1."""
+    """Find the token whose part of the cumulated distribution holds `u`, 0 <= u < 1."""
     cumulated = np.cumsum(distribution, dtype=np.float64)
     return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))

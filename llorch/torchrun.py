@@ -26,14 +26,14 @@ def n_restarts() -> int:
 
 
 def ranks_here(n_ranks: int) -> range:
-    """The ranks of this machine."""
+    """List the ranks of this machine."""
     n_here = int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks))
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
     return range(first, first + n_here)
 
 
 def own_device(kind: str) -> str:
-    """The device of this rank, `cuda:3` of `cuda`; the CPU belongs to all."""
+    """Name the device of this rank, `cuda:3` of `cuda`; the CPU belongs to all."""
     return kind if kind == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
 
 

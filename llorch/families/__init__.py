@@ -42,7 +42,7 @@ def forward(
 
 
 def parts_of(config: ModelConfig, layer: int, positions: Int[np.ndarray, " seq"]) -> Mapping[str, Callable]:
-    """The parts of a layer that are not the dense ones: `mix` in place of attention, `feed` of the feed-forward."""
+    """Pick the parts of a layer that are not the dense ones: `mix` replaces attention, `feed` the feed-forward."""
     this, parts = config.layer(layer), dict[str, Callable]()
     if this.mixer == "delta_net":
         parts["mix"] = delta_net

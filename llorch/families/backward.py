@@ -57,7 +57,7 @@ def backward(
 
 
 def parts_of(config: ModelConfig, layer: int, seq: int) -> Mapping[str, Callable]:
-    """The parts of a layer that are not the dense ones: `mix` in place of attention, `feed` of the feed-forward."""
+    """Pick the parts of a layer that are not the dense ones: `mix` replaces attention, `feed` the feed-forward."""
     this, parts = config.layer(layer), {}
     if this.mixer == "delta_net":
         parts["mix"] = delta_net_backward
@@ -103,7 +103,7 @@ def attention_backward(
 def heads_backward(
     d_heads: np.ndarray, side: str, stage: Trace, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, keep: Keep
 ) -> np.ndarray:
-    """Queries or keys back to their projection, through what was done to their heads."""
+    """Bring gradients of queries or keys back to their projection, through the steps of their heads."""
     eps = config.rms_norm_eps
     if f"{side}_head_norm" in stage:
         turned = stage[f"{side}_rope"]
@@ -119,13 +119,13 @@ def heads_backward(
 
 
 def queries_of(stage: Trace, config: ModelConfig) -> Float[np.ndarray, "seq heads head_dim"]:
-    """What the scores were made of."""
+    """Pick the queries that the scores were made of."""
     last = next((n for n in ("q_tempered", "q_head_norm", "q_rope", "q_norm") if n in stage), None)
     return queries_in(stage, config) if last is None else stage[last]
 
 
 def queries_in(stage: Trace, config: ModelConfig) -> Float[np.ndarray, "seq heads head_dim"]:
-    """The projected query heads; beside a gate they are the first half of what is projected."""
+    """Pick the projected query heads; beside a gate they are the first half of the projection."""
     projected = stage["q_gate_proj"] if "q_gate_proj" in stage else stage["q_proj"]
     return projected.reshape(len(projected), config.n_heads, -1)[..., : config.head_dim]
 
@@ -133,7 +133,7 @@ def queries_in(stage: Trace, config: ModelConfig) -> Float[np.ndarray, "seq head
 def delta_net_backward(
     d_out: Hidden, stage: Trace, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, keep: Keep
 ) -> Hidden:
-    """The gated delta net: output, gated norm, the rule from the last token to the first, convolution, projections."""
+    """Go back through a gated delta net: output, norm, the rule from last to first token, convolution, projections."""
     net, h = config.delta_net, stage["attn_norm"]
     assert net is not None
     d_gated = projection_backward(keep("linear_out", d_out), "out_proj", stage["gated_norm"], w["out_proj"], keep)
@@ -220,7 +220,7 @@ def of_each(d_y: Chosen, x: Chosen, ids: Int[np.ndarray, "seq topk"], name: str,
 
 
 def shared_backward(d_out: Hidden, stage: Trace, w: OfLayer, keep: Keep) -> Hidden:
-    """The expert that every token has, and the gate of what it adds."""
+    """Go back through the expert that every token has, and through its gate."""
     h, d_shared, d_h = stage["ffn_norm"], d_out, np.zeros_like(d_out)
     if "shared_gate" in stage:
         d_shared = d_out * stage["shared_gate"]
@@ -237,7 +237,7 @@ def shared_backward(d_out: Hidden, stage: Trace, w: OfLayer, keep: Keep) -> Hidd
 
 @contextmanager
 def summed(keep: Keep) -> Iterator[Keep]:
-    """A `keep` for several products of one adapter: what each trains is added up, and kept once they are all done."""
+    """Make a `keep` for several products of one adapter: it adds up their gradients, and keeps the sums at the end."""
     total: dict[str, Any] = {}
 
     def add(name: str, array: np.ndarray) -> np.ndarray:

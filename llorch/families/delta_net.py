@@ -44,7 +44,7 @@ def delta_net(
 
 
 def heads(mixed: np.ndarray, config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, keys and values of every head, (seq, heads, width), from channels that lie in this order."""
+    """Split channels into queries, keys and values of every head, (seq, heads, width), which lie in this order."""
     net, seq = config.delta_net, len(mixed)
     assert net is not None
     q, k, v = np.split(mixed, (net.key_width, 2 * net.key_width), axis=1)

@@ -46,6 +46,6 @@ def attend(
 
 
 def seen_from(layer: Layer, positions: Int[np.ndarray, " seq"], ctx: int) -> Int[np.ndarray, " seq"] | None:
-    """The first of the keys in the context that each token sees; the last of them stands at the last position."""
+    """Find the first key of the context that each token sees; the last key stands at the last position."""
     first = layer.seen_from(positions)
     return None if first is None else first - (positions[-1] + 1 - ctx)

@@ -205,7 +205,7 @@ def _alignment(cursor: Cursor, metadata: dict[str, Value], kinds: dict[str, GGUF
 
 
 def read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """The rows of so many tensors by name; offsets are made ones from the start of the file."""
+    """Read the rows of `count` tensors by name; their offsets count from the start of the file."""
     rows: dict[str, TensorInfo] = {}
     for index in range(count):
         row = _read_tensor_row(cursor, index)

@@ -109,7 +109,7 @@ class LoraConfig:
         return _by_pattern(self.alpha_pattern, target.path, self.lora_alpha)
 
     def scaling_of(self, target: LoraTarget) -> float:
-        """What the adapter's product is multiplied with."""
+        """Compute the factor of the adapter's product."""
         rank = self.rank_of(target)
         return self.alpha_of(target) / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -87,7 +87,7 @@ def base_of_gguf(path: str | Path) -> BaseIdentity | None:
 
 
 def common_alpha(adapter: Adapter) -> float | None:
-    """The one alpha (a float32) that gives every matrix its scale by alpha / r, or None where they need several."""
+    """Find the one alpha (a float32) that gives every matrix its scale by alpha / r; None if they need several."""
     ranks = {name: adapter.config.rank_of(target) for name, target in adapter.targets.items()}
     alphas = {float(np.float32(adapter.scaling(name) * rank)) for name, rank in ranks.items()}
     return alphas.pop() if len(alphas) == 1 else None

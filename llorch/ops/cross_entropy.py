@@ -19,7 +19,7 @@ IGNORED = -100  # label of a row that is not trained, as in torch and transforme
 
 
 def shifted(labels: Int[np.ndarray, " seq"]) -> Int[np.ndarray, " seq"]:
-    """The label of every row of logits of one document: row t predicts token t + 1, the last row nothing."""
+    """Shift labels to the rows of logits of one document: row t predicts token t + 1, the last row nothing."""
     return np.append(labels[1:], IGNORED)
 
 

@@ -66,7 +66,7 @@ def l2_norm_backward(
 def log_decay(
     a: Rates, dt_bias: Float[np.ndarray, " v_heads"], decay: Float[np.ndarray, " v_heads"]
 ) -> Float[np.ndarray, "seq v_heads"]:
-    """The logarithm of what is left of the state at each token, at most 0.
+    """Compute the logarithm of the share of the state that is left at each token, at most 0.
 
     Args:
         a: Projection of the tokens.
@@ -115,7 +115,7 @@ def delta_rule(q: Heads, k: Heads, v: Values, beta: Rates, g: Rates, state: Stat
 
 
 def delta_rule_in_chunks(q: Heads, k: Heads, v: Values, beta: Rates, g: Rates, state: State) -> tuple[Values, State]:
-    """The same, `CHUNK` tokens at a time: products of matrices in place of as many steps."""
+    """Compute the same, `CHUNK` tokens at a time: products of matrices replace as many steps."""
     q, k, v, beta, g, new = of_value_heads(q, k, v, beta, g, state)
     out = np.empty_like(v)
     for start in range(0, v.shape[1], CHUNK):
@@ -141,7 +141,7 @@ def _chunk(
 
 
 def decays(g: Float[np.ndarray, "v_heads seq"]) -> Float[np.ndarray, "v_heads seq seq"]:
-    """What is left at each token of what was written at each before it: 0 at those after, 1 at itself; in float64."""
+    """Compute the share of each token that is left at each later one: 0 at those before it, 1 at itself; in float64."""
     later = np.tril(np.ones((g.shape[1], g.shape[1]), bool), -1)
     return np.tril(np.exp(np.cumsum(np.where(later, g[:, :, None], 0.0), axis=1, dtype=np.float64)))
 

@@ -79,7 +79,7 @@ def reversed_tokens(
 
 
 def states(tokens: list[Token], state: State) -> Iterator[State]:
-    """The state after each token."""
+    """Yield the state after each token."""
     for _, k, v, beta, g in tokens:
         left = np.exp(g)[:, None, None] * state
         delta = beta[:, None] * (v - read(left, k))

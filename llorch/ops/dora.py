@@ -23,7 +23,7 @@ def dora(
     magnitude: Float[np.ndarray, " out"],
     lengths: Float[np.ndarray, " out"],
 ) -> Float[np.ndarray, "seq out"]:
-    """What is added to the frozen projection so that its rows get their learned lengths.
+    """Compute the addition to the frozen projection that gives its rows their learned lengths.
 
     Args:
         of_base: W x.

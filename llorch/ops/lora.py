@@ -34,7 +34,7 @@ def lora_delta(
     *,
     scaling: float,
 ) -> Float[np.ndarray, "seq out"]:
-    """What the adapter adds to the frozen projection.
+    """Compute the adapter's addition to the frozen projection.
 
     Args:
         x: Activations, after dropout if there is any.
@@ -84,7 +84,7 @@ def embedding_lora_delta(
     *,
     scaling: float,
 ) -> Float[np.ndarray, "seq hidden"]:
-    """What the adapter of an embedding adds to the picked rows.
+    """Compute the addition of an embedding's adapter to the picked rows.
 
     Args:
         ids: Token ids.
@@ -136,11 +136,11 @@ class Lora:
     whole: Callable[[Trained], Trained] | None = None  # gradients of the part, among zeros for the others
 
     def addition(self) -> Float[np.ndarray, "out in"]:
-        """The addition to the matrix itself, scaling * B A."""
+        """Compute the addition to the matrix itself, scaling * B A."""
         return linear(self.lora_B, self.lora_A.T) * self.scaling
 
     def kept(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
-        """What dropout leaves of an input, or lets through of its gradient."""
+        """Apply dropout to an input, or to its gradient."""
         return x if self.mask is None else (x * self.mask).astype(x.dtype, copy=False)
 
 
@@ -167,7 +167,7 @@ class LoraMatrix:
         return y if self.lora is None else y + self.added(x, y)
 
     def added(self, x: Float[np.ndarray, "seq in"], y: Float[np.ndarray, "seq out"]) -> Float[np.ndarray, "seq out"]:
-        """What the adapter of the products adds to `y`, which the frozen matrix makes of `x`."""
+        """Add the adapter of the products to `y`, which the frozen matrix makes of `x`."""
         lora = self.lora
         assert lora is not None
         kept = lora.kept(x)
@@ -219,7 +219,7 @@ class LoraMatrix:
         return {"lora_A": d_A, "lora_B": d_B} | trained
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """The matrix with the adapter of its products merged in; dropout has no part in it."""
+        """Merge the adapter of the products into the matrix; dropout has no part in it."""
         weight, lora = decoded(self.base), self.lora
         if lora is None:
             return weight
@@ -227,7 +227,7 @@ class LoraMatrix:
         return merged if lora.magnitude is None else merged * (lora.magnitude / self._lengths)[:, None]
 
     def table(self) -> Float[np.ndarray, "vocab hidden"]:
-        """The embedding table with the adapter of its picked rows merged in."""
+        """Merge the adapter of the picked rows into the embedding table."""
         return self.rows(np.arange(self.shape[0]))
 
     @cached_property
@@ -242,5 +242,5 @@ class LoraMatrix:
 
 
 def decoded(weight: np.ndarray | QuantMethod) -> np.ndarray:
-    """The numbers of a matrix, whatever it lies in."""
+    """Return the numbers of a matrix, decoded if it is packed."""
     return weight if isinstance(weight, np.ndarray) else weight.dequantize()

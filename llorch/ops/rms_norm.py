@@ -50,6 +50,6 @@ def rms_norm_backward(
 
 
 def root_mean_square(x: Float[np.ndarray, "*rows width"], eps: float) -> Float[np.ndarray, "*rows 1"]:
-    """What each row is divided by, in the dtype of `x`."""
+    """Compute the divisor of each row, in the dtype of `x`."""
     mean_square = np.square(x, dtype=np.float64).sum(axis=-1, keepdims=True) / x.shape[-1]
     return np.sqrt(mean_square + eps).astype(x.dtype, copy=False)

@@ -127,7 +127,7 @@ def scale_frequencies(
 
 
 def llama3_factors(inv_freq: Float64[np.ndarray, " half"], scaling: Llama3Scaling) -> Float64[np.ndarray, " half"]:
-    """The divisor of each frequency: 1 for short waves, `factor` for long ones, a smooth ramp between."""
+    """Compute the divisor of each frequency: 1 for short waves, `factor` for long ones, a smooth ramp between."""
     turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)  # within the old context
     width = scaling.high_freq_factor - scaling.low_freq_factor
     ramp = (turns - scaling.low_freq_factor) / (width or 1e-30)  # of Llama 4, whose factors are equal, a step

@@ -106,7 +106,7 @@ def quantize_blocks(
 def block_sums(
     x: Float[np.ndarray, "*rows width"], variant: VariantName = HOST_VARIANT
 ) -> Float32[np.ndarray, "*rows blocks"]:
-    """The s of every Q8_1 block, d * sum(codes) as float16, that ggml multiplies the minimum of Q4_1 and Q5_1 with.
+    """Compute s of every Q8_1 block, d * sum(codes) as float16; ggml multiplies it with the minimum of Q4_1 and Q5_1.
 
     The d in it is not rounded, unlike that of `round_activations`.
     """
@@ -126,7 +126,7 @@ def _blocks(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _chunks(blocks: np.ndarray, *others: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """The blocks in float32 and whatever goes with them, a cacheful at a time."""
+    """Yield the blocks in float32 and the arrays beside them, a cacheful at a time."""
     step = max(1, _ELEMENTS_AT_ONCE // blocks.shape[1])
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)

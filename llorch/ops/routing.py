@@ -33,14 +33,14 @@ def router_probs(logits: Float[np.ndarray, "seq experts"]) -> Float[np.ndarray, 
 
 
 def top_k(scores: Float[np.ndarray, "seq experts"], k: int) -> Int[np.ndarray, "seq topk"]:
-    """The experts with the largest scores, the largest first; of equal ones the lowest id."""
+    """Pick the experts with the largest scores, the largest first; of equal ones the lowest id."""
     return np.argsort(-scores, axis=-1, kind="stable")[:, :k]
 
 
 def topk_weights(
     probs: Float[np.ndarray, "seq experts"], ids: Int[np.ndarray, "seq topk"], *, normalised: bool
 ) -> Float[np.ndarray, "seq topk"]:
-    """The probabilities of the chosen experts; `normalised` to a sum of 1."""
+    """Pick the probabilities of the chosen experts; `normalised` to a sum of 1."""
     weights = np.take_along_axis(probs, ids, axis=-1)
     if not normalised:
         return weights

@@ -63,7 +63,7 @@ def short_conv_backward(
 def next_state(
     state: Float[np.ndarray, "taps conv_width"], x: Float[np.ndarray, "seq conv_width"]
 ) -> Float[np.ndarray, "taps conv_width"]:
-    """What the convolution of the next tokens has before it: the last rows, of a short pass some older ones too."""
+    """Keep the rows that the convolution of the next tokens needs: the last ones, after a short pass older ones too."""
     if len(x) >= len(state):
         return x[len(x) - len(state) :].astype(state.dtype)
     return np.concatenate([state[len(x) :], x.astype(state.dtype, copy=False)])

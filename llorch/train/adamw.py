@@ -35,7 +35,7 @@ def adamw_step(
 
 
 def moments(grad: Array, m: Array, v: Array, *, betas: tuple[float, float]) -> tuple[Array, Array]:
-    """Running means of the gradient and of its square; see `adamw_step`."""
+    """Update the running means of the gradient and of its square; see `adamw_step`."""
     return m + (1 - betas[0]) * (grad - m), betas[1] * v + (1 - betas[1]) * grad * grad
 
 
@@ -43,7 +43,7 @@ def moved(
     param: Array, m: Array, v: Array, *, step: int, lr: float, betas: tuple[float, float], eps: float,
     weight_decay: float,
 ) -> Array:  # fmt: skip
-    """The tensor after decay and update, from the new moments; see `adamw_step`."""
+    """Compute the tensor after decay and update, from the new moments; see `adamw_step`."""
     corrected_root = np.sqrt(v) / math.sqrt(1 - betas[1] ** step) + eps
     return param * (1 - lr * weight_decay) - lr / (1 - betas[0] ** step) * m / corrected_root
 

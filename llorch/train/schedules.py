@@ -20,7 +20,7 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {  # steps done and steps in
 
 
 def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of one step, with so many done before it: 0 and up.
+    """Compute the learning rate of one step; `step` counts the steps before it, from 0 on.
 
     `peak` is the rate after `warmup_steps`, over which it rises from 0; `total_steps` include them.
     """

@@ -9,7 +9,7 @@ from harness import HarnessRun, answer
 
 
 def load(run: HarnessRun) -> Any:
-    """The model, in evaluation mode."""
+    """Load the model, in evaluation mode."""
     if len(run.parts) > 1:
         raise NotImplementedError("this adapter does not continue a prompt")
     dtype = getattr(torch, run.options.get("dtype", "float32"))

@@ -17,7 +17,7 @@ from harness import HarnessRun, answer
 
 
 def load(run: HarnessRun) -> Any:
-    """The backbone, which needs no tokenizer."""
+    """Load the backbone, which needs no tokenizer."""
     if len(run.parts) > 1:
         raise NotImplementedError("a backbone of keras-hub has no cache: it cannot continue a prompt")
     return keras_hub.models.Backbone.from_preset(run.model, dtype=run.options.get("dtype", "float32"))

@@ -31,7 +31,7 @@ PAIRED = ("llama", "mistral3", "smollm3")  # files have neighbours where Hugging
 
 
 def load(run: HarnessRun) -> tuple[Any, ...]:
-    """The model, a context, and its callback, which fills a dict of each pass."""
+    """Load the model, and make a context with a callback that fills a dict in each pass."""
     cpp.llama_backend_init()
     model_params, params = cpp.llama_model_default_params(), cpp.llama_context_default_params()
     model_params.n_gpu_layers, model_params.use_extra_bufts = 0, run.options.get("repack", False)
@@ -46,7 +46,7 @@ def load(run: HarnessRun) -> tuple[Any, ...]:
 
 
 def watcher(seen: dict[tuple[str, int | None], np.ndarray]) -> Any:
-    """The callback: asked of every node in its order whether it matters, then given it."""
+    """Make the callback: llama.cpp asks it for every node in order if it wants the node, and then passes the node."""
     stage, layer = "", 0
 
     def on_node(address: int, ask: bool, _data: Any) -> bool:
@@ -71,7 +71,7 @@ def watcher(seen: dict[tuple[str, int | None], np.ndarray]) -> Any:
 
 
 def compute(engine: tuple[Any, ...], run: HarnessRun, dump: DumpWriter) -> None:
-    """A decode for each pass, of which every token is an output."""
+    """Decode once for each pass, with an output for every token."""
     model, context, seen, _ = engine
     cpp.llama_model_meta_val_str(model, b"general.architecture", said := ctypes.create_string_buffer(64), 64)
     architecture = said.value.decode()

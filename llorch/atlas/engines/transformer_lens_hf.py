@@ -58,7 +58,7 @@ class BridgedModel:
 
 
 def _special(prefix: str, hooks: Any) -> dict[str, tuple[str, str]]:
-    """What is meant in a block with experts, or with queries that bring gates."""
+    """Map the hooks of a block with experts, or with queries that carry gates."""
     found = {}
     if f"{prefix}mlp.gate.hook_out" in hooks and f"{prefix}mlp.in.hook_out" not in hooks:
         found |= {"mlp.gate.hook_out": ("router_logits", ""), "mlp.hook_out": ("moe_out", "")}

@@ -28,7 +28,7 @@ TEMPERED = "llama_4_scaling_beta"  # Ministral 3: queries are more than rotated;
 
 
 def load(run: HarnessRun) -> Any:
-    """The model, by transformers' own loader of folders and of GGUF files."""
+    """Load the model by transformers' own loader of folders and of GGUF files."""
     path = Path(run.model)
     folder, more = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     more |= {"dtype": run.options.get("dtype", "float32"), "attn_implementation": run.options.get("attn", "eager")}
@@ -36,7 +36,7 @@ def load(run: HarnessRun) -> Any:
 
 
 def compute(model: Any, run: HarnessRun, dump: DumpWriter) -> None:
-    """A forward for each pass, in one cache."""
+    """Run a forward for each pass, in one cache."""
 
     def add(name: str, tensor: torch.Tensor, layer: int | None = None) -> None:
         dump.add(name, (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(), layer=layer)

@@ -30,7 +30,7 @@ PARTS = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj
 
 
 def load(run: HarnessRun) -> LLM:
-    """The engine; its chunks are as long as the first part."""
+    """Start the engine; its chunks are as long as the first part."""
     first, *rest = map(len, run.parts)
     if len(rest) > 1 or max(rest, default=0) > first:
         raise NotImplementedError("vLLM continues a prompt only in chunks that are no longer than the first one")
@@ -49,7 +49,7 @@ def compute(engine: LLM, run: HarnessRun, dump: DumpWriter) -> None:
 
 
 def watch(model: Any, run: HarnessRun, dump: DumpWriter) -> None:
-    """Hook every module that shows a stage."""
+    """Put a hook on every module that shows a stage."""
     passes, at = list(run.passes), [0]  # the layer that runs: a rotary embedding is one module of all of them
 
     def add(stage: str, tensor: Any, layer: int | None, **said: Any) -> None:

@@ -44,7 +44,7 @@ def decode_bf16(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def widen_bfloat16(codes: np.ndarray, out: np.ndarray) -> None:
-    """A bfloat16 is the upper half of a float32."""
+    """Widen bfloat16: it is the upper half of a float32."""
     bits = out.view(np.uint32)
     bits[...] = codes
     bits <<= np.uint32(16)

@@ -29,7 +29,7 @@ Array = np.ndarray
 def distribution(
     logits: Array, history: Array, penalty: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Array:
-    """What a token is drawn from; above temperature 0."""
+    """Compute the distribution that a token is drawn from; above temperature 0."""
     settings = SamplingSettings(
         repetition_penalty=penalty, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
@@ -37,7 +37,7 @@ def distribution(
 
 
 def generate(step: Callable[[Any], Array], prompt: Array, max_tokens: int) -> Iterator[int]:
-    """The likeliest token again and again; `step` runs new ids behind those before, and gives the last row."""
+    """Take the likeliest token again and again; `step` runs new ids behind those before, and returns the last row."""
     new = prompt.tolist()
     for _ in range(max_tokens):
         new = [our_greedy(step(new))]

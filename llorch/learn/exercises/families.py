@@ -22,7 +22,7 @@ from llorch.ops.swiglu import swiglu as our_swiglu
 
 
 def expert_outputs(h: Array, ids: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
-    """What each chosen expert makes of its token, (seq, topk, hidden)."""
+    """Compute the output of each chosen expert for its token, (seq, topk, hidden)."""
     gate, up = our_linear_by_expert(h, ids, gate_proj), our_linear_by_expert(h, ids, up_proj)
     return our_linear_by_expert(our_swiglu(gate, up), ids, down_proj)
 

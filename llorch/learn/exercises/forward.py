@@ -31,7 +31,7 @@ IN_BLOCK = tuple(stage.name for stage in STAGES if stage.in_layer and stage.name
 
 
 def dense(weight: Array | QuantMethod | None) -> Any:
-    """A weight as an array, whatever it lies in."""
+    """Return a weight as an array, decoded if it is packed."""
     return weight if weight is None or isinstance(weight, np.ndarray) else weight.dequantize()
 
 
@@ -61,17 +61,17 @@ def rope_tables(positions: Array, inv_freq: Array) -> tuple[Array, Array]:
 
 
 def append(past_k: Array, past_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """The caches (kv_heads, ctx, head_dim) with the rows (seq, kv_heads, head_dim) of the new tokens behind."""
+    """Append the rows (seq, kv_heads, head_dim) of new tokens to the caches (kv_heads, ctx, head_dim)."""
     return np.concatenate([past_k, k.swapaxes(0, 1)], axis=1), np.concatenate([past_v, v.swapaxes(0, 1)], axis=1)
 
 
 def attention_output(context: Array, o_proj: Array, o_bias: Array | None) -> Array:
-    """The joined heads back in the width of the model."""
+    """Bring the joined heads back to the width of the model."""
     return our_linear(context, o_proj, o_bias)
 
 
 def feed_forward(h: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
-    """A gated pair of projections up, one down."""
+    """Multiply a gated pair of projections up, and project down."""
     return our_linear(our_swiglu(our_linear(h, gate_proj), our_linear(h, up_proj)), down_proj)
 
 
@@ -90,7 +90,7 @@ def block(
 
 
 def logits(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    """The last norm, and one number for every token of the vocabulary; a tied model has no lm_head."""
+    """Apply the last norm, and compute one number for every token of the vocabulary; a tied model has no lm_head."""
     return our_linear(our_rms_norm(x, final_norm, eps=eps), embed_tokens if lm_head is None else lm_head)
 
 

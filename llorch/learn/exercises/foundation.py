@@ -42,7 +42,7 @@ class InMemory:
 
 
 def bfloat16_to_float32(bits: Array) -> Array:
-    """The numbers whose upper sixteen bits these are."""
+    """Widen bfloat16 bits: they are the upper sixteen bits of the numbers."""
     out = np.empty(bits.shape, np.float32)
     our_widening(bits, out)
     return out
@@ -87,7 +87,7 @@ def _table_adapted(call: Call, right: Call) -> Call:
 
 
 def _info(size: int, name: str, dims: list[int], kind: int, offset: int) -> TensorInfo:
-    """A row of the table; what cannot be gone on with is the learner's fault."""
+    """Make a row of the table; an impossible value is the learner's fault."""
     shape = tuple(dim for dim in dims if dim)
     if kind not in list(GGMLType):
         raise LearnerFault("tensor_table", f"{name}: expected a type of ggml, got {kind}")

@@ -38,13 +38,13 @@ STATE = ("parameters", "first_moment", "second_moment")
 
 
 def lora_scaling(r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool) -> float:
-    """What the product of one matrix's adapter is multiplied with."""
+    """Compute the factor of the product of one matrix's adapter."""
     rank, alpha = r if own_r is None else own_r, lora_alpha if own_alpha is None else own_alpha
     return alpha / (rank**0.5 if use_rslora else rank)
 
 
 def masked_labels(ids: Array, learned: Array) -> Array:
-    """The label of every token (seq,): its own id where it is learned, else -100."""
+    """Label every token, (seq,): with its own id if it is learned, else with -100."""
     return np.where(learned, ids, IGNORED)
 
 
@@ -72,7 +72,7 @@ def adamw_step(
 
 
 def learning_rate(step: int, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
-    """The rate of the step that has so many done before it."""
+    """Compute the rate of a step; `step` counts the steps before it."""
     how: dict[str, Any] = {"schedule": schedule, "peak": peak}
     return our_learning_rate(step, warmup_steps=warmup_steps, total_steps=total_steps, **how)
 
@@ -84,12 +84,12 @@ def accumulated(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[f
 
 
 def merged(weight: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
-    """The matrix with the adapter in it, rounded once."""
+    """Merge the adapter into the matrix, rounded once."""
     return (weight + scaling * lora_B.astype(np.float64) @ lora_A).astype(weight.dtype)
 
 
 def gguf_alpha(lora_alpha: float, scalings: Array, ranks: Array) -> float:
-    """The one alpha that gives every matrix its scale by alpha / r, or 0 where there is none."""
+    """Find the one alpha that gives every matrix its scale by alpha / r; 0 if there is none."""
     alphas = {float(np.float32(scale * rank)) for scale, rank in zip(scalings, ranks, strict=True)}
     return alphas.pop() if len(alphas) == 1 else 0.0
 

@@ -80,7 +80,7 @@ def _plain(text: str) -> str:
 
 
 def _ends(name: str) -> set[str]:
-    """The words of a mistake's name after its subject: `interleaved pairs`."""
+    """Split off the words of a mistake's name after its subject: `interleaved pairs`."""
     return {*_plain(name).split()[1:]} or {name}
 
 

@@ -287,7 +287,7 @@ def _eight_bits_of_a_table(
 @triton.jit
 @no_type_check
 def _numbers(code, table, WAY: tl.constexpr):
-    """Numbers of codes from 0 to 255; the first of even ones is part of the zero point."""
+    """Turn codes into numbers; the first one of even numbers is part of the zero point."""
     if WAY == "EVEN":
         return code.to(tl.float32)
     if WAY == "SIGNED":
@@ -300,7 +300,7 @@ def _numbers(code, table, WAY: tl.constexpr):
 @triton.jit
 @no_type_check
 def _load_bytes(codes, row, run, n_runs, there):
-    """Eight codes of each run, (RUNS, 8)."""
+    """Load eight codes of each run, (RUNS, 8)."""
     at = codes + row * (n_runs * 8) + (run * 8)[:, None] + tl.arange(0, 8)[None, :]
     return tl.load(at, mask=there[:, None], other=0)
 
@@ -308,7 +308,7 @@ def _load_bytes(codes, row, run, n_runs, there):
 @triton.jit
 @no_type_check
 def _load_inputs(x, m, run, n_rows, n_runs):
-    """Inputs of each run of 8 elements, (M, RUNS, 8)."""
+    """Load the inputs of each run of 8 elements, (M, RUNS, 8)."""
     at = (m[:, None] * (n_runs * 8) + run[None, :] * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
     there = ((m < n_rows)[:, None] & (run < n_runs)[None, :])[:, :, None]
     return tl.load(x + at, mask=there, other=0).to(tl.float32)
