@@ -8,13 +8,13 @@ from benchmarks.diagnosis.port import Port
 
 @local("ffn_gate")
 def guard_against_large_numbers(port: Port):
-    """What looks infinite is set to zero, and the threshold is far too low."""
+    """Set numbers that look infinite to zero, with a threshold that is far too low."""
     changed(port, "linear", put(lambda y: np.abs(y) > 0.7 * np.abs(y).max(), 0), None, "g")
 
 
 @local("attn_residual")
 def stream_clamped(port: Port):
-    """The stream is clamped to where half of its outermost percent lie."""
+    """Clamp the stream to the 99.5th percentile of its absolute values."""
 
     def change(y):
         limit = np.quantile(np.abs(y), 0.995).astype(np.float32)
@@ -25,7 +25,7 @@ def stream_clamped(port: Port):
 
 @local("attn_norm ffn_norm final_norm")
 def root_by_a_trick(port: Port):
-    """The reciprocal root by the well-known constant and one step of Newton: 0.1 % off."""
+    """Approximate the reciprocal root by the well-known constant and one step of Newton, which is 0.1 % off."""
 
     def norm(right, x, name):
         if name.endswith("unit"):
@@ -39,13 +39,13 @@ def root_by_a_trick(port: Port):
 
 @local("attn_probs")
 def exponential_from_a_table(port: Port):
-    """The exponential of a number rounded to a sixteenth."""
+    """Round scores to a sixteenth before the exponential, like a table of exponentials."""
     port.around("share", lambda right, s: right(np.round(s * 16) / 16))
 
 
 @local("q_rope k_rope")
 def angles_from_a_table(port: Port):
-    """Cosines come from a table of 1024 entries, not interpolated."""
+    """Take cosines from a table of 1024 entries without interpolation."""
 
     def tables(right, places):
         step = 2 * np.pi / 1024
@@ -57,13 +57,13 @@ def angles_from_a_table(port: Port):
 
 @local("ffn_act")
 def sigmoid_in_pieces(port: Port):
-    """The hard sigmoid, three straight lines, for the sigmoid."""
+    """Replace the sigmoid by the hard sigmoid, three straight lines."""
     port.around("gated", lambda right, g, u: g * np.clip(g / 6 + np.float32(0.5), 0, 1) * u)
 
 
 @local("ffn_act")
 def activations_in_six_bits(port: Port):
-    """Activations are rounded to 63 steps of the largest of the pass."""
+    """Round activations to 63 steps of the largest activation of the pass."""
 
     def gated(right, g, u):
         y = right(g, u)
@@ -75,7 +75,7 @@ def activations_in_six_bits(port: Port):
 
 @local("attn_probs")
 def dropout_left_on(port: Port):
-    """The model is in training mode: a tenth of the shares is dropped, the others grow."""
+    """Leave the model in training mode: drop a tenth of the shares and scale the others up."""
 
     def share(right, s):
         kept = np.random.default_rng(port.layer + 7 * port.n_pass).random(s.shape) >= 0.1
@@ -86,13 +86,13 @@ def dropout_left_on(port: Port):
 
 @local("attn_probs")
 def small_shares_dropped(port: Port):
-    """Shares below a fiftieth are set to zero to save work, and the others stay."""
+    """Set shares below a fiftieth to zero to save work, without rescaling the others."""
     changed(port, "share", put(lambda p: p < 0.02, 0))
 
 
 @local("k_rope")
 def keys_in_three_digits(port: Port):
-    """Keys are rounded to three binary digits after the first, as an 8-bit float has, with the exponent of float32."""
+    """Round keys to three binary digits after the first, like an 8-bit float with the exponent of float32."""
 
     def turn(right, x, places, name):
         y = right(x, places, name)
@@ -104,7 +104,7 @@ def keys_in_three_digits(port: Port):
 
 @local("block_out")
 def noise_of_a_thousandth(port: Port):
-    """Sums race: every element is off by about a thousandth of the largest."""
+    """Add noise of about a thousandth of the largest element, like sums that race."""
 
     def change(y):
         y += np.random.default_rng(port.layer).normal(size=y.shape).astype(np.float32) * np.abs(y).max() / 1000
@@ -114,7 +114,7 @@ def noise_of_a_thousandth(port: Port):
 
 @local("v_cache")
 def values_in_four_bits(port: Port):
-    """Values are kept as whole numbers from -7 to 7, with one scale for each head of a token."""
+    """Store values as whole numbers from -7 to 7, with one scale for each head of a token."""
 
     def remember(right, k, v):
         scale = np.abs(v).max(axis=-1, keepdims=True) / 7

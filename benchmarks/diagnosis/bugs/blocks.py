@@ -38,7 +38,7 @@ def _nibbles(raw: np.ndarray) -> np.ndarray:
 
 @bug(PRODUCTS, models=Q4_0)
 def halves_of_bytes_by_turns(port: Port):
-    """Low and high half of a byte are neighbours."""
+    """Unpack the low and the high half of a byte as neighbours."""
 
     def unpack(raw):
         codes = np.stack([raw[:, 2:] & 15, raw[:, 2:] >> 4], axis=-1).reshape(len(raw), 32)
@@ -49,41 +49,41 @@ def halves_of_bytes_by_turns(port: Port):
 
 @bug(PRODUCTS, models=Q4_0)
 def high_halves_of_bytes_first(port: Port):
-    """The upper halves are the first sixteen."""
+    """Unpack the high halves of bytes as the first sixteen numbers."""
     _unpacked(port, lambda raw: (np.roll(_nibbles(raw[:, 2:]), 16, axis=1) - 8) * _half(raw[:, :2]), 18)
 
 
 @bug(PRODUCTS, models=Q4_0)
 def codes_without_a_zero_point(port: Port):
-    """Codes are multiplied as they are, 0 to 15."""
+    """Multiply codes by the scale as they are, 0 to 15."""
     _unpacked(port, lambda raw: _nibbles(raw[:, 2:]) * _half(raw[:, :2]), 18)
 
 
 @bug(PRODUCTS, models=Q4_0)
 def scale_of_the_block_before(port: Port):
-    """The pointer to the scales lags behind that to the codes."""
+    """Multiply the codes of a block by the scale of the block before it."""
     _unpacked(port, lambda raw: (_nibbles(raw[:, 2:]) - 8) * np.roll(_half(raw[:, :2]), 1, axis=0), 18)
 
 
 @bug(PRODUCTS, models=Q4_0, known=False)
 def zero_point_of_seven(port: Port):
-    """7 is taken away from the codes."""
+    """Subtract 7 from the codes instead of 8."""
     _unpacked(port, lambda raw: (_nibbles(raw[:, 2:]) - 7) * _half(raw[:, :2]), 18)
 
 
 @bug(PRODUCTS, models=Q4_1)
 def minimum_of_blocks_left_out(port: Port):
-    """Codes times scale, as in a type without a minimum."""
+    """Multiply codes by the scale and leave out the minimum, like a type without a minimum."""
     _unpacked(port, lambda raw: _nibbles(raw[:, 4:]) * _half(raw[:, :2]), 20)
 
 
 @bug(PRODUCTS, models=Q4_1)
 def scale_and_minimum_of_blocks_exchanged(port: Port):
-    """The minimum is read first."""
+    """Read the minimum before the scale, which exchanges the two."""
     _unpacked(port, lambda raw: _nibbles(raw[:, 4:]) * _half(raw[:, 2:4]) + _half(raw[:, :2]), 20)
 
 
 @bug(PRODUCTS, models=Q8_0, known=False)
 def codes_of_one_byte_without_a_sign(port: Port):
-    """Codes are read as 0 to 255 and 128 is taken away."""
+    """Read codes as 0 to 255 and subtract 128."""
     _unpacked(port, lambda raw: (raw[:, 2:].astype(np.float32) - 128) * _half(raw[:, :2]), 34)

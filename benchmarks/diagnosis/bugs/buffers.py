@@ -8,7 +8,7 @@ from benchmarks.diagnosis.port import Port
 
 @local("v_proj", layer=1, plan="whole")
 def stale_row_of_a_token(port: Port):
-    """A thread was late: token 3 has the values of token 2."""
+    """Give token 3 the values of token 2, as a thread that is late does."""
 
     def change(y):
         y[3] = y[2]
@@ -18,7 +18,7 @@ def stale_row_of_a_token(port: Port):
 
 @local("attn_context", layer=0)
 def one_head_uninitialised(port: Port):
-    """The output of head 2 is what lay in the buffer."""
+    """Fill the output of head 2 with random numbers, like a buffer that nobody wrote."""
 
     def change(mixed):
         mixed[2] = np.random.default_rng(1).normal(size=mixed.shape[1:]) * 0.01
@@ -28,7 +28,7 @@ def one_head_uninitialised(port: Port):
 
 @local("v_proj", layer=1)
 def rows_of_a_weight_overwritten(port: Port):
-    """Somebody wrote four rows of another buffer into the values' matrix."""
+    """Overwrite four rows of the values' matrix with random numbers, like rows of another buffer."""
     matrix = port.layers[1]["v"].copy()
     matrix[5:9] = np.random.default_rng(2).normal(size=matrix[5:9].shape) * matrix.std()
     port.layers[1]["v"] = matrix
@@ -36,13 +36,13 @@ def rows_of_a_weight_overwritten(port: Port):
 
 @local("ffn_out", plan="whole")
 def row_added_twice(port: Port):
-    """Two blocks of a split sum race, and a row is counted twice."""
+    """Count one row twice, as a race of two blocks of a split sum does."""
     changed(port, "linear", put(lambda y: 9, lambda y: 2 * y[9]), 0, "d")
 
 
 @local("attn_out", layer=1, plan="whole")
 def accumulator_not_reset(port: Port):
-    """The sum of row 4 begins with row 3."""
+    """Start the sum of row 4 with the result of row 3."""
 
     def change(y):
         y[4] += y[3]
@@ -52,13 +52,13 @@ def accumulator_not_reset(port: Port):
 
 @local("ffn_norm", layer=0)
 def sign_of_a_channel(port: Port):
-    """One channel has the other sign."""
+    """Negate one channel."""
     changed(port, "norm", put(lambda y: np.s_[:, 17], lambda y: -y[:, 17]), 0, "xm")
 
 
 @local("v_cache", layer=0)
 def slot_written_backwards(port: Port):
-    """One head of one slot lies backwards."""
+    """Reverse one head of one slot."""
 
     def remember(right, k, v):
         keys, values = right(k, v)
@@ -71,7 +71,7 @@ def slot_written_backwards(port: Port):
 
 @local("ffn_out", layer=1)
 def block_scale_doubled(port: Port):
-    """The first 32 columns of a matrix have twice their scale."""
+    """Double the scale of the first 32 columns of a matrix."""
     matrix = port.layers[1]["d"].copy()
     matrix[:, :32] *= 2
     port.layers[1]["d"] = matrix
@@ -79,13 +79,13 @@ def block_scale_doubled(port: Port):
 
 @local("attn_out")
 def bias_from_nowhere(port: Port):
-    """A bias that the model does not have is added: a buffer of 0.003."""
+    """Add a bias that the model does not have, a buffer of 0.003."""
     changed(port, "linear", put(lambda y: np.s_[:], lambda y: y + np.float32(0.003)), None, "o")
 
 
 @local("q_proj", layer=0)
 def two_heads_exchanged(port: Port):
-    """The first two heads of the queries were exchanged when a file was merged."""
+    """Exchange the first two heads of the queries, as a wrong merge of files does."""
 
     def change(y):
         y[:, : 2 * port.d] = np.roll(y[:, : 2 * port.d], port.d, axis=1)
@@ -95,7 +95,7 @@ def two_heads_exchanged(port: Port):
 
 @local("k_cache", first_pass=2)
 def one_head_of_a_slot_kept(port: Port):
-    """At the second step only the first head of the keys is written."""
+    """Write only the first head of the keys at the second step."""
 
     def remember(right, k, v):
         keys, values = right(k, v)
@@ -108,7 +108,7 @@ def one_head_of_a_slot_kept(port: Port):
 
 @local("q_proj", layer=1)
 def column_of_a_weight_lost(port: Port):
-    """One column of the queries' matrix is zero: a feature that a mask of pruning took."""
+    """Set one column of the queries' matrix to zero, a feature that a pruning mask removed."""
     matrix = port.layers[1]["q"].copy()
     matrix[:, 11] = 0
     port.layers[1]["q"] = matrix
@@ -116,13 +116,13 @@ def column_of_a_weight_lost(port: Port):
 
 @local("ffn_norm", layer=1)
 def gain_one_place_on(port: Port):
-    """The gain is read from one element further on."""
+    """Read the gain one element too far."""
     port.around("gain", lambda right, name: np.roll(right(name), -1) if name == "xm" else right(name), 1)
 
 
 @local("block_out", layer=1, first_pass=1)
 def residual_of_the_pass_before(port: Port):
-    """In steps the second block adds the stream of the pass before: a buffer that is not refreshed."""
+    """Let the second block add, in steps, the stream of the pass before: a buffer that is not refreshed."""
     kept: list[np.ndarray] = []
 
     def add(right, x, y, name):
@@ -136,7 +136,7 @@ def residual_of_the_pass_before(port: Port):
 
 @local("logits")
 def one_row_of_the_output_matrix(port: Port):
-    """One row of the output matrix is that of a neighbour."""
+    """Replace one row of the output matrix by the next row."""
     matrix = port.top["lg"].copy()
     matrix[100] = matrix[101]
     port.top["lg"] = matrix
@@ -144,20 +144,20 @@ def one_row_of_the_output_matrix(port: Port):
 
 @local("q_proj", models=WITH_BIAS)
 def bias_of_half_the_queries(port: Port):
-    """Half of a bias was loaded, the rest of the buffer is zero."""
+    """Load half of a bias and leave the rest of the buffer at zero."""
     for weights in port.layers:
         weights["q.b"] = np.where(np.arange(len(weights["q.b"])) < len(weights["q.b"]) // 2, weights["q.b"], 0)
 
 
 @local("attn_scores", layer=1, plan="whole")
 def column_of_scores_of_its_neighbour(port: Port):
-    """Two threads write one column: key 2 has the scores of key 1."""
+    """Give key 2 the scores of key 1, as two threads that write one column do."""
     changed(port, "compare", put(lambda s: np.s_[:, :, 2], lambda s: s[:, :, 1]), 1)
 
 
 @local("embed")
 def end_of_a_row_of_the_next(port: Port):
-    """Rows are read with a stride that is right and a beginning that is two elements too far."""
+    """Read rows with the right stride from a start that is two elements too far."""
 
     def embed(right, ids):
         table = port.top["tok"].reshape(-1)
@@ -168,19 +168,19 @@ def end_of_a_row_of_the_next(port: Port):
 
 @local("attn_scores", layer=0)
 def one_head_scaled_twice(port: Port):
-    """The first query head is divided by the root of its width once more."""
+    """Divide the scores of the first query head by the root of its width a second time."""
     changed(port, "compare", put(lambda s: 0, lambda s: s[0] * np.float32(port.scale)), 0)
 
 
 @local("logits", plan="whole")
 def last_row_of_logits_stale(port: Port):
-    """The last token has the logits of the one before it."""
+    """Give the last token the logits of the token before it."""
     changed(port, "run_head", put(lambda y: -1, lambda y: y[-2]))
 
 
 @local("attn_context", layer=1)
 def one_head_mixes_the_block_before(port: Port):
-    """One head reads the values of the first block: a pointer that was not moved on."""
+    """Let one head read the values of the first block: a pointer that was not moved on."""
 
     def mix(right, p, values):
         values = values.copy()
@@ -192,7 +192,7 @@ def one_head_mixes_the_block_before(port: Port):
 
 @local("ffn_gate", layer=0)
 def rows_of_gate_negated(port: Port):
-    """Every sixteenth row has the other sign: the sign bit of a block's scale was lost."""
+    """Negate every sixteenth row: the sign bit of a block's scale was lost."""
     matrix = port.layers[0]["g"].copy()
     matrix[::16] *= -1
     port.layers[0]["g"] = matrix

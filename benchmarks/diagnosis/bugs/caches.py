@@ -15,19 +15,19 @@ def _kept(port: Port, change) -> None:
 
 @bug(BOTH, first_pass=1, shapes=False)
 def past_forgotten(port: Port):
-    """Every pass sees its own tokens only."""
+    """Let every pass see only its own tokens."""
     _kept(port, lambda kept, n: kept[:, -n:])
 
 
 @bug(BOTH, plan="chunks", first_pass=1, shapes=False)
 def past_forgotten_between_chunks(port: Port):
-    """The second chunk of a prompt sees its own tokens only."""
+    """Let the second chunk of a prompt see only its own tokens."""
     _kept(port, lambda kept, n: kept[:, -n:])
 
 
 @bug(BOTH, first_pass=1)
 def cache_allocated_anew(port: Port):
-    """Every pass has a new cache of zeros: the slots of the past are there and empty."""
+    """Give every pass a new cache of zeros: the slots of the past exist and are empty."""
 
     def remember(right, k, v):
         port.all_keys[port.layer] = port.all_values[port.layer] = 0
@@ -50,37 +50,37 @@ def _write_at(port: Port, slot) -> None:
 
 @bug(BOTH, first_pass=1)
 def written_from_the_start(port: Port):
-    """New tokens are written over the first ones."""
+    """Write new tokens over the first ones."""
     _write_at(port, lambda: 0)
 
 
 @bug(BOTH, plan="chunks", first_pass=1)
 def second_chunk_over_the_first(port: Port):
-    """The offset of a chunk is not passed on to the cache."""
+    """Write the second chunk over the first: the cache does not get the offset of the chunk."""
     _write_at(port, lambda: 0)
 
 
 @bug(BOTH, first_pass=1)
 def written_one_slot_early(port: Port):
-    """New tokens lie over the last one of the pass before."""
+    """Write new tokens over the last token of the pass before."""
     _write_at(port, lambda: max(port.filled - 1, 0))
 
 
 @bug(BOTH, first_pass=1)
 def written_one_slot_late(port: Port):
-    """A gap of one slot of zeros, and the newest token is behind the end."""
+    """Write new tokens one slot too late: a slot of zeros stays, and the newest token lies after the end."""
     _write_at(port, lambda: port.filled + (port.n_pass > 0))
 
 
 @bug(BOTH, first_pass=1)
 def newest_in_front(port: Port):
-    """New tokens are put before the old ones."""
+    """Put new tokens before the old ones."""
     _kept(port, lambda kept, n: np.concatenate([kept[:, -n:], kept[:, :-n]], axis=1))
 
 
 @bug(BOTH)
 def read_before_written(port: Port):
-    """Attention reads the slots of its own tokens before they are written."""
+    """Read the slots of a pass's own tokens before they are written."""
 
     def change(kept, n):
         kept = kept.copy()
@@ -92,7 +92,7 @@ def read_before_written(port: Port):
 
 @bug("v_cache")
 def values_written_late(port: Port):
-    """The newest values are written behind the attention that needs them."""
+    """Write the newest values after the attention that needs them."""
 
     def remember(right, k, v):
         keys, values = right(k, v)
@@ -105,7 +105,7 @@ def values_written_late(port: Port):
 
 @bug(BOTH, shapes=False)
 def warm_up_left(port: Port):
-    """Two tokens of a warm-up are in front; positions begin anew."""
+    """Leave two tokens of a warm-up at the front of the cache; positions start again."""
     port.run([5, 9])
     port.tape.clear()
     port.n_pass, port.start = 0, port.start - 2
@@ -113,14 +113,14 @@ def warm_up_left(port: Port):
 
 @bug("k_cache")
 def keys_kept_as_projected(port: Port):
-    """Keys are kept before the rotation."""
+    """Store keys before the rotation."""
     name = "k_unit" if "k_unit" in port.layers[0] else "k_lin"
     port.around("remember", lambda right, k, v: right(port.noted(name).reshape(k.shape), v))
 
 
 @bug(BOTH)
 def heads_repeated_before_they_are_kept(port: Port):
-    """Heads are repeated for the queries, and as many as fit are kept."""
+    """Repeat heads for the queries, then store only as many as fit."""
     port.around(
         "remember",
         lambda right, k, v: right(*(np.repeat(x, port.n_q // port.n_kv, axis=1)[:, : port.n_kv] for x in (k, v))),
@@ -129,25 +129,25 @@ def heads_repeated_before_they_are_kept(port: Port):
 
 @bug(BOTH)
 def keys_kept_as_values(port: Port):
-    """Keys and values lie in each other's cache."""
+    """Exchange keys and values when they are stored."""
     port.around("remember", lambda right, k, v: right(v, k))
 
 
 @bug("v_cache")
 def keys_kept_twice(port: Port):
-    """The keys are written into both caches."""
+    """Write the keys into both caches."""
     port.around("remember", lambda right, k, v: right(k, k))
 
 
 @bug(BOTH)
 def rows_kept_without_a_transpose(port: Port):
-    """(tokens, heads) is read as (heads, tokens)."""
+    """Read (tokens, heads) as (heads, tokens)."""
     port.around("remember", lambda right, k, v: right(*(x.swapaxes(0, 1).reshape(x.shape) for x in (k, v))))
 
 
 @bug(BOTH, first_pass=1)
 def one_cache_for_all_blocks(port: Port):
-    """The block's number is not in the address: blocks write over each other."""
+    """Let all blocks write over each other: the block's number is missing in the address."""
     shared = port.all_keys[0], port.all_values[0]
     shape = (len(port.layers), *shared[0].shape)
     port.all_keys, port.all_values = (np.lib.stride_tricks.as_strided(x, shape, (0, *x.strides)) for x in shared)
@@ -155,7 +155,7 @@ def one_cache_for_all_blocks(port: Port):
 
 @bug(BOTH, plan="long", first_pass=1)
 def ring_of_sixteen(port: Port):
-    """The cache has 16 slots and begins anew behind them: what a slot held is gone."""
+    """Write over the 16 slots of the cache from the first again, so that older tokens are lost."""
 
     def change(kept, n):
         slots = np.arange(kept.shape[1])
@@ -167,7 +167,7 @@ def ring_of_sixteen(port: Port):
 
 @bug(BOTH, first_pass=1)
 def newest_token_of_the_past_lost(port: Port):
-    """Between prompt and steps one token is never kept: its slot is zero."""
+    """Lose one token between the prompt and the steps: its slot is zero."""
 
     def remember(right, k, v):
         kept = [x.copy() for x in right(k, v)]

@@ -8,7 +8,7 @@ from benchmarks.diagnosis.port import Port
 
 @local("ffn_gate")
 def last_terms_of_a_sum_left_out(port: Port):
-    """The loop over the inner dimension ends at a multiple of its tile, four terms early."""
+    """End the loop over the inner dimension at a multiple of its tile, four terms early."""
 
     def linear(right, x, name):
         return x[:, :-4] @ port.matrix("g")[:, :-4].T if name == "g" else right(x, name)
@@ -18,13 +18,13 @@ def last_terms_of_a_sum_left_out(port: Port):
 
 @local("ffn_up")
 def last_columns_never_computed(port: Port):
-    """The grid of a kernel is one block short: the last eight outputs are zero."""
+    """Launch the grid of a kernel one block short, so that the last eight outputs are zero."""
     changed(port, "linear", put(lambda y: np.s_[:, -8:], 0), None, "u")
 
 
 @local("attn_norm", layer=0)
 def lanes_exchanged(port: Port):
-    """Channels 4 to 7 and 0 to 3 of a vector register were exchanged at its end."""
+    """Exchange channels 0 to 3 of a vector register with channels 4 to 7."""
 
     def change(y):
         y[:, :8] = np.roll(y[:, :8], 4, axis=1)
@@ -34,7 +34,7 @@ def lanes_exchanged(port: Port):
 
 @local("q_rope k_rope", plan="whole")
 def last_token_not_turned(port: Port):
-    """The loop over tokens ends one early."""
+    """End the loop over tokens of RoPE one token early."""
 
     def turn(right, x, places, name):
         return np.concatenate([right(x, places, name)[:-1], x[-1:]])
@@ -44,7 +44,7 @@ def last_token_not_turned(port: Port):
 
 @local("q_rope k_rope")
 def first_pair_not_turned(port: Port):
-    """The loop over pairs begins with the second."""
+    """Start the loop over pairs of RoPE at the second pair."""
 
     def change(tables):
         tables[0, ..., 0], tables[1, ..., 0] = 1, 0
@@ -54,7 +54,7 @@ def first_pair_not_turned(port: Port):
 
 @local("attn_probs", plan="whole")
 def sum_of_the_first_eight(port: Port):
-    """The denominator sums the eight keys of a register; what is behind them is left out."""
+    """Sum only the eight keys of one register in the denominator of the softmax."""
 
     def share(right, s):
         e = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -65,19 +65,19 @@ def sum_of_the_first_eight(port: Port):
 
 @local("logits")
 def end_of_the_vocabulary_stale(port: Port):
-    """The last seventeen logits are zero: the buffer is larger than what the kernel writes."""
+    """Set the last seventeen logits to zero: the buffer is larger than the range that the kernel writes."""
     changed(port, "run_head", put(lambda y: np.s_[:, -17:], 0))
 
 
 @local("embed")
 def ids_of_one_byte(port: Port):
-    """Ids go through one byte, and those above 255 lose their upper part."""
+    """Pass ids through one byte, so that ids above 255 lose their upper part."""
     port.around("embed", lambda right, ids: right(ids & 0xFF))
 
 
 @local("attn_residual", layer=0, plan="whole")
 def branch_of_the_token_before(port: Port):
-    """At the edge of a tile token 8 is added the attention of token 7."""
+    """Add the attention of token 7 to token 8, at the edge of a tile."""
 
     def add(right, x, y, name):
         if name == "mid":
@@ -90,13 +90,13 @@ def branch_of_the_token_before(port: Port):
 
 @local("attn_scores")
 def last_head_reads_the_first(port: Port):
-    """The last query head is given the first key head: an index that wraps."""
+    """Give the last query head the first key head: an index that wraps."""
     port.around("source", lambda right, head, name: 0 if (head, name) == (port.n_q - 1, "K") else right(head, name))
 
 
 @local("attn_scores", plan="whole")
 def tail_of_queries_not_scaled(port: Port):
-    """The tail of the tokens, behind a multiple of eight, takes a path that does not scale."""
+    """Leave the tokens after a multiple of eight unscaled: the tail takes another path."""
 
     def compare(right, q, keys):
         s = right(q, keys).copy()
@@ -108,7 +108,7 @@ def tail_of_queries_not_scaled(port: Port):
 
 @local("attn_context")
 def first_key_left_out_of_the_mix(port: Port):
-    """The sum over keys begins with the second, except where there is one only."""
+    """Start the sum over keys at the second key, except where only one key is visible."""
 
     def mix(right, p, values):
         p = p.copy()
@@ -120,7 +120,7 @@ def first_key_left_out_of_the_mix(port: Port):
 
 @local("ffn_act")
 def last_channels_without_silu(port: Port):
-    """The tail of a vectorised loop multiplies gate and up, and that is all."""
+    """Multiply gate and up without SiLU in the tail of a vectorised loop."""
 
     def gated(right, g, u):
         return np.concatenate([right(g[:, :-3], u[:, :-3]), g[:, -3:] * u[:, -3:]], axis=1)
@@ -130,7 +130,7 @@ def last_channels_without_silu(port: Port):
 
 @local("final_norm")
 def mean_of_half_a_row(port: Port):
-    """A reduction that lost its second warp: the mean square is that of the first half."""
+    """Take the mean square over the first half of a row: a reduction that lost its second warp."""
 
     def norm(right, x, name):
         half = x[:, : x.shape[1] // 2]
@@ -142,7 +142,7 @@ def mean_of_half_a_row(port: Port):
 
 @local("k_norm", models=WITH_HEAD_NORM)
 def last_head_not_normalised(port: Port):
-    """The loop over key heads ends one early."""
+    """End the loop over key heads of the norm one head early."""
 
     def norm(right, x, name):
         y = right(x, name)
@@ -153,5 +153,5 @@ def last_head_not_normalised(port: Port):
 
 @local("ffn_up", plan="whole")
 def odd_tokens_with_the_up_of_the_even(port: Port):
-    """A kernel for two tokens writes the first one's result twice."""
+    """Write the result of the first of two tokens twice, in a kernel for two tokens."""
     changed(port, "linear", put(lambda y: np.s_[1::2], lambda y: y[: len(y) // 2 * 2 : 2]), None, "u")

@@ -26,134 +26,134 @@ def _square(x: np.ndarray) -> np.ndarray:
 
 @bug(ALL)
 def eps_of_no_file(port: Port):
-    """Eps is 3e-6."""
+    """Set eps to 3e-6, which no model has."""
     port.eps = 3e-6
 
 
 @bug(ALL, models=QWEN)
 def eps_of_llama_in_qwen(port: Port):
-    """Eps is 1e-5, written into the code."""
+    """Set eps to 1e-5, a constant in the code."""
     port.eps = 1e-5
 
 
 @bug(ALL, models=LLAMA)
 def eps_of_qwen_in_llama(port: Port):
-    """Eps is 1e-6, the default of a library."""
+    """Set eps to 1e-6, the default of a library."""
     port.eps = 1e-6
 
 
 @bug(ALL)
 def eps_forgotten(port: Port):
-    """Nothing is added to the mean square."""
+    """Add nothing to the mean square."""
     port.eps = 0
 
 
 @bug(ALL)
 def eps_behind_the_root(port: Port):
-    """The root is taken first, then eps is added."""
+    """Add eps after the root instead of before it."""
     _divided(port, lambda x, eps: np.sqrt(_square(x)) + eps)
 
 
 @bug(ALL, models="micro-llama micro-llama3 micro-qwen2 micro-qwen3")
 def eps_as_a_floor(port: Port):
-    """Mean squares below 0.003 are taken for 0.003, as L2 norms of other models have a floor."""
+    """Raise mean squares below 0.003 to 0.003, like the floor of L2 norms in other models."""
     _divided(port, lambda x, eps: np.sqrt(np.maximum(_square(x) + eps, np.float32(3e-3))))
 
 
 @bug(ALL)
 def mean_taken_away(port: Port):
-    """A LayerNorm without bias."""
+    """Subtract the mean first, like a LayerNorm without bias."""
     port.around("norm", lambda right, x, name: right(x - x.mean(axis=-1, keepdims=True), name))
 
 
 @bug(ALL)
 def sample_variance(port: Port):
-    """The squares are divided by one less than their number."""
+    """Divide the sum of squares by one less than their number."""
     _divided(port, lambda x, eps: np.sqrt(_square(x) * (x.shape[-1] / (x.shape[-1] - 1)) + eps))
 
 
 @bug(ALL)
 def length_one(port: Port):
-    """Rows are brought to length one: the sum of squares, not the mean."""
+    """Bring rows to length one: use the sum of squares, not the mean."""
     _divided(port, lambda x, eps: np.sqrt(_square(x) * x.shape[-1] + eps))
 
 
 @bug(ALL)
 def divided_by_the_square(port: Port):
-    """The root was lost when the kernel was fused."""
+    """Divide by the mean square itself: the root was lost when the kernel was fused."""
     _divided(port, lambda x, eps: _square(x) + eps)
 
 
 @bug(ALL)
 def squares_summed_in_half(port: Port):
-    """Squares and their sum are float16."""
+    """Round the squares and their sum to float16."""
     _divided(port, lambda x, eps: np.sqrt(_square(x.astype(np.float16)).astype(np.float32) + eps))
 
 
 @bug("attn_norm ffn_norm final_norm")
 def one_square_for_all_rows(port: Port):
-    """A reduction over the whole block of tokens."""
+    """Take one mean square over the whole block of tokens."""
     _divided(port, lambda x, eps: np.sqrt(np.mean(x * x) + eps), only="xn xm fin")
 
 
 @bug(ALL)
 def gain_is_one_plus_weight(port: Port):
-    """Gemma's gain."""
+    """Multiply by one plus the weight, Gemma's gain."""
     port.around("gain", lambda right, name: 1 + right(name))
 
 
 @bug("ffn_norm")
 def gain_of_the_wrong_norm(port: Port):
-    """The second norm of a block has the weight of the first."""
+    """Give the second norm of a block the weight of the first."""
     port.around("gain", lambda right, name: right("xn" if name == "xm" else name))
 
 
 @bug("attn_norm", layer=0)
 def gain_never_applied_at_first(port: Port):
-    """The first norm of the model is a plain one."""
+    """Leave out the gain of the first norm of the model."""
     port.around("gain", lambda right, name: np.ones_like(right(name)) if name == "xn" else right(name), layer=0)
 
 
 @bug(HEADS, models=WITH_HEAD_NORM)
 def gains_of_q_and_k_exchanged(port: Port):
-    """Queries have the gain of keys and the other way round."""
+    """Exchange the gains of queries and keys."""
     other = {"q_unit": "k_unit", "k_unit": "q_unit"}
     port.around("gain", lambda right, name: right(other.get(name, name)))
 
 
 @bug("ffn_norm", layer=1)
 def second_norm_left_out(port: Port):
-    """The feed-forward part of one block is given the stream itself."""
+    """Give the feed-forward part of one block the unnormalised stream."""
     port.around("norm", lambda right, x, name: x if name == "xm" else right(x, name), layer=1)
 
 
 @bug("final_norm")
 def last_norm_left_out(port: Port):
-    """The output matrix is given the stream itself."""
+    """Give the output matrix the unnormalised stream."""
     port.around("norm", lambda right, x, name: x if name == "fin" else right(x, name))
 
 
 @bug("final_norm")
 def last_norm_twice(port: Port):
-    """Once in the model and once in the head."""
+    """Apply the final norm twice, in the model and in the head."""
     port.around("norm", lambda right, x, name: right(right(x, name), name) if name == "fin" else right(x, name))
 
 
 @bug(HEADS, models=WITH_HEAD_NORM)
 def heads_not_normalised(port: Port):
-    """Queries and keys go on as they are, as in Qwen2."""
+    """Leave queries and keys without a norm, as in Qwen2."""
     port.around("norm", lambda right, x, name: x if name.endswith("unit") else right(x, name))
 
 
 @bug(HEADS, models=WITH_HEAD_NORM)
 def heads_normalised_together(port: Port):
-    """One mean square for all heads of a token."""
+    """Use one mean square for all heads of a token."""
     _divided(port, lambda x, eps: np.sqrt(np.mean(x * x, axis=(-2, -1), keepdims=True) + eps), only=HEADS_OWN)
 
 
 @bug("q_rope k_rope", models=WITH_HEAD_NORM)
 def heads_normalised_after_the_turn(port: Port):
-    """RoPE first, then the norm of the heads; there is nothing to dump between projection and norm."""
+    """Apply RoPE before the norm of the heads; the dump has no q_norm and no k_norm."""
     unit = port.norm
     port.around("norm", lambda right, x, name: x if name.endswith("unit") else right(x, name))
     port.around("turn", lambda right, x, places, name: unit(right(x, places, name), f"{name}_unit"))
@@ -162,7 +162,7 @@ def heads_normalised_after_the_turn(port: Port):
 
 @bug(ALL)
 def normalised_rows_cast_before_the_gain(port: Port):
-    """Rows are rounded to bfloat16 between the division and the gain."""
+    """Round rows to bfloat16 between the division and the gain."""
 
     def norm(right, x, name):
         gain = port.gain(name)
@@ -172,6 +172,6 @@ def normalised_rows_cast_before_the_gain(port: Port):
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16, ties to even."""
+    """Round to the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)

@@ -1,4 +1,4 @@
-"""What a planted bug is."""
+"""A mistake that is planted in the port, and the table `BUGS` of all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def bug(
     shapes: bool = True,
     known: bool = True,
 ) -> Callable[[Plant], Plant]:
-    """Enter a bug under the name of the function that plants it; its first line says what it is."""
+    """Enter a bug under the name of the function that plants it; the first line of its docstring says what it does."""
 
     def enter(plant: Plant) -> Plant:
         name = plant.__name__.replace("_", "-")
@@ -95,7 +95,7 @@ def changed(
 
 
 def put(where: Callable[[np.ndarray], Any], value: Any) -> Callable[[np.ndarray], None]:
-    """What sets a part of an array, to a number or to what is made of the array."""
+    """Make a change that sets a part of an array to a number or to a function of the array."""
 
     def change(x: np.ndarray) -> None:
         x[where(x)] = value(x) if callable(value) else value

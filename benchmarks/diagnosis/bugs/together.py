@@ -25,55 +25,55 @@ tied-without-being-so written-one-slot-early micro-qwen3
 
 
 def pairs() -> list[tuple[tuple[Bug, Bug], str]]:
-    """A bug, another that is made behind it, and the model they are planted in."""
+    """List pairs of bugs, the second made after the first, with the model in which they are planted."""
     lines = [line.split() for line in _BEHIND.strip().splitlines()]
     return [((BUGS[first], BUGS[second]), model) for first, second, model in lines]
 
 
 @bug(BOTH, models="micro-qwen2 micro-qwen3")
 def neighbours_turned_with_the_base_of_old(port: Port):
-    """Dims 0 and 1 ... are pairs, and theta is 10000."""
+    """Rotate neighbours as pairs, and set theta to 10000."""
     BUGS["neighbours-turned"].plant(port)
     port.theta = 1e4
 
 
 @bug(BOTH, models=SCALED)
 def neighbours_turned_and_not_stretched(port: Port):
-    """Dims 0 and 1 ... are pairs, and the llama3 scaling is not there."""
+    """Rotate neighbours as pairs, and leave out the llama3 scaling."""
     BUGS["neighbours-turned"].plant(port)
     port.stretch = {}
 
 
 @bug(BOTH)
 def turned_backwards_from_one(port: Port):
-    """The sine has the other sign, and the first token is at position 1."""
+    """Negate the sine, and count positions from 1."""
     BUGS["turned-backwards"].plant(port)
     port.start += 1
 
 
 @bug("attn_scores")
 def not_scaled_and_next_one_visible(port: Port):
-    """Nothing divides the products, and the mask begins one diagonal too late."""
+    """Leave the products undivided, and begin the mask one diagonal too late."""
     BUGS["next-one-visible"].plant(port)
     port.scale = 1
 
 
 @bug("attn_scores")
 def keys_tiled_and_divided_twice(port: Port):
-    """Heads read the wrong keys, and the products are divided by d."""
+    """Let heads read the wrong keys, and divide the products by d."""
     BUGS["keys-tiled"].plant(port)
     port.scale /= math.sqrt(port.d)
 
 
 @bug("attn_norm q_norm k_norm ffn_norm final_norm")
 def one_plus_weight_with_another_eps(port: Port):
-    """Gemma's gain, and an eps of 1e-3."""
+    """Use Gemma's gain, and an eps of 1e-3."""
     BUGS["gain-is-one-plus-weight"].plant(port)
     port.eps = 1e-3
 
 
 @bug("q_proj k_proj", models=WITH_BIAS)
 def rows_out_of_pairs_and_no_bias(port: Port):
-    """Rows of queries and keys were reordered as for a Llama file, and have no bias."""
+    """Reorder rows of queries and keys as for a Llama file, and leave out their bias."""
     BUGS["rows-taken-out-of-pairs-needlessly"].plant(port)
     port.around("bias", lambda right, y, name: y if name in ("q", "k") else right(y, name))

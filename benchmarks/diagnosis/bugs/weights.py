@@ -18,108 +18,108 @@ def _spoil(port: Port, name: str, change, layer: int | None = None) -> None:
 
 
 def _axes_misread(w: np.ndarray) -> np.ndarray:
-    """The numbers as they lie, taken as (in, out)."""
+    """Read the numbers in storage order as (in, out)."""
     return w.reshape(w.shape[::-1]).T
 
 
 def _heads_last(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows from (heads, d) to (d, heads)."""
+    """Reorder rows from (heads, d) to (d, heads)."""
     return w.reshape(heads, -1, *w.shape[1:]).swapaxes(0, 1).reshape(w.shape)
 
 
 def _paired(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as a Llama GGUF file has them: 0, half, 1, half + 1 ... of each head."""
+    """Reorder rows to the order of a Llama GGUF file: 0, half, 1, half + 1 ... of each head."""
     return w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
 def _unpaired(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows 0, 2, 4 ... of each head, then 1, 3, 5 ..."""
+    """Reorder rows to 0, 2, 4 ... of each head, then 1, 3, 5 ..."""
     return w.reshape(heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
 @bug("q_proj", models=SQUARE)
 def queries_transposed(port: Port):
-    """Multiplied as x W, not x W.T; the matrix is square, so nothing complains."""
+    """Multiply by W instead of W.T; the matrix is square, so nothing complains."""
     _spoil(port, "q", np.transpose)
 
 
 @bug("attn_out", models=SQUARE)
 def output_transposed(port: Port):
-    """Joined heads are multiplied as x W, not x W.T."""
+    """Multiply joined heads by W instead of W.T."""
     _spoil(port, "o", np.transpose)
 
 
 @bug("attn_out", models=SQUARE)
 def output_not_projected(port: Port):
-    """The joined heads are added to the stream as they are."""
+    """Add the joined heads to the stream without the output projection."""
     port.around("linear", lambda right, x, name: x if name == "o" else right(x, name))
 
 
 @bug("ffn_up")
 def up_read_with_axes_exchanged(port: Port):
-    """The file's first dimension was taken for the rows of up."""
+    """Take the file's first dimension for the rows of up."""
     _spoil(port, "u", _axes_misread)
 
 
 @bug("k_proj")
 def keys_read_with_axes_exchanged(port: Port):
-    """The file's first dimension was taken for the rows of the keys' matrix."""
+    """Take the file's first dimension for the rows of the keys' matrix."""
     _spoil(port, "k", _axes_misread)
 
 
 @bug("v_proj", layer=1)
 def values_never_loaded(port: Port):
-    """One matrix has a name that the loader did not know."""
+    """Leave one matrix at zero: the loader does not know its name."""
     _spoil(port, "v", np.zeros_like, layer=1)
 
 
 @bug("ffn_out")
 def down_never_loaded(port: Port):
-    """The second way to load wires all but down."""
+    """Leave the down matrices at zero: the second way to load wires everything except them."""
     _spoil(port, "d", np.zeros_like)
 
 
 @bug("q_proj k_proj v_proj", models=WITH_BIAS)
 def biases_not_loaded(port: Port):
-    """No projection has a bias."""
+    """Leave out the bias of every projection."""
     port.around("bias", lambda right, y, name: y)
 
 
 @bug("k_proj v_proj", models=WITH_BIAS)
 def bias_for_queries_only(port: Port):
-    """The bias of the fused projection was cut off behind the queries."""
+    """Cut off the bias of the fused projection after the queries."""
     port.around("bias", lambda right, y, name: right(y, name) if name == "q" else y)
 
 
 @bug("q_proj k_proj v_proj", models=WITH_BIAS)
 def biases_added_twice(port: Port):
-    """In the product and behind it."""
+    """Add the bias twice, in the product and after it."""
     port.around("bias", lambda right, y, name: right(right(y, name), name))
 
 
 @bug("v_proj", layer=1, models=WITH_BIAS)
 def bias_of_values_twice_in_one_layer(port: Port):
-    """One kernel fuses the addition, and it is done again."""
+    """Add the bias a second time after a kernel that already fused the addition."""
     port.around("bias", lambda right, y, name: right(right(y, name), name) if name == "v" else right(y, name), layer=1)
 
 
 @bug("k_proj v_proj", models=WITH_BIAS)
 def biases_of_k_and_v_exchanged(port: Port):
-    """The keys' bias is with the values."""
+    """Exchange the biases of keys and values."""
     other = {"k": "v", "v": "k"}
     port.around("bias", lambda right, y, name: right(y, other.get(name, name)))
 
 
 @bug("k_proj v_proj")
 def keys_and_values_exchanged(port: Port):
-    """A fused matrix was cut into queries, values, keys."""
+    """Cut a fused matrix into queries, values, keys."""
     other = {"k": "v", "v": "k"}
     port.around("linear", lambda right, x, name: right(x, other.get(name, name)))
 
 
 @bug("q_proj k_proj v_proj")
 def fused_matrix_cut_by_group(port: Port):
-    """Rows of the fused matrix were taken group by group: some queries, a key, a value."""
+    """Cut the fused matrix group by group: some queries, a key, a value."""
     for weights in port.layers:
         for end in ("", ".b"):
             if f"q{end}" not in weights:
@@ -133,54 +133,54 @@ def fused_matrix_cut_by_group(port: Port):
 
 @bug("q_proj")
 def query_rows_with_heads_last(port: Port):
-    """Rows of the queries' matrix lie as (d, heads)."""
+    """Order rows of the queries' matrix as (d, heads)."""
     _spoil(port, "q", lambda w: _heads_last(w, port.n_q))
     _spoil(port, "q.b", lambda w: _heads_last(w, port.n_q))
 
 
 @bug("v_proj")
 def value_rows_with_heads_last(port: Port):
-    """Rows of the values' matrix lie as (d, heads)."""
+    """Order rows of the values' matrix as (d, heads)."""
     _spoil(port, "v", lambda w: _heads_last(w, port.n_kv))
     _spoil(port, "v.b", lambda w: _heads_last(w, port.n_kv))
 
 
 @bug("q_proj k_proj", models=LLAMA)
 def rows_left_in_pairs(port: Port):
-    """Rows of queries and keys as the Llama GGUF file has them, turned as if they were half-split."""
+    """Leave rows of queries and keys in the order of the Llama GGUF file, and rotate them as if half-split."""
     for name, heads in (("q", port.n_q), ("k", port.n_kv)):
         _spoil(port, name, lambda w, heads=heads: _paired(w, heads))
 
 
 @bug("q_proj k_proj", models=QWEN)
 def rows_taken_out_of_pairs_needlessly(port: Port):
-    """The loader of Llama files undoes pairs that a Qwen file does not have."""
+    """Undo the pairs of a Llama file in a Qwen file, which does not have them."""
     for name, heads in (("q", port.n_q), ("k", port.n_kv), ("q.b", port.n_q), ("k.b", port.n_kv)):
         _spoil(port, name, lambda w, heads=heads: _unpaired(w, heads))
 
 
 @bug("k_proj", models="story")
 def keys_paired_by_query_heads(port: Port):
-    """Rows of the keys were taken out of their pairs with the number of query heads."""
+    """Undo the pairs of the keys' rows with the number of query heads."""
     _spoil(port, "k", lambda w: _unpaired(_paired(w, port.n_kv), port.n_q))
 
 
 @bug("attn_out")
 def output_columns_with_heads_last(port: Port):
-    """Columns of the output projection lie as (d, heads)."""
+    """Order columns of the output projection as (d, heads)."""
     _spoil(port, "o", lambda w: _heads_last(w.T, port.n_q).T)
 
 
 @bug("ffn_gate ffn_up")
 def gate_and_up_exchanged(port: Port):
-    """The fused matrix was cut into up and gate."""
+    """Cut the fused matrix into up and gate, in that order."""
     other = {"g": "u", "u": "g"}
     port.around("linear", lambda right, x, name: right(x, other.get(name, name)))
 
 
 @bug("ffn_gate ffn_up")
 def gate_and_up_alternate(port: Port):
-    """The fused matrix was cut into even and odd rows."""
+    """Cut the fused matrix into even and odd rows."""
     for weights in port.layers:
         fused = np.concatenate([weights["g"], weights["u"]])
         weights["g"], weights["u"] = fused[::2], fused[1::2]
@@ -188,85 +188,85 @@ def gate_and_up_alternate(port: Port):
 
 @bug("attn_norm q_proj k_proj v_proj q_norm k_norm attn_out ffn_norm ffn_gate ffn_up ffn_out", layer=1)
 def block_with_the_weights_of_the_first(port: Port):
-    """The second block was built from the first one's weights: an index that stands still."""
+    """Build the second block from the weights of the first: an index that stands still."""
     port.layers[1] = port.layers[0]
 
 
 @bug("k_proj", layer=1)
 def keys_with_the_matrix_of_the_first_block(port: Port):
-    """The keys' matrix of the second block is that of the first."""
+    """Use the keys' matrix of the first block in the second."""
     port.layers[1] |= {name: w for name, w in port.layers[0].items() if name in ("k", "k.b")}
 
 
 @bug("ffn_out", layer=1)
 def down_of_the_block_before(port: Port):
-    """The down matrix of the second block is that of the first."""
+    """Use the down matrix of the first block in the second."""
     port.layers[1]["d"] = port.layers[0]["d"]
 
 
 @bug("q_proj k_proj v_proj")
 def stream_projected_without_the_norm(port: Port):
-    """Queries, keys and values read the block's input."""
+    """Let queries, keys and values read the block's input before the norm."""
     port.around("linear", lambda right, x, name: right(port.given if name in ("q", "k", "v") else x, name))
 
 
 @bug("embed")
 def row_of_the_next_token(port: Port):
-    """Ids were taken to count from one."""
+    """Look up the row of the next token, as if ids counted from one."""
     port.around("embed", lambda right, ids: right(ids + 1))
 
 
 @bug("embed")
 def embeddings_times_root_of_width(port: Port):
-    """Gemma's factor."""
+    """Multiply embeddings by the root of the width, Gemma's factor."""
     port.around("embed", lambda right, ids: right(ids) * math.sqrt(port.hidden))
 
 
 @bug("embed", plan="whole")
 def beginning_twice(port: Port):
-    """The first token is there twice, and the last one does not fit any more."""
+    """Repeat the first token and drop the last, which no longer fits."""
     port.around("embed", lambda right, ids: right(np.concatenate([ids[:1], ids[:-1]])))
 
 
 @bug("embed", models=UNTIED)
 def rows_of_the_output_matrix(port: Port):
-    """Embeddings come from lm_head."""
+    """Take embeddings from lm_head."""
     port.top["tok"] = port.top["lg"]
 
 
 @bug("embed")
 def embeddings_read_with_axes_exchanged(port: Port):
-    """The file's first dimension was taken for the vocabulary."""
+    """Take the file's first dimension for the vocabulary."""
     port.top["tok"] = _axes_misread(port.top["tok"])
 
 
 @bug("logits", models=UNTIED)
 def tied_without_being_so(port: Port):
-    """The output matrix was not found, and the embeddings stand in for it."""
+    """Use the embeddings as the output matrix, which was not found."""
     port.top["lg"] = port.top["tok"]
 
 
 @bug("logits")
 def output_rows_one_late(port: Port):
-    """Logit t belongs to token t + 1."""
+    """Shift the rows of the output matrix by one, so that logit t is the logit of token t + 1."""
     port.top["lg"] = np.roll(port.top["lg"], -1, axis=0)
 
 
 @bug("logits")
 def capped_at_30(port: Port):
-    """Gemma's cap of logits."""
+    """Cap logits by 30 tanh(x / 30), as Gemma does."""
     port.around("run_head", lambda right, x: 30 * np.tanh(right(x) / 30))
 
 
 @bug("logits")
 def capped_at_50(port: Port):
-    """Logits go through 50 tanh(x / 50)."""
+    """Cap logits by 50 tanh(x / 50)."""
     port.around("run_head", lambda right, x: 50 * np.tanh(right(x) / 50))
 
 
 @bug("logits")
 def log_probabilities_for_logits(port: Port):
-    """The engine gives log probabilities."""
+    """Return log probabilities instead of logits."""
 
     def logged(right, x):
         y = right(x)
@@ -277,11 +277,11 @@ def log_probabilities_for_logits(port: Port):
 
 @bug("logits")
 def logits_divided_by_root_of_width(port: Port):
-    """A scale that tied models of others have."""
+    """Divide logits by the root of the width, a scale of some other tied models."""
     port.around("run_head", lambda right, x: right(x) / math.sqrt(port.hidden))
 
 
 @bug("logits")
 def logits_of_the_stream_before_the_norm(port: Port):
-    """The final norm is computed and shown, but the head reads what it was made from."""
+    """Compute and show the final norm, but give the head the unnormalised stream."""
     port.around("run_head", lambda right, x: right(port.tape[-1][f"blk{len(port.layers) - 1}.out"]))
