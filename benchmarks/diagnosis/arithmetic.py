@@ -16,11 +16,11 @@ Rounding = Callable[[Array], Array]
 
 
 def nothing(_port: Port) -> None:
-    """The port as it is."""
+    """Leave the port as it is."""
 
 
 def products(product: Product) -> Change:
-    """All products by `product`, those of attention too."""
+    """Compute all products by `product`, those of attention too."""
 
     def change(port: Port) -> None:
         def linear(_old: object, x: Array, name: str) -> Array:
@@ -41,17 +41,17 @@ def products(product: Product) -> Change:
 
 
 def of_matrices(rounding: Rounding) -> Change:
-    """Products with matrices round their inputs, as llama.cpp's do to suit the type of the weights."""
+    """Round the inputs of products with matrices, as llama.cpp does to suit the type of the weights."""
     return lambda port: port.around("linear", lambda old, x, name: old(rounding(x), name))
 
 
 def inputs(rounding: Rounding) -> Change:
-    """All products round both that they multiply."""
+    """Round both inputs of all products."""
     return products(lambda x, w: rounding(x) @ rounding(w).T)
 
 
 def stored(rounding: Rounding) -> Change:
-    """Every activation is rounded when it is written, cosines and sines too."""
+    """Round every activation when it is written, cosines and sines too."""
 
     def change(port: Port) -> None:
         port.around("note", lambda old, name, array: old(name, rounding(array)))
@@ -61,7 +61,7 @@ def stored(rounding: Rounding) -> Change:
 
 
 def dumped(rounding: Rounding) -> Change:
-    """The dump alone is rounded; the engine goes on with what it had."""
+    """Round only the dump; the engine continues with the unrounded array."""
 
     def note(old: Callable[..., Array], name: str, array: Array) -> Array:
         old(name, rounding(array))
@@ -71,19 +71,19 @@ def dumped(rounding: Rounding) -> Change:
 
 
 def cached(rounding: Rounding) -> Change:
-    """Keys and values are rounded when they enter the cache."""
+    """Round keys and values when they enter the cache."""
     return lambda port: port.around("remember", lambda old, k, v: old(rounding(k), rounding(v)))
 
 
 def cached_as_ggml(port: Port) -> None:
-    """A float16 cache of ggml: what is multiplied with keys and values is rounded, too."""
+    """Use a float16 cache like ggml, which also rounds the arrays that it multiplies with keys and values."""
     cached(f16)(port)
     port.around("compare", lambda old, q, keys: old(f16(q), keys))
     port.around("mix", lambda old, p, values: old(f16(p), values))
 
 
 def weights(rounding: Rounding) -> Change:
-    """Weights are rounded when they are loaded; gains of norms, which are no matrices, are not."""
+    """Round weights when they are loaded; gains of norms, which are no matrices, stay as they are."""
 
     def change(port: Port) -> None:
         for held in (port.top, *port.layers):
@@ -93,7 +93,7 @@ def weights(rounding: Rounding) -> Change:
 
 
 def wide(port: Port) -> None:
-    """Float64 all through."""
+    """Compute everything in float64."""
     for held in (port.top, *port.layers):
         held |= {name: array.astype(np.float64) for name, array in held.items()}
     vars(port).update(all_keys=port.all_keys.astype(np.float64), all_values=port.all_values.astype(np.float64))
@@ -113,7 +113,7 @@ def wide(port: Port) -> None:
 
 
 def gain_after_rounding(rounding: Rounding) -> Change:
-    """The row is rounded before it is multiplied with the gain, as transformers does it in half precision."""
+    """Round the row before it is multiplied with the gain, as transformers does in half precision."""
 
     def norm(_old: object, port: Port, x: Array, name: str) -> Array:
         mean = np.mean(np.square(x), axis=-1, keepdims=True)
@@ -123,7 +123,7 @@ def gain_after_rounding(rounding: Rounding) -> Change:
 
 
 def angles(made: Callable[[Array, Array], Array]) -> Change:
-    """Angles of positions and speeds, each engine in its way."""
+    """Compute angles from positions and speeds by `made`, each engine in its way."""
 
     def change(port: Port) -> None:
         def tables(_old: object, places: Array) -> Array:
@@ -136,19 +136,19 @@ def angles(made: Callable[[Array, Array], Array]) -> Change:
 
 
 def float32_angles(places: Array, speeds: Array) -> Array:
-    """A float32 position times a float32 speed."""
+    """Multiply a float32 position by a float32 speed."""
     return places[:, None].astype(np.float32) * speeds.astype(np.float32)
 
 
 def running_angles(places: Array, speeds: Array) -> Array:
-    """As ggml makes them: that of each pair is that of the last one times a factor, in float32."""
+    """Compute angles as ggml does: the angle of each pair is the last one times a factor, in float32."""
     factors = np.tile((speeds[1:] / speeds[:-1]).astype(np.float32), (len(places), 1))
     first = (places * speeds[0]).astype(np.float32)
     return np.cumprod(np.column_stack([first, factors]), axis=-1)
 
 
 def powers_of_two(port: Port) -> None:
-    """Exponentials as powers of two, as kernels on accelerators make them."""
+    """Compute exponentials as powers of two, as kernels on accelerators do."""
     log2e = np.float32(1.4426950408889634)
 
     def share(_old: object, scores: Array) -> Array:
@@ -160,7 +160,7 @@ def powers_of_two(port: Port) -> None:
 
 
 def divided_by_root(port: Port) -> None:
-    """Norms divide by the root of a mean that is summed in another order."""
+    """Divide norms by the root of a mean that is summed in another order."""
 
     def norm(_old: object, x: Array, name: str) -> Array:
         mean = np.cumsum(np.square(x), axis=-1)[..., -1:] / np.float32(x.shape[-1])
@@ -170,7 +170,7 @@ def divided_by_root(port: Port) -> None:
 
 
 def joined(port: Port) -> None:
-    """Gate and up are one product, and so are q, k and v."""
+    """Compute gate and up as one product, and q, k and v as another."""
     groups = {"q": "qkv", "g": "gu"}
     made: dict[str, Array] = {}
 
@@ -185,13 +185,13 @@ def joined(port: Port) -> None:
 
 
 def scaled_queries(port: Port) -> None:
-    """The scale is multiplied into the queries, not into the scores."""
+    """Multiply the scale into the queries, not into the scores."""
     scale, port.scale = np.float32(port.scale), 1.0
     port.around("compare", lambda old, q, keys: old(q * scale, keys))
 
 
 def online(size: int) -> Change:
-    """Attention that sees `size` keys at a time, and makes neither scores nor probabilities."""
+    """Compute attention over `size` keys at a time, without scores or probabilities."""
 
     def change(port: Port) -> None:
         seen: list[Array] = []
@@ -227,7 +227,7 @@ def _online(scores: Array, values: Array, size: int) -> Array:
 
 
 def together(*changes: Change) -> Change:
-    """All of them."""
+    """Apply all changes, one after the other."""
 
     def change(port: Port) -> None:
         for one in changes:

@@ -69,7 +69,7 @@ class Heard:
         return [finding for finding in self.made.findings if finding.kind != "honest"] if self.made else []
 
     def __str__(self) -> str:
-        """In short."""
+        """Say in short that it was refused, the findings, or that nothing is wrong."""
         return self.refused or "; ".join(map(_short, self.wrong)) or "nothing is wrong"
 
 
@@ -80,7 +80,7 @@ def _short(finding: Finding) -> str:
 
 @cache
 def weights_of(model: str) -> Weights:
-    """A model, see `model_path`, to compute in float64."""
+    """Open a model, see `model_path`, to compute in float64."""
     return open_weights(model_path(model)).astype(np.float64, keep=True)
 
 
@@ -99,7 +99,7 @@ def ask(model: str, written: Written) -> Heard:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A new one for a dump."""
+    """Make a temporary folder for a dump."""
     with tempfile.TemporaryDirectory(prefix="llorch-score-") as name:
         yield Path(name)
 
@@ -148,14 +148,14 @@ def of_witness(witness: Witness) -> Answer:
 
 
 def in_place(finding: Finding, truth: Truth, *, layer_only: bool = False) -> bool:
-    """Whether a finding is where the bug is."""
+    """Check that a finding is at the place of the bug."""
     if layer_only:
         return (finding.n_pass, _layer(finding.key)) in {(n, _layer(key)) for n, key in truth.shows}
     return (finding.n_pass, finding.key) in truth.shows and not set(finding.made_in).isdisjoint(truth.made)
 
 
 def well_named(finding: Finding, truth: Truth) -> bool:
-    """Whether a finding has the name of the bug, or none where no list of known mistakes has the bug."""
+    """Check that a finding has the name of the bug, or no name for a bug that no list of known mistakes has."""
     if not truth.names:
         return finding.kind in ("unknown", "not finite") and not finding.suspects
     return bool(finding.suspects) and finding.suspects[0].name in truth.names

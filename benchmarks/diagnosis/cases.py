@@ -69,7 +69,7 @@ class Truth:
 
 
 def passes_of(model: str, plan: str) -> list[Tokens]:
-    """What the engine is given: tokens that all differ."""
+    """List the tokens of each pass of a plan; all tokens differ."""
     first, passes = FAR if plan == "far" else 0, []
     ids = np.random.default_rng(14).permutation(300)[: sum(PLANS[plan])].tolist()
     for n in PLANS[plan]:
@@ -79,7 +79,7 @@ def passes_of(model: str, plan: str) -> list[Tokens]:
 
 
 def run(model: str, plan: str, *bugs: Bug) -> Sequence[Tape]:
-    """What a port with some bugs notes in each pass."""
+    """Run a port with some bugs and return its tape, a dict for each pass."""
     passes = passes_of(model, plan)
     port = Port(model, passes[0].first_position)
     for bug in bugs:
@@ -92,7 +92,7 @@ def run(model: str, plan: str, *bugs: Bug) -> Sequence[Tape]:
 
 @cache
 def right_run(model: str, plan: str) -> Sequence[Tape]:
-    """What the right port notes."""
+    """Run the port without bugs, once for each model and plan."""
     return run(model, plan)
 
 
@@ -103,12 +103,12 @@ def run_case(case: Case, folder: Path) -> Written:
 
 
 def whole_dump(case: Case) -> StageDump:
-    """Every tensor of a case, without a file."""
+    """Make a dump of every tensor of a case, without a file."""
     return in_memory(passes_of(case.model, case.plan), run(case.model, case.plan, *case.bugs))
 
 
 def truth_of(case: Case, bug: Bug) -> Truth:
-    """What is to be said of one of its bugs."""
+    """Derive from a run the correct diagnosis of one bug of a case."""
     noticed = ROUNDED if case.style == "all" else NOTICED
     shows = first_shown(case.model, case.plan, case.style, run(case.model, case.plan, bug), noticed)
     first = 0 if bug.layers is None else bug.layers[0]
@@ -122,7 +122,7 @@ def truth_of(case: Case, bug: Bug) -> Truth:
 
 
 def first_shown(model: str, plan: str, style: str, got: Sequence[Tape], noticed: float) -> list[tuple[int, str]]:
-    """From the first stage of a style that differs at all to the first that differs noticeably; none if none does."""
+    """List stages from the first that differs at all to the first that differs noticeably; none if none does."""
     between: list[tuple[int, str]] = []
     for n_pass, (tape, right) in enumerate(zip(got, right_run(model, plan), strict=True)):
         ours, theirs = stage_keys(right), stage_keys(tape)
@@ -135,7 +135,7 @@ def first_shown(model: str, plan: str, style: str, got: Sequence[Tape], noticed:
 
 
 def farthest_token(name: str, got: np.ndarray, want: np.ndarray) -> float:
-    """Of the token that is farthest off; infinite where shapes or what is finite differ."""
+    """Measure the error of the worst token; infinite if shapes or the positions of finite numbers differ."""
     if got.shape != want.shape or not np.array_equal(np.isfinite(got), np.isfinite(want)):
         return np.inf
     axis = token_axis(BY_NAME[name.rpartition(".")[2]])
@@ -145,7 +145,7 @@ def farthest_token(name: str, got: np.ndarray, want: np.ndarray) -> float:
 
 
 def cases() -> Iterator[Case]:
-    """Every bug with all it computes, and in one more style in which it can be seen; models by turns. Then pairs."""
+    """Yield every bug with all tensors and in one more style that can show it, on models by turns, then pairs."""
     for number, bug in enumerate(BUGS.values()):
         models = [bug.models[(number + i) % len(bug.models)] for i in range(len(bug.models))]
         if bug.shapes:
@@ -157,7 +157,7 @@ def cases() -> Iterator[Case]:
 
 
 def unseen() -> Iterator[Case]:
-    """Bugs behind the end of a dump: of what it shows nothing is wrong, and it could not have shown their mistakes."""
+    """Yield bugs after the end of a dump: nothing that it shows is wrong, and it could not have shown the mistake."""
     for bug in BUGS.values():
         if bug.first_pass and bug.name in NAMES:
             yield Case((bug,), bug.models[0], "modules")

@@ -36,7 +36,7 @@ ROWS = (
 
 
 def table() -> Iterator[str]:
-    """Lines of Markdown."""
+    """Yield the lines of a Markdown table."""
     yield f"| right engines | {' | '.join(PARTS)} |"
     yield f"|---|{'---|' * len(PARTS)}"
     by_name = {variant.name: variant for variant in HONEST}
@@ -45,7 +45,7 @@ def table() -> Iterator[str]:
 
 
 def cells(variant: Honest) -> Iterator[str]:
-    """What is seen of one engine, part by part."""
+    """Yield one cell for each group of stages: the largest local error of an engine, and its share of the tolerance."""
     results = [
         result
         for model in MODELS

@@ -42,7 +42,7 @@ _SLOTS = 64  # of the cache
 
 @cache
 def model_path(model: str) -> Path:
-    """A model built in or at a path, or a built-in one in blocks: `micro-qwen2@Q4_0`."""
+    """Find the file of a model: built in, at a path, or a built-in one in blocks, as in `micro-qwen2@Q4_0`."""
     name, in_blocks, blocks = model.partition("@")
     if not in_blocks:
         return find(name)
@@ -103,17 +103,17 @@ class Port:
         setattr(self, step, chosen)
 
     def note(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Write onto the tape; gives the array back."""
+        """Write an array onto the tape and return it."""
         assert array.dtype == np.float32, name
         self.tape[-1][name if name in _OUTSIDE else f"blk{self.layer}.{name}"] = array.copy()
         return array
 
     def noted(self, name: str) -> np.ndarray:
-        """What stands on the tape for this layer and pass."""
+        """Read an array of this layer and pass from the tape."""
         return self.tape[-1][f"blk{self.layer}.{name}"]
 
     def run(self, ids: Sequence[int]) -> np.ndarray:
-        """One pass over new tokens, after those of the passes before; gives logits of each."""
+        """Run one pass over new tokens, after those of the passes before; return the logits of each."""
         self.tape.append({})
         self.layer = 0
         x = self.note("tok", self.embed(np.asarray(ids)))
@@ -128,7 +128,7 @@ class Port:
         return x
 
     def block(self, x: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Attention, then the gated feed-forward part."""
+        """Compute one layer: attention, then the gated feed-forward part."""
         self.given = x
         h = self.note("xn", self.norm(x, "xn"))
         mid = self.note("mid", self.add(x, self.attend(h, places), "mid"))
@@ -138,7 +138,7 @@ class Port:
         return self.add(mid, self.note("ffn", self.linear(gu, "d")), "out")
 
     def attend(self, h: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Attention of all heads."""
+        """Compute attention of all heads."""
         q, k, v = (self.note(f"{name}_lin", self.linear(h, name)) for name in "qkv")
         q, k, v = self.cut(q, "q"), self.cut(k, "k"), self.cut(v, "v")  # (tokens, heads, d)
         if "q_unit" in self.layers[self.layer]:
@@ -152,34 +152,34 @@ class Port:
         return self.note("att", self.linear(mixed, "o"))
 
     def run_head(self, x: np.ndarray) -> np.ndarray:
-        """Logits."""
+        """Compute the logits."""
         return self.linear(x, "lg")
 
     # The steps. ---------------------------------------------------------------------------------------------------
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Rows of the table."""
+        """Look up the rows of the embedding table."""
         return self.top["tok"][ids]
 
     def places(self, n: int) -> np.ndarray:
-        """Positions of the new tokens."""
+        """List the positions of the new tokens."""
         return np.arange(n) + self.filled + self.start
 
     def gain(self, name: str) -> np.ndarray:
-        """What a norm multiplies with."""
+        """Return the factors of a norm."""
         return self.top["fin"] if name == "fin" else self.layers[self.layer][name]
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        """Root mean square norm of the last axis."""
+        """Normalise the last axis by its root mean square."""
         mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
         return x * (1 / np.sqrt(mean + np.float32(self.eps))) * self.gain(name)
 
     def matrix(self, name: str) -> np.ndarray:
-        """What a projection multiplies with, (out, in)."""
+        """Return the matrix of a projection, (out, in)."""
         return self.top["lg"] if name == "lg" else self.layers[self.layer][name]
 
     def linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        """A projection, and its bias where there is one."""
+        """Apply a projection, and its bias if it has one."""
         return self.bias(x @ self.matrix(name).T, name)
 
     def bias(self, y: np.ndarray, name: str) -> np.ndarray:
@@ -188,20 +188,20 @@ class Port:
         return y if bias is None else y + bias
 
     def cut(self, x: np.ndarray, name: str) -> np.ndarray:
-        """Into heads."""
+        """Cut a projection into heads."""
         return x.reshape(len(x), -1, self.d)
 
     def exponents(self) -> np.ndarray:
-        """Of theta, for each pair."""
+        """Compute the exponent of theta for each pair."""
         return np.arange(0, self.d, 2) / self.d
 
     def speeds(self) -> np.ndarray:
-        """Radians per position of each pair."""
+        """Compute the radians per position of each pair."""
         speeds = 1.0 / self.theta ** self.exponents()
         return self.slowed(speeds) if self.stretch else speeds
 
     def slowed(self, speeds: np.ndarray) -> np.ndarray:
-        """The llama3 rule: long waves by the factor, short ones not, a ramp between."""
+        """Apply the llama3 rule: divide long waves by the factor, keep short ones, and use a ramp between."""
         factor, low, high, context = (self.stretch[key] for key in ("factor", "low", "high", "context"))
         slow = []
         for speed in speeds:
@@ -216,57 +216,57 @@ class Port:
         return np.array(slow)
 
     def tables(self, places: np.ndarray) -> np.ndarray:
-        """Cosines and sines, (2, tokens, 1, d / 2)."""
+        """Compute cosines and sines, (2, tokens, 1, d / 2)."""
         angles = places[:, None, None] * self.speeds()
         return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
     def turn(self, x: np.ndarray, places: np.ndarray, name: str) -> np.ndarray:
-        """Rotary embedding of queries or keys."""
+        """Apply the rotary embedding to queries or keys."""
         cos, sin = self.tables(places)
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def remember(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Write into the cache; gives all keys and values so far, (kv heads, tokens, d)."""
+        """Write into the cache; return all keys and values so far, (kv heads, tokens, d)."""
         end = self.filled + len(k)
         self.all_keys[self.layer, self.filled : end] = k
         self.all_values[self.layer, self.filled : end] = v
         return self.all_keys[self.layer, :end].swapaxes(0, 1), self.all_values[self.layer, :end].swapaxes(0, 1)
 
     def source(self, head: int, name: str) -> int:
-        """Which head of the keys `K` or values `V` a query head reads."""
+        """Choose the head of the keys `K` or values `V` that a query head reads."""
         return head // (self.n_q // self.n_kv)
 
     def compare(self, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Scaled products, (heads, tokens, context)."""
+        """Compute the scaled products, (heads, tokens, context)."""
         scores = [q[:, h] @ keys[self.source(h, "K")].T for h in range(self.n_q)]
         return np.stack(scores) * np.float32(self.scale)
 
     def visible(self, n: int, context: int) -> np.ndarray:
-        """Which keys a query may see, (tokens, context)."""
+        """Mark the keys that each query may see, (tokens, context)."""
         return np.arange(context) <= np.arange(context - n, context)[:, None]
 
     def hide(self, scores: np.ndarray) -> np.ndarray:
-        """The causal mask."""
+        """Apply the causal mask."""
         return np.where(self.visible(*scores.shape[1:]), scores, np.float32(-np.inf))
 
     def share(self, scores: np.ndarray) -> np.ndarray:
-        """Softmax over the keys."""
+        """Apply the softmax over the keys."""
         e = np.exp(scores - scores.max(axis=-1, keepdims=True))
         return e / e.sum(axis=-1, keepdims=True)
 
     def mix(self, p: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Values by their shares, (heads, tokens, d)."""
+        """Sum the values by their shares, (heads, tokens, d)."""
         return np.stack([p[h] @ values[self.source(h, "V")] for h in range(self.n_q)])
 
     def join(self, heads: np.ndarray) -> np.ndarray:
-        """Heads of a token side by side."""
+        """Put the heads of a token side by side."""
         return np.concatenate(list(heads), axis=-1)
 
     def gated(self, g: np.ndarray, u: np.ndarray) -> np.ndarray:
-        """SwiGLU."""
+        """Compute SwiGLU."""
         return g / (1 + np.exp(-g)) * u
 
     def add(self, x: np.ndarray, branch: np.ndarray, name: str) -> np.ndarray:
-        """The residual connection that makes `mid` or `out`."""
+        """Add the residual connection that makes `mid` or `out`."""
         return x + branch

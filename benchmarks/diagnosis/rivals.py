@@ -66,7 +66,7 @@ class Beside:
 
 
 def meant(names: Sequence[str]) -> set[str]:
-    """Classes of causes that could be meant by a mistake of one of these names, in the widest sense of the words.
+    """List the classes of causes that a mistake of one of these names could mean, in the widest sense of the words.
 
     A wrong formula is what every mistake is, unless it is one of precision; a multiplier is missing, or wrong, wherever
     something is scaled, added or forgotten.
@@ -78,7 +78,7 @@ def meant(names: Sequence[str]) -> set[str]:
 
 
 def answers(model: str, dump: StageDump) -> dict[str, Answer]:
-    """What each rule says of a dump."""
+    """Judge a dump by each rule."""
     rows = list(_beside(model, dump))
     return {
         "skill": _skill(rows),
@@ -110,7 +110,7 @@ def _first(rows: list[Beside], is_bad: Callable[[Beside], bool]) -> Answer:
 
 
 def _skill(rows: list[Beside]) -> Answer:
-    """The worst component whose next two fail, too, or else the worst one; its class by the size of its ratio."""
+    """Choose the worst component whose next two fail too, else the worst; class it by the size of its ratio."""
     bad = [row.ratio >= THRESHOLD for row in rows]
     failing = sorted((at for at, fails in enumerate(bad) if fails), key=lambda at: -rows[at].ratio)
     if not failing:

@@ -87,7 +87,7 @@ def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
 
 
 def every_job() -> list[Job]:
-    """All that can be asked."""
+    """List every dump that can be judged."""
     planted = [("planted", case.name, partial(_planted, case)) for case in cases()]
     reports = [("reports", report.bug.name, partial(of_report, report)) for report in REPORTS]
     pairs = [(variant, model) for variant in HONEST for model in variant.models]
@@ -125,7 +125,7 @@ def _planted(case: Case) -> Answer:
 
 
 def chosen(*, quick: bool = False, only: str = "") -> list[Job]:
-    """What is asked; quickly, of each group some that lie far apart."""
+    """List the dumps to judge; with `quick`, a sample spread over each group."""
     groups: dict[str, list[Job]] = defaultdict(list)
     for job in every_job():
         if only in job[1]:
@@ -156,14 +156,14 @@ def _ask(at: int) -> Answer:
 
 
 def marks(answers: Sequence[Answer], criterion: str, rule: str = "") -> list[bool]:
-    """Whether each answer that a criterion applies to is right by it; those of another's rule, if one is named."""
+    """Mark each answer that a criterion applies to as right or wrong, by llorch's rule or by the named other rule."""
     rights = [answer.rivals.get(rule, {}) if rule else answer.right for answer in answers if criterion in answer.right]
     is_judged = any(criterion in right for right in rights)  # a rule without names has none to be judged
     return [right.get(criterion, False) for right in rights] if is_judged else []
 
 
 def missed(answers: Sequence[Answer]) -> list[str]:
-    """Goals that are not reached."""
+    """List the goals that are not reached."""
     shares = {criterion: marks(answers, criterion) for criterion in GOALS}
     return [f"{name}: {_share(shares[name])}" for name, goal in GOALS.items() if _mean(shares[name]) < goal]
 
@@ -177,7 +177,7 @@ def _share(right: Sequence[bool]) -> str:
 
 
 def table(answers: Sequence[Answer]) -> str:
-    """Shares by group and criterion, those of the rivals beside them, and the time."""
+    """Write the shares by group and criterion, with those of other rules and the time."""
     lines = [f"{'':24}{'llorch':>18}" + "".join(f"{rule:>18}" for rule in RULES)]
     for group in dict.fromkeys(answer.group for answer in answers):
         some = [answer for answer in answers if answer.group == group]

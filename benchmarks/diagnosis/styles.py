@@ -73,17 +73,17 @@ class Written:
 
 
 def stage_keys(tape: Tape) -> dict[str, np.ndarray]:
-    """What stands on the tape of a pass by the keys of the stage table."""
+    """Rename the tape of a pass to the keys of the stage table."""
     return {key(_STAGES[own], layer): tape[name] for name, own, layer in _names(tape)}
 
 
 def in_memory(passes: Sequence[Tokens], tapes: Sequence[Tape]) -> StageDump:
-    """Everything, without a file."""
+    """Make a dump of everything, without a file."""
     return StageDump.of_arrays(passes, *map(stage_keys, tapes), source="port", dtype="float32")
 
 
 def shown(style: str, model: str, n_pass: int, tape: Tape) -> list[str]:
-    """Stage keys of a pass that a style shows."""
+    """List the stage keys of a pass that a style shows."""
     return [key(_STAGES[own], layer) for _, own, layer in _selected(style, model, n_pass, tape)]
 
 
@@ -171,7 +171,7 @@ def _nodes(folder: Path, model: str, passes: Sequence[Tokens], tapes: Sequence[T
 
 
 def _in_pairs(x: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """Queries or keys as llama.cpp has them: of Llama, the two halves of a head by turns."""
+    """Order queries or keys as llama.cpp does: for Llama, the two halves of each head alternate."""
     if config.family != "llama":
         return x
     return x.reshape(-1, 2, config.head_dim // 2).swapaxes(1, 2).reshape(x.shape)

@@ -48,48 +48,48 @@ class Trainer:
             setattr(self, name, method.__get__(self))
 
     def scale(self, name: str) -> float:
-        """Of an adapter's product."""
+        """Compute the factor of an adapter's product."""
         return self.alphas[name] / (math.sqrt(self.ranks[name]) if self.stabilised else self.ranks[name])
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """A frozen matrix, with its adapter beside it."""
+        """Apply a frozen matrix and add the output of its adapter."""
         return x @ self.w[name].T + self.detour(x, name)
 
     def detour(self, x: Tensor, name: str) -> Tensor:
-        """What the adapter adds."""
+        """Compute the output of the adapter."""
         return self.scale(name) * ((x @ self.p[f"{name}.lora_A"].T) @ self.p[f"{name}.lora_B"].T)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm."""
+        """Apply RMSNorm."""
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.c.rms_norm_eps) * self.w[name]
 
     def angles(self, n: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (n, head_dim)."""
+        """Compute cosines and sines, (n, head_dim)."""
         half = torch.arange(0, self.c.head_dim, 2, dtype=torch.float64) / self.c.head_dim
         turned = torch.arange(n, dtype=torch.float64)[:, None] / self.c.rope_theta**half
         both = torch.cat([turned, turned], -1)
         return both.cos().float(), both.sin().float()
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Of (rows, n, heads, head_dim)."""
+        """Rotate queries or keys, (rows, n, heads, head_dim)."""
         cos, sin = (table[:, None] for table in self.angles(x.shape[1]))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Over keys."""
+        """Apply the softmax over the keys."""
         return torch.softmax(scores, -1)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Of (rows, heads, n, head_dim)."""
+        """Compute the scaled scores of (rows, heads, n, head_dim)."""
         return q @ k.transpose(-1, -2) / math.sqrt(self.c.head_dim)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Every key or value head for all query heads of its group."""
+        """Repeat every key or value head for all query heads of its group."""
         return x.repeat_interleave(self.c.n_heads // self.c.n_kv_heads, 2)
 
     def attention(self, h: Tensor, i: int) -> Tensor:
-        """All of it, up to the output matrix."""
+        """Compute attention, the output matrix included."""
         rows, n, _ = h.shape
         q, k, v = (self.linear(h, f"layers.{i}.{kind}_proj").view(rows, n, -1, self.c.head_dim) for kind in "qkv")
         if self.c.qk_norm:
@@ -101,72 +101,72 @@ class Trainer:
         return self.linear(mixed, f"layers.{i}.o_proj")
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """SwiGLU's product."""
+        """Compute the product of SwiGLU."""
         return gate * torch.sigmoid(gate) * up
 
     def block(self, x: Tensor, i: int) -> Tensor:
-        """One layer."""
+        """Compute one layer."""
         x = x + self.attention(self.norm(x, f"layers.{i}.attn_norm"), i)
         h = self.norm(x, f"layers.{i}.ffn_norm")
         act = self.gated(self.linear(h, f"layers.{i}.gate_proj"), self.linear(h, f"layers.{i}.up_proj"))
         return x + self.linear(act, f"layers.{i}.down_proj")
 
     def logits(self, ids: Tensor) -> Tensor:
-        """The forward pass."""
+        """Run the forward pass."""
         x = self.w["embed_tokens"][ids]
         for i in range(self.c.n_layers):
             x = self.block(x, i)
         return self.norm(x, "final_norm") @ self.w["lm_head"].T
 
     def targets(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """What every row of logits should predict."""
+        """Shift the labels: row i of the logits should predict label i + 1."""
         return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
 
     def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Of every row of logits, 0 where nothing is learned."""
+        """Compute the loss of every row of logits, 0 where nothing is learned."""
         log_p = torch.log_softmax(logits, -1)
         own, e = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], self.s["label_smoothing"]
         return torch.where(targets == -100, 0.0, (1 - e) * own - e * log_p.mean(-1))
 
     def loss(self, losses: Sequence[Tensor], targets: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
-        """Of a step, from those of its micro-batches."""
+        """Compute the loss of a step from those of its micro-batches."""
         learned = sum(int((one != -100).sum()) for one in targets)
         return sum((one.sum() for one in losses), torch.zeros(())) / learned
 
     def gradients(self, loss: Tensor) -> Named:
-        """Of everything trained; zero where nothing arrives."""
+        """Compute the gradients of everything trained, zero where nothing arrives."""
         found = torch.autograd.grad(loss, list(self.p.values()), allow_unused=True)
         return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(self.p.items(), found, strict=True)}
 
     def total_norm(self, grads: Named) -> Tensor:
-        """Of all gradients together."""
+        """Compute the norm of all gradients together."""
         return torch.sqrt(sum((g.pow(2).sum() for g in grads.values()), torch.zeros(())))
 
     def clip(self, grads: Named, norm: Tensor) -> Named:
-        """Scaled to the largest norm."""
+        """Scale the gradients down to the largest norm."""
         factor = min(1.0, self.s["max_grad_norm"] / (float(norm) + 1e-6))
         return {name: grad * factor for name, grad in grads.items()}
 
     def moments(self, name: str, g: Tensor) -> None:
-        """Both running means."""
+        """Update both running means."""
         b1, b2 = self.s["betas"]
         self.m[name] = b1 * self.m[name] + (1 - b1) * g
         self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
 
     def update(self, name: str) -> Tensor:
-        """The tensor after decay and step."""
+        """Compute a tensor after decay and step."""
         (b1, b2), lr = self.s["betas"], self.s["lr"]
         m, v = self.m[name] / (1 - b1**self.t), self.v[name] / (1 - b2**self.t)
         return self.p[name] * (1 - lr * self.s["weight_decay"]) - lr * m / (v.sqrt() + self.s["eps"])
 
     def optimize(self, grads: Named) -> None:
-        """AdamW."""
+        """Apply AdamW to all tensors."""
         for name, grad in grads.items():
             self.moments(name, grad)
             self.p[name] = self.update(name).detach()
 
     def step(self, micros: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """One optimizer step: everything that it shows, under the names of a dump."""
+        """Run one optimizer step; return everything that it shows, under the names of a dump."""
         self.t, shown, found = self.t + 1, {}, []
         self.p = {name: p.detach().requires_grad_() for name, p in self.p.items()}
         for k, micro in enumerate(micros, 1):
@@ -186,7 +186,7 @@ class Trainer:
 
 
 def peft_name(name: str) -> str:
-    """As PEFT calls a tensor."""
+    """Return the name that PEFT uses for a tensor."""
     path, _, kind = name.rpartition(".")
     block = "mlp" if any(part in path for part in ("gate", "up", "down")) else "self_attn"
     head, _, last = path.rpartition(".")

@@ -46,19 +46,19 @@ class Through(torch.autograd.Function):
 
 
 def through(result: Tensor, x: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
-    """`result`, whose gradient goes back to `x` through `back`."""
+    """Return `result`, but send its gradient back to `x` through `back`."""
     return Through.apply(result.detach(), back, x)  # type: ignore[return-value]
 
 
 def re_read(array: Tensor) -> Tensor:
-    """A file of the transpose, taken for the matrix."""
+    """Read a file of the transpose as if it held the matrix."""
     return array.reshape(array.shape[1], array.shape[0]).T
 
 
 def detour(
     of: Callable[[Trainer, str], float], a: Any = None, b: Any = None, cut: bool = False
 ) -> Callable[..., Tensor]:
-    """An adapter with another scale or other matrices, or one that sends nothing back to its input."""
+    """Make an adapter with another scale or other matrices, or one that sends no gradient back to its input."""
 
     def wrong(self: Trainer, x: Tensor, name: str) -> Tensor:
         A, B = self.p[f"{name}.lora_A"], self.p[f"{name}.lora_B"]
@@ -69,13 +69,13 @@ def detour(
 
 
 def rotated_again(self: Trainer, x: Tensor) -> Tensor:
-    """On the way back turned the same way once more."""
+    """Rotate the gradient the same way once more in the backward pass."""
     right = Trainer.rotate(self, x)
     return through(right, x, lambda grad: Trainer.rotate(self, grad))
 
 
 def softmax_of(back: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """A softmax with another derivative."""
+    """Make a softmax with another derivative."""
 
     def wrong(self: Trainer, scores: Tensor) -> Tensor:
         probs = torch.softmax(scores, -1)
@@ -85,20 +85,20 @@ def softmax_of(back: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor
 
 
 def plain_scores(self: Trainer, q: Tensor, k: Tensor) -> Tensor:
-    """Scaled forwards only."""
+    """Scale the scores in the forward pass only."""
     product = q @ k.transpose(-1, -2)
     return through(product / math.sqrt(self.c.head_dim), product, lambda grad: grad)
 
 
 def one_of_group(self: Trainer, x: Tensor) -> Tensor:
-    """Only the first query head of a group sends something back."""
+    """Send a gradient back from the first query head of each group only."""
     wide, group = Trainer.spread(self, x), self.c.n_heads // self.c.n_kv_heads
     first = (torch.arange(wide.shape[2]) % group == 0)[:, None]
     return torch.where(first, wide, wide.detach())
 
 
 def loss_by(count: Callable[[Sequence[Tensor], Sequence[Tensor]], float]) -> Callable[..., Tensor]:
-    """The sum divided by something else."""
+    """Divide the sum of the losses by another count."""
 
     def wrong(self: Trainer, losses: Any, targets: Any, held: Any) -> Tensor:
         return sum((one.sum() for one in losses), torch.zeros(())) / count(targets, held)
@@ -107,7 +107,7 @@ def loss_by(count: Callable[[Sequence[Tensor], Sequence[Tensor]], float]) -> Cal
 
 
 def means(of_rows: bool, total: bool = False) -> Callable[..., Tensor]:
-    """Means of rows or of micro-batches, averaged or added up."""
+    """Average or add up the means of rows or of micro-batches."""
 
     def wrong(self: Trainer, losses: Any, targets: Any, held: Any) -> Tensor:
         dims = 1 if of_rows else (0, 1)
@@ -119,14 +119,14 @@ def means(of_rows: bool, total: bool = False) -> Callable[..., Tensor]:
 
 
 def smoothed(self: Trainer, logits: Tensor, targets: Tensor) -> Tensor:
-    """The uniform part on top of the whole of the other."""
+    """Add the uniform part of label smoothing to the whole token loss, instead of to (1 - e) of it."""
     log_p, e = torch.log_softmax(logits, -1), self.s["label_smoothing"]
     own = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return torch.where(targets == -100, 0.0, own - e * log_p.mean(-1))
 
 
 def moments_by(m: Callable[..., Tensor], v: Callable[..., Tensor]) -> Callable[..., None]:
-    """Other running means."""
+    """Replace the running means by others."""
 
     def wrong(self: Trainer, name: str, g: Tensor) -> None:
         b1, b2 = self.s["betas"]
@@ -136,7 +136,7 @@ def moments_by(m: Callable[..., Tensor], v: Callable[..., Tensor]) -> Callable[.
 
 
 def mean_of(kind: str, square: bool = False) -> Callable[..., Tensor]:
-    """The right running mean."""
+    """Make the correct update of a running mean."""
     return lambda self, name, g, b: b * getattr(self, kind)[name] + (1 - b) * (g * g if square else g)
 
 
@@ -157,14 +157,14 @@ def update(  # noqa: D103
 
 
 def coupled(self: Trainer, grads: dict[str, Tensor]) -> None:
-    """Adam with L2."""
+    """Replace AdamW by Adam with L2 decay."""
     decay, self.s["weight_decay"] = self.s["weight_decay"], 0.0
     Trainer.optimize(self, {name: grad + decay * self.p[name].detach() for name, grad in grads.items()})
     self.s["weight_decay"] = decay
 
 
 def hooked(factor: float, name: str) -> Callable[..., dict[str, Tensor]]:
-    """One gradient of all is off."""
+    """Multiply one gradient by a factor."""
 
     def wrong(self: Trainer, loss: Tensor) -> dict[str, Tensor]:
         grads = Trainer.gradients(self, loss)

@@ -51,7 +51,7 @@ class Witness:
 
 
 def witnesses() -> Iterator[Witness]:
-    """All of them."""
+    """Yield the runs of all engines that others wrote."""
     for model in MODELS:
         for engine in ("transformers", "llamacpp"):
             for case in ("near", "far"):
@@ -76,7 +76,7 @@ def _later(write: Callable[..., Written], *args: object) -> Callable[[Path], Wri
 
 
 def path_of(model: str, folder: Path) -> Path:
-    """The file of a model; one that is not built in is written into the folder."""
+    """Find the file of a model, which is written into the folder if the model is not built in."""
     return builtin_path(model) if model in MODELS else write_model(model, folder)
 
 

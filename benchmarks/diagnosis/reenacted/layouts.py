@@ -15,12 +15,12 @@ def _rows(port: Port, name: str, order: Callable[[np.ndarray], np.ndarray]) -> N
 
 
 def _paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in halves brought into pairs, as converters to GGUF do, with some number of heads."""
+    """Reorder rows from halves into pairs, as converters to GGUF do, for some number of heads."""
     return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _halved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The way back."""
+    """Reorder rows from pairs into halves: the inverse of `_paired`."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -36,21 +36,21 @@ def _in_pairs(port: Port) -> None:
 @report("karpathy/llama2.c#286", "gibberish after some twenty tokens", HEADS, "rope-interleaved-pairs",
         model="micro-llama")  # fmt: skip
 def order_of_hugging_face_rotated_in_pairs(port: Port) -> None:
-    """Rows of q and k stayed in Hugging Face's order, the engine turns neighbours."""
+    """Keep rows of q and k in Hugging Face's order, but rotate neighbours."""
     _in_pairs(port)
 
 
 @report("huggingface/candle#3411", "logits drift by 11.7 over 48 layers", HEADS, "rope-interleaved-pairs",
         model="micro-qwen3")  # fmt: skip
 def interleaved_kernel_for_a_qwen(port: Port) -> None:
-    """The kernel of the interleaved kind was called for a model with halves."""
+    """Call the kernel for interleaved pairs on a model with halves."""
     _in_pairs(port)
 
 
 @report("NeuraLegion/shainet#111", "the first words are right, then garbage", HEADS,
         "rope-interleaved-pairs rope-scaling-missing", model="micro-llama3")  # fmt: skip
 def pairs_and_no_scaling(port: Port) -> None:
-    """Two at once: neighbours are turned, and the llama3 scaling is not there."""
+    """Make two mistakes at once: rotate neighbours, and leave out the llama3 scaling."""
     _in_pairs(port)
     port.stretch = {}
 
@@ -58,21 +58,21 @@ def pairs_and_no_scaling(port: Port) -> None:
 @report("ggml-org/llama.cpp#3018", "TinyLlama converts and speaks gibberish", ("k_proj",),
         "k-rows-reordered-by-query-heads", model="story")  # fmt: skip
 def keys_permuted_by_the_group(port: Port) -> None:
-    """The converter permuted k with n_heads // n_kv_heads heads, the engine undoes it with n_kv_heads."""
+    """Permute k in the converter with n_heads // n_kv_heads heads, and undo it with n_kv_heads."""
     _rows(port, "k", lambda rows: _halved(_paired(rows, port.n_q // port.n_kv), port.n_kv))
 
 
 @report("huggingface/transformers#31766", "a llama3 that went to GGUF and back is another", ("k_proj",),
         "k-rows-reordered-by-query-heads", model="story")  # fmt: skip
 def keys_undone_with_query_heads(port: Port) -> None:
-    """The way back from GGUF took the number of query heads for k."""
+    """Undo the order of k in a GGUF file with the number of query heads."""
     _rows(port, "k", lambda rows: _halved(_paired(rows, port.n_kv), port.n_q))
 
 
 @report("nntile/nntile#347", "right with one head, wrong with several", ("attn_out",), "o-proj-heads-interleaved",
         model="micro-qwen3")  # fmt: skip
 def columns_of_o_by_dimension(port: Port) -> None:
-    """The output projection took its columns as (head_dim, heads)."""
+    """Take the columns of the output projection as (head_dim, heads)."""
 
     def swapped(matrix: np.ndarray) -> np.ndarray:
         return matrix.reshape(len(matrix), port.d, port.n_q).swapaxes(1, 2).reshape(matrix.shape)
@@ -83,7 +83,7 @@ def columns_of_o_by_dimension(port: Port) -> None:
 @report("nntrainer/nntrainer#4194", "fluent nonsense", ("ffn_gate", "ffn_up"), "ffn-gate-and-up-swapped",
         model="micro-qwen3")  # fmt: skip
 def gate_and_up_in_the_other_order(port: Port) -> None:
-    """Up came first in the file of the converter."""
+    """Put up before gate in the converter's file."""
     for layer in port.layers:
         layer["g"], layer["u"] = layer["u"], layer["g"]
 
@@ -91,7 +91,7 @@ def gate_and_up_in_the_other_order(port: Port) -> None:
 @report("sbryngelson/ANEForge#253", "Qwen2.5 answers in other alphabets, TinyLlama is right",
         ("q_proj", "k_proj", "v_proj"), "qkv-bias-missing", model="micro-qwen2")  # fmt: skip
 def biases_not_loaded(port: Port) -> None:
-    """The adapter of the loader read weights only."""
+    """Load only weights in the adapter of the loader, and no biases."""
     for layer in port.layers:
         for name in "qkv":
             del layer[f"{name}.b"]
@@ -100,14 +100,14 @@ def biases_not_loaded(port: Port) -> None:
 @report("EricLBuehler/candle-vllm#167", "Qwen2 without its biases", ("q_proj", "k_proj", "v_proj"), "qkv-bias-missing",
         model="micro-qwen2", plan="whole")  # fmt: skip
 def bias_is_off_by_default(port: Port) -> None:
-    """attention_bias was taken for false where the config is silent."""
+    """Take attention_bias for false if the config does not say it."""
     port.around("bias", lambda right, y, name: y if name in "qkv" else right(y, name))
 
 
 @report("pegainfer-project/pegainfer#544", "completions collapse into repeated tokens", ("logits",),
         "logits-tied-wrongly", model="micro-qwen3")  # fmt: skip
 def head_replaced_by_embeddings(port: Port) -> None:
-    """The head of an untied model was not looked for."""
+    """Use the embeddings of an untied model as its head, which the engine did not look for."""
     port.top["lg"] = port.top["tok"]
 
 
@@ -119,5 +119,5 @@ def head_replaced_by_embeddings(port: Port) -> None:
     model="micro-llama3",
 )
 def tied_head_not_loaded(port: Port) -> None:
-    """The tied head came to nothing on its way to the device."""
+    """Lose the tied head on its way to the device, so that it is zero."""
     port.top["lg"] = np.zeros_like(port.top["lg"])

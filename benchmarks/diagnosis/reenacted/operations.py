@@ -11,7 +11,7 @@ from benchmarks.diagnosis.reenacted.reporting import HEADS, report
 @report("meta-pytorch/torchtune#2809", "Qwen3 trains and evaluates a little worse", HEADS, "rope-before-norm",
         model="micro-qwen3")  # fmt: skip
 def heads_turned_before_they_are_normalised(port: Port) -> None:
-    """RoPE came before the norm of the heads."""
+    """Apply RoPE before the norm of the heads."""
     turning: list[str] = []
 
     def norm(right: Callable[..., np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
@@ -31,7 +31,7 @@ def heads_turned_before_they_are_normalised(port: Port) -> None:
 @report("vllm-project/vllm#16311", "MMLU-Pro 0.686 where 0.715 is right", ("q_norm", "k_norm"),
         "norm-of-heads-together", model="micro-qwen3")  # fmt: skip
 def heads_normalised_as_one_row(port: Port) -> None:
-    """Queries and keys were normalised over all heads; Llama 4 there, Qwen3 here."""
+    """Normalise queries and keys over all heads; the report is about Llama 4, here it is Qwen3."""
 
     def norm(right: Callable[..., np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
         if not name.endswith("unit"):
@@ -45,12 +45,12 @@ def heads_normalised_as_one_row(port: Port) -> None:
 @report("ekzhang/jax-js#180", "grouped heads are wrong, plain ones right", ("attn_scores",), "groups-tiled-for-keys",
         model="micro-qwen2")  # fmt: skip
 def heads_tiled(port: Port) -> None:
-    """Keys and values were tiled for the query heads and not repeated."""
+    """Tile keys and values for the query heads instead of repeating them."""
     port.around("source", lambda right, head, name: head % port.n_kv)
 
 
 @report("onnx/onnx#7274", "the operator disagrees with torch", ("attn_context",), "groups-tiled-for-values",
         model="micro-llama", plan="whole")  # fmt: skip
 def values_tiled(port: Port) -> None:
-    """Tile in place of repeat interleave, here for values alone, as where one of two paths was mended."""
+    """Tile instead of repeat interleave, here only for values, like a fix of one path out of two."""
     port.around("source", lambda right, head, name: head % port.n_kv if name == "V" else right(head, name))

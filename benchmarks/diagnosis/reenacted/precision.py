@@ -12,27 +12,27 @@ from benchmarks.diagnosis.roundings import bf16, f16
 @report("QwenLM/Qwen3#910", "exclamation marks only", ("attn_scores",), "scores-in-half scaled-scores-in-half",
         model="micro-qwen2")  # fmt: skip
 def scores_of_half(port: Port) -> None:
-    """Queries and keys were multiplied in float16; real models overflow there, small ones lose digits."""
+    """Multiply queries and keys in float16; real models overflow there, small ones lose digits."""
     port.around("compare", lambda right, q, keys: f16(right(q, keys)))
 
 
 @report("huggingface/transformers#25681", "tables of half precision are off by up to 0.8", HEADS,
         "rope-tables-in-half", model="micro-llama")  # fmt: skip
 def tables_of_half(port: Port) -> None:
-    """Cosines and sines were kept in float16."""
+    """Store cosines and sines in float16."""
     port.around("tables", lambda right, places: f16(right(places)))
 
 
 @report("huggingface/candle#3005", "Qwen3 loses quality far out", HEADS, "rope-frequencies-in-bfloat16",
         model="micro-qwen3", plan="far")  # fmt: skip
 def frequencies_of_bfloat16(port: Port) -> None:
-    """inv_freq was made in the dtype of the model."""
+    """Compute inv_freq in the dtype of the model, bfloat16."""
     port.around("speeds", lambda right: bf16(right()))
 
 
 @report("ggml-org/llama.cpp#27016", "NaN from some length on", ("ffn_out",), "", model="micro-llama", layer=1)
 def overflow_behind_down(port: Port) -> None:
-    """A product overflowed on the way through float16; here its largest value, whatever that is."""
+    """Overflow a product in float16; here the largest value of the product becomes infinite, whatever it is."""
 
     def linear(right: Callable[..., np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
         y = right(x, name)

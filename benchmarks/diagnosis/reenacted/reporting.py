@@ -40,7 +40,7 @@ def report(
     thread: str, seen: str, made: tuple[str, ...], names: str, *, model: str, plan: str = "steps", first_pass: int = 0,
     value: str = "", layer: int | None = None,
 ) -> Callable[[Callable[[Port], None]], Callable[[Port], None]]:  # fmt: skip
-    """Enter a report with the function that plants its cause, whose first line says what it was."""
+    """Enter a report with the function that plants its cause; the first line of its docstring says the cause."""
 
     def enter(plant: Callable[[Port], None]) -> Callable[[Port], None]:
         name = f"{plant.__name__.replace('_', '-')} ({thread})"

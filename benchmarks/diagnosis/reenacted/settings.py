@@ -9,60 +9,60 @@ NORMS = ("attn_norm", "q_norm", "k_norm", "ffn_norm", "final_norm")
 @report("ggml-org/llama.cpp#2373", "perplexity 5.90 where 5.83 is right", NORMS, "norm-eps-1e-6-for-1e-5 norm-eps",
         model="micro-llama", value="1e-06")  # fmt: skip
 def eps_of_llama_1(port: Port) -> None:
-    """Eps was 1e-6, Llama 2 has 1e-5."""
+    """Use eps 1e-6 where Llama 2 has 1e-5."""
     port.eps = 1e-6
 
 
 @report("Wenyueh/MinivLLM#82", "a small drift from the first layer on", NORMS, "norm-eps-1e-5-for-1e-6 norm-eps",
         model="micro-qwen3", value="1e-05")  # fmt: skip
 def eps_not_read(port: Port) -> None:
-    """Eps was the default of the class and not the config's."""
+    """Use the default eps of the class instead of the config's."""
     port.eps = 1e-5
 
 
 @report("ollama/ollama#2379", "a code model writes garbage", HEADS, "rope-base-1e4 rope-theta", model="micro-qwen2",
         value="10000")  # fmt: skip
 def base_not_read(port: Port) -> None:
-    """The base of the file, a million, was not read; 10000 was taken."""
+    """Use base 10000 instead of the base of the file, a million, which the engine did not read."""
     port.theta = 1e4
 
 
 @report("lyogavin/airllm#368", "incoherent after 800 to 1000 tokens", HEADS, "rope-base-1e4 rope-theta",
         model="micro-llama3", plan="far", value="10000")  # fmt: skip
 def base_lost_on_the_way_to_a_layer(port: Port) -> None:
-    """One of two paths does not copy the base, and a default stands in for it."""
+    """Use a default base in one of two paths, which does not copy the base."""
     port.theta = 1e4
 
 
 @report("ggml-org/llama.cpp#8650", "Llama 3.1 loses the thread in long contexts", HEADS, "rope-scaling-missing",
         model="micro-llama3", plan="far")  # fmt: skip
 def no_llama3_scaling(port: Port) -> None:
-    """The scaling of Llama 3.1 was not known yet."""
+    """Leave out the scaling of Llama 3.1, which was not known yet."""
     port.stretch = {}
 
 
 @report("ikawrakow/ik_llama.cpp#2291", "perplexity 2916 for 5.50 at 32k, right near the start", HEADS,
         "rope-scaling-missing", model="micro-llama3")  # fmt: skip
 def frequency_factors_are_null(port: Port) -> None:
-    """rope_freqs was not handed to the operation."""
+    """Leave out rope_freqs, which the operation did not get."""
     port.around("slowed", lambda right, speeds: speeds)
 
 
 @report("meta-llama/llama-models#241", "Llama 3.2 is wrong beyond 80k", HEADS, "rope-scaling-factor",
         model="micro-llama3", plan="far", value="32")  # fmt: skip
 def factor_of_another_size(port: Port) -> None:
-    """The factor was 32 where the model has 8; there it was the other way round."""
+    """Use the factor 32 where the model has 8; the report had the opposite."""
     port.stretch = port.stretch | {"factor": 32}
 
 
 @report("FareedKhan-dev/train-llm-from-scratch#3", "attention is too flat", ("attn_scores",), "scores-scaled-by-hidden",
         model="micro-llama")  # fmt: skip
 def scale_of_the_embedding(port: Port) -> None:
-    """Scores were divided by the root of the embedding's width."""
+    """Divide scores by the root of the embedding's width."""
     port.scale = port.hidden**-0.5
 
 
 @report("mlc-ai/mlc-llm#3426", "cosine 0.862 of embeddings", ("attn_scores",), "scores-not-scaled", model="micro-llama")
 def no_scale_in_a_fallback(port: Port) -> None:
-    """A fallback path multiplied with the default scale, 1."""
+    """Multiply by the default scale, 1, in a fallback path."""
     port.scale = 1.0
