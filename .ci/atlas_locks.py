@@ -56,17 +56,17 @@ def size(package: Mapping[str, Any]) -> int:
 
 
 def bytes_of(wheel: Mapping[str, Any]) -> int:
-    """The size that the index tells, or that of a file of this machine."""
+    """Return the size that the index gives, or the size of the file if it lies on this machine."""
     return wheel["size"] if "size" in wheel else Path(wheel.get("path") or urlparse(wheel["url"]).path).stat().st_size
 
 
 def name_of(wheel: Mapping[str, Any]) -> str:
-    """The file name, which a table may leave to the address."""
+    """Return the file name, taken from the address if the table gives none."""
     return wheel.get("name") or (wheel.get("url") or wheel["path"]).rpartition("/")[2]
 
 
 def tags_of(names: Mapping[str, int]) -> list[tuple[str, frozenset]]:
-    """Machines and Pythons that each wheel is for."""
+    """List the machines and Pythons that each wheel is for."""
     return [(name, parse_wheel_filename(name)[3]) for name in names]
 
 

@@ -36,7 +36,7 @@ FILES = (
 
 
 def test_file(name: str) -> str:
-    """Where the tests of a module lie."""
+    """Return the path of the tests of a module."""
     folder, slash, module = name.rpartition("/")
     return f"tests/{folder}{slash}test_{module}.py"
 
@@ -78,7 +78,7 @@ class Variant:
     left_out: str | None = None
 
     def commands(self) -> tuple[str, ...]:
-        """What is run under it, by python."""
+        """List the commands that python runs under this variant."""
         files = [name for name in FILES.split() if self.left_out is None or not name.startswith(self.left_out)]
         tests = " ".join(map(test_file, files))
         return (*VERIFY, f"-m pytest -n 0 -q -p variants --no-header {tests}")
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def kernels(environment: Mapping[str, str]) -> dict[str, object]:
-    """What the libraries of a process use."""
+    """Ask the libraries in a new process which kernels they use."""
     lines = _python(("-c", KERNELS), environment | {"ONEDNN_VERBOSE": "1"}).splitlines()
     isa = next((line.split("isa:")[1] for line in lines if "cpu,isa:" in line), None)
     return json.loads(lines[-1]) | {"onednn": isa}

@@ -45,24 +45,24 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it was."""
+        """True if the figure reaches its goal."""
         return self.got >= self.least
 
 
 def prefill_load(config: ModelConfig) -> Load:
-    """Prefill of 4096 tokens, or of one less than the context where that is no longer."""
+    """Choose a prefill of 4096 tokens, or of one less than the context if the context is no longer."""
     return Load(min(PREFILL.prompt, config.max_position_embeddings - 1), 1, 1, PREFILL.rounds)
 
 
 def ours(made: MeasuredModel, load: Load) -> dict:
-    """Measure our path; see `llorch.bench.measure`."""
+    """Measure llorch's CUDA path; see `llorch.bench.measure`."""
     engine = TorchEngine(made.module, made.target, load)
     subject = torch_subject(made.module, made.target, made.name, made.weights)
     return measure(engine, subject, load, lambda line: click.echo(f"{made.name}, {made.weights}: {line}", err=True))
 
 
 def same_in_transformers(module: Any, config: ModelConfig) -> Any:
-    """The model of transformers with the very weights of ours, of the Llama family; names of tensors are the same."""
+    """Build the model of transformers on the same weights as llorch's; Llama family, equal names of tensors."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -84,7 +84,7 @@ def same_in_transformers(module: Any, config: ModelConfig) -> Any:
 
 @torch.no_grad()
 def theirs(model: Any, load: Load, device: torch.device) -> dict[str, dict[str, float]]:
-    """Tokens/s of transformers through `generate` with a static cache, which it compiles for decoding on CUDA.
+    """Measure tokens/s of transformers with a static cache, which `generate` compiles for decoding on CUDA.
 
     Decoding is what a generation takes beyond its first token.
     """
@@ -110,7 +110,7 @@ def _generate(model: Any, ids: torch.Tensor, n: int, device: torch.device) -> fl
 
 
 def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) -> list[Goal]:
-    """The goals of one shape, from our decode runs by type of weights, our prefill run, and what `theirs` gives."""
+    """List the goals of one shape, from llorch's decode runs by type of weights, its prefill run, and `theirs`."""
 
     def speed(run: dict, part: str) -> float:
         return run[part]["tokens_per_s"]["median"]
@@ -129,7 +129,7 @@ def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) 
 
 
 def one_shape(name: str, device: str) -> dict:
-    """Everything about one shape; a model at a time is on the device."""
+    """Measure everything about one shape, with one model at a time on the device."""
     decode, prefill, other = {}, {}, {}
     for kind in (*TYPES, *TABLES):
         made = random(name, target(device, "bfloat16", "own"), kind, DECODE, compiled=False)
@@ -163,7 +163,7 @@ def run(command: Sequence[str], cwd: Path) -> dict:
 
 
 def print_goals(shapes: Sequence[dict]) -> None:
-    """One line per goal."""
+    """Print one line per goal."""
     for shape in shapes:
         for goal in shape["goals"]:
             verdict = "met" if goal["met"] else "NOT MET"

@@ -83,14 +83,14 @@ def main(n: int, first: int, dtypes: tuple[str, ...], quantised: bool) -> None:
 
 
 def prompt(config: dict[str, Any], number: int) -> list[int]:
-    """Some tokens."""
+    """Draw tokens for the model with this number."""
     return np.random.default_rng(number).integers(0, config["vocab_size"], N_TOKENS).tolist()
 
 
 def judged_quantised(
     folder: Path, config: dict[str, Any], number: int, *, failed: dict[str, str]
 ) -> Iterator[Comparison]:
-    """Rows of a file in one of the types that llama.cpp writes."""
+    """Judge a file in one of the types that llama.cpp writes, row by row."""
     twin, kind = folder.with_suffix(".gguf"), list(FILE_TYPES)[number % len(FILE_TYPES)]
     convert(folder, twin)
     path = twin.with_name(f"{folder.name}-{kind}.gguf")
@@ -103,7 +103,7 @@ def judged_quantised(
 def judged(
     folder: Path, config: dict[str, Any], number: int, *, dtypes: tuple[str, ...], failed: dict[str, str]
 ) -> Iterator[Comparison]:
-    """Rows of a folder and of its GGUF twin."""
+    """Judge a folder and its GGUF twin, row by row."""
     ids, twin = prompt(config, number), folder.with_suffix(".gguf")
     convert(folder, twin)
     for path in (folder, twin):
@@ -111,7 +111,7 @@ def judged(
 
 
 def runners(dtypes: tuple[str, ...], weights: Weights, *, wide: bool) -> Iterator[Runner]:
-    """All ways of NumPy to run, and of torch in some dtypes."""
+    """Yield all ways of NumPy to run, and of torch in some dtypes."""
     yield from numpy_runners(weights, wide=wide)
     for dtype in dtypes:
         from llorch.pytorch.device import target
@@ -143,7 +143,7 @@ def write_random(folder: Path, rng: np.random.Generator, *, wide: bool = False) 
 
 
 def draw(rng: np.random.Generator) -> dict[str, Any]:
-    """A configuration that both engines load."""
+    """Draw a configuration that both engines load."""
     family = str(rng.choice([*FAMILIES]))
     kv_heads, group, head_dim = int(rng.integers(1, 4)), int(rng.integers(1, 4)), 8 * int(rng.integers(1, 9))
     hidden = kv_heads * group * head_dim if family != "qwen3" else kv_heads * group * 8 * int(rng.integers(1, 7))

@@ -11,23 +11,23 @@ class Draw:
     """The numbers of one model."""
 
     def __init__(self, seed: int) -> None:
-        """The same seed draws the same model."""
+        """Start the draws from a seed; an equal seed gives an equal model."""
         self.rng = np.random.default_rng(seed)
 
     def between(self, low: int, high: int) -> int:
-        """An integer, both ends included."""
+        """Draw an integer, both ends included."""
         return int(self.rng.integers(low, high + 1))
 
     def rarely(self) -> bool:
-        """One in four."""
+        """Return True once in four draws."""
         return self.rng.random() < 0.25
 
     def one_of(self, *choices: Any) -> Any:
-        """Any of these."""
+        """Draw one of these choices."""
         return choices[self.rng.integers(len(choices))]
 
     def dense(self, *, own_head_dim: bool = True) -> Sizes:
-        """What all have; without a `head_dim` heads are together as wide as the model."""
+        """Draw the keys that all families have; without a `head_dim`, all heads together are as wide as the model."""
         n_kv_heads, head_dim = self.between(1, 3), 8 * self.between(1, 3)
         n_heads = n_kv_heads * self.between(1, 3)
         sizes: Sizes = {
@@ -39,20 +39,20 @@ class Draw:
         return sizes | ({"head_dim": head_dim} if own_head_dim else {})
 
     def experts(self, *, shared: bool) -> Sizes:
-        """Experts of every layer, or seldom of some."""
+        """Draw experts in every layer, or seldom in some."""
         n_experts = self.between(2, 13)
         sizes = {"num_experts": n_experts, "num_experts_per_tok": self.between(1, n_experts)}
         sizes |= {"moe_intermediate_size": self.between(6, 60)}
         return sizes | ({"shared_expert_intermediate_size": self.between(6, 60)} if shared else {})
 
     def some_dense(self, n_layers: int) -> Sizes:
-        """Layers without experts, which llama.cpp does not read."""
+        """Draw layers without experts, which llama.cpp does not read."""
         if not self.rarely():
             return {}
         return self.one_of({"decoder_sparse_step": 2}, {"mlp_only_layers": [self.between(0, n_layers - 1)]})
 
     def hybrid(self) -> Sizes:
-        """Delta nets between layers of attention; keys and values seldom of different widths."""
+        """Draw delta nets between layers of attention; keys and values seldom have different widths."""
         n_keys, width, every = self.between(1, 3), 2 * self.between(2, 12), 2 if self.rarely() else 4
         n_layers = self.between(every, 6)
         kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(n_layers)]
@@ -64,14 +64,14 @@ class Draw:
         }  # fmt: skip
 
     def window(self, switch: str | None = None) -> Sizes:
-        """A window that the text is longer than, seldom; `switch` is the key that asks for it."""
+        """Draw a window that a text may exceed and that is seldom turned on; `switch` is the key that turns it on."""
         given = self.rarely()
         asked = {switch: given} if switch else {}
         return asked | {"sliding_window": self.between(3, 40) if given or switch else None}
 
 
 def sections(draw: Draw, head_dim: int, share: float) -> Sizes:
-    """RoPE of three axes over a share of the head; seldom so that llama.cpp leaves pairs of a text unturned."""
+    """Draw RoPE of three axes over a share of the head; seldom so that llama.cpp leaves pairs of a text unrotated."""
     half = int(head_dim * share) // 2
     axes = [half - 2 * (half // 3), half // 3, half // 3] if draw.rarely() else [(half + i) // 3 for i in (2, 1, 0)]
     return {"rope_parameters": {
@@ -81,64 +81,64 @@ def sections(draw: Draw, head_dim: int, share: float) -> Sizes:
 
 
 def drawn(family: str, seed: int) -> Sizes:
-    """The keys of one model; the same seed draws the same."""
+    """Draw the keys of one model; an equal seed gives equal keys."""
     draw = Draw(seed)
     return FAMILIES[family](draw)
 
 
 def qwen2_moe(draw: Draw) -> Sizes:
-    """No head_dim."""
+    """Draw experts with a shared one, without a head_dim."""
     sizes = draw.dense(own_head_dim=False) | draw.experts(shared=True)
     sizes |= {"norm_topk_prob": draw.rarely(), "tie_word_embeddings": False, **draw.window("use_sliding_window")}
     return sizes | draw.some_dense(sizes["num_hidden_layers"])
 
 
 def qwen3_moe(draw: Draw) -> Sizes:
-    """Normalised, seldom not."""
+    """Draw experts whose weights are normalised, seldom not."""
     sizes = draw.dense() | draw.experts(shared=False) | {"norm_topk_prob": not draw.rarely()}
     return sizes | draw.window("use_sliding_window") | draw.some_dense(sizes["num_hidden_layers"])
 
 
 def qwen3_next(draw: Draw) -> Sizes:
-    """Delta nets with experts."""
+    """Draw delta nets with experts."""
     sizes = draw.dense() | draw.experts(shared=True) | {"norm_topk_prob": not draw.rarely()} | draw.hybrid()
     return sizes | {"partial_rotary_factor": draw.one_of(0.25, 0.5, 1.0)} | draw.some_dense(sizes["num_hidden_layers"])
 
 
 def qwen3_5(draw: Draw) -> Sizes:
-    """Delta nets, dense."""
+    """Draw delta nets with dense layers."""
     sizes = draw.dense() | draw.hybrid()
     return sizes | sections(draw, sizes["head_dim"], draw.one_of(0.25, 0.5, 1.0))
 
 
 def qwen3_5_moe(draw: Draw) -> Sizes:
-    """Delta nets with experts in every layer."""
+    """Draw delta nets with experts in every layer."""
     sizes = draw.dense() | draw.experts(shared=True) | draw.hybrid()
     return sizes | sections(draw, sizes["head_dim"], draw.one_of(0.25, 0.5, 1.0))
 
 
 def qwen2(draw: Draw) -> Sizes:
-    """With a window from some layer on."""
+    """Draw a window from some layer on."""
     return (
         draw.dense(own_head_dim=False) | draw.window("use_sliding_window") | {"max_window_layers": draw.between(0, 2)}
     )
 
 
 def mistral(draw: Draw) -> Sizes:
-    """Llama with a window; its file is that of a Llama, whose heads divide the width in transformers."""
+    """Draw a Llama with a window; its file is that of a Llama, and transformers needs heads that divide the width."""
     sizes = draw.dense()
     return sizes | {"hidden_size": sizes["num_attention_heads"] * draw.between(3, 20)} | draw.window()
 
 
 def smollm3(draw: Draw) -> Sizes:
-    """Layers without RoPE: every fourth, seldom others."""
+    """Draw layers without RoPE: every fourth, seldom others."""
     sizes = draw.dense(own_head_dim=False) | {"num_hidden_layers": draw.between(4, 6)}
     every = {"no_rope_layer_interval": 3} if draw.rarely() else {}
     return sizes | every | draw.window("use_sliding_window")
 
 
 def ministral3(draw: Draw) -> Sizes:
-    """YaRN, and a temperature by position."""
+    """Draw YaRN and a temperature by position."""
     rope = {
         "rope_type": "yarn", "rope_theta": 1e5, "factor": float(draw.between(2, 16)),
         "original_max_position_embeddings": draw.one_of(16, 32, 64), "beta_fast": 32.0, "beta_slow": 1.0,
@@ -148,7 +148,7 @@ def ministral3(draw: Draw) -> Sizes:
 
 
 def llama4(draw: Draw) -> Sizes:
-    """Chunks, temperature, weightless norms of heads, experts in some layers."""
+    """Draw chunks, temperature, weightless norms of heads, and experts in some layers."""
     n_experts = draw.between(2, 9)
     sizes = draw.dense() | {"num_local_experts": n_experts, "intermediate_size_mlp": draw.between(10, 120)}
     sizes |= {"num_experts_per_tok": draw.between(1, n_experts), "interleave_moe_layer_step": draw.between(1, 2)}
@@ -159,12 +159,12 @@ def llama4(draw: Draw) -> Sizes:
 
 
 def qwen2_5_vl(draw: Draw) -> Sizes:
-    """The text part; the sections of its RoPE follow from its heads."""
+    """Draw the text part; the sections of its RoPE follow from its heads."""
     return draw.dense(own_head_dim=False)
 
 
 def qwen3_vl(draw: Draw) -> Sizes:
-    """The text part."""
+    """Draw the text part, with sections of RoPE."""
     sizes = draw.dense()
     return sizes | sections(draw, sizes["head_dim"], 1.0)
 

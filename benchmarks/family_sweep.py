@@ -31,7 +31,7 @@ ENGINES = ("llamacpp", "transformers")
 
 @dataclass
 class Judged:
-    """What the judge said of one model."""
+    """Verdicts on one model."""
 
     family: str
     seed: int
@@ -43,7 +43,7 @@ class Judged:
     error: str = ""
 
     def __str__(self) -> str:
-        """A line, and one for each of the first failures."""
+        """Write one line, and one more for each of the first failures."""
         said = f"{self.family} {self.seed}: {self.rows} rows, {self.ties} ties, {len(self.failed)} failed, "
         said += f"judged by {', '.join(f'{name} {n}' for name, n in self.judges.items())}"
         return "\n    ".join([said, *self.failed[:5], *([self.error] if self.error else [])])
@@ -74,7 +74,7 @@ def main(families: tuple[str, ...], n: int, seed: int, with_torch: bool, jobs: i
 
 
 def summary(found: Sequence[Judged]) -> str:
-    """One family."""
+    """Sum up one family in a line."""
     judges = sum((one.judges for one in found), Counter[str]())
     bad = sum(bool(one.failed or one.error) for one in found)
     return (
@@ -85,7 +85,7 @@ def summary(found: Sequence[Judged]) -> str:
 
 
 def judged(family: str, seed: int, with_torch: bool) -> Judged:
-    """One model; what goes wrong is told, not raised, so that the others go on."""
+    """Judge one model; record an error instead of raising it, so that the other models continue."""
     told = Judged(family, seed)
     sizes = drawn(family, seed)
     try:
@@ -101,7 +101,7 @@ def judged(family: str, seed: int, with_torch: bool) -> Judged:
 
 
 def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterator[Path]:
-    """The folder, and its twin where one can be."""
+    """Write the folder, and a GGUF twin if llama.cpp can express the model."""
     from families import random_folder, twin
 
     from llorch.config.llamacpp import cannot_express
@@ -114,7 +114,7 @@ def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterato
 
 
 def judge(path: Path, told: Judged, with_torch: bool) -> None:
-    """One file: the truth has to be there, and one engine at least."""
+    """Judge one file; the float64 reference and at least one engine must run."""
     from llorch.files import open_weights
     from llorch.verify.judge import FAIL, TIE
     from llorch.verify.models import verify_live
@@ -136,14 +136,14 @@ def judge(path: Path, told: Judged, with_torch: bool) -> None:
 
 
 def numpy_only(weights: Any, *, wide: bool) -> Iterator[Any]:
-    """The NumPy path."""
+    """Yield the runners of the NumPy path."""
     from llorch.verify.runners.numpy import numpy_runners
 
     return numpy_runners(weights, wide=wide)
 
 
 def runners(weights: Any, *, wide: bool) -> Iterator[Any]:
-    """The NumPy path, and torch's: as written, with its fastest parts, and beside others in a batch."""
+    """Yield the runners of NumPy and of torch: as written, and with its fastest parts in a batch with others."""
     from llorch.pytorch.device import target
     from llorch.verify.runners.torch import torch_runners
 

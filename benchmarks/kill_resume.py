@@ -34,7 +34,7 @@ PATIENCE = 120.0  # seconds that a run may take to make a step
 
 @dataclass
 class Outcome:
-    """What came of a run that was killed again and again."""
+    """Outcome of a run that was killed again and again."""
 
     killed_after: list[int] = field(default_factory=list)  # lines of the log at each kill
     in_a_save: int = 0  # kills that left a snapshot half written
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs and nothing is left."""
+        """True if nothing differs and nothing is left."""
         return self.comparison is not None and self.comparison.equal and not self.left
 
 

@@ -54,12 +54,12 @@ def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, 
 
 
 def peak() -> float:
-    """Gigabytes that the process had at most; pages of the mapped file count."""
+    """Measure the largest memory of the process in gigabytes; pages of the mapped file count."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def judge(path: Path, n_tokens: int, verify: tuple[str, ...]) -> int:
-    """Run `llorch verify` on the file; its exit code."""
+    """Run `llorch verify` on the file and return its exit code."""
     tokens, start = ",".join(str(100 + at) for at in range(n_tokens)), time.perf_counter()
     status = subprocess.run([sys.executable, "-m", "llorch", *verify, path, "--tokens", tokens]).returncode
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
@@ -99,7 +99,7 @@ def write(path: Path, shape: str) -> None:
 
 
 def llama_7b():
-    """The shape of Llama 2 7B."""
+    """Make a configuration with the shape of Llama 2 7B."""
     from dataclasses import replace
 
     from llorch.verify.expectations.quantised_models import MODELS
@@ -112,7 +112,7 @@ def llama_7b():
 
 
 def qwen_05b():
-    """The shape of Qwen2.5-0.5B."""
+    """Make a configuration with the shape of Qwen2.5-0.5B."""
     from llorch.config import ModelConfig
 
     values = {
@@ -125,7 +125,7 @@ def qwen_05b():
 
 
 def qwen3_30b_a3b():
-    """The shape of Qwen3-30B-A3B."""
+    """Make a configuration with the shape of Qwen3-30B-A3B."""
     from llorch.config import ModelConfig
 
     values = {
@@ -141,7 +141,7 @@ SHAPES = {"7B": llama_7b, "0.5B": qwen_05b, EXPERTS: qwen3_30b_a3b}
 
 
 def type_of(name: str, shape: str, n_layers: int):
-    """The type of a matrix in a Q4_K_M file, or BF16."""
+    """Choose the type of a matrix in a Q4_K_M file, or BF16."""
     from llorch.files.quant import GGMLType
 
     if shape == "0.5B":
@@ -153,7 +153,7 @@ def type_of(name: str, shape: str, n_layers: int):
 
 
 def size_of(shape: tuple[int, ...], kind) -> int:
-    """Bytes of a tensor; None is F32."""
+    """Count the bytes of a tensor; None is F32."""
     import math
 
     from llorch.files.quant import BLOCK_SIZES
@@ -163,7 +163,7 @@ def size_of(shape: tuple[int, ...], kind) -> int:
 
 
 def plain(shape: tuple[int, ...], seed: int):
-    """Gains of one, and the numbers of a router, which must not be equal."""
+    """Make gains of one, or the numbers of a router, which must not be equal."""
     import numpy as np
 
     if len(shape) == 1:
@@ -172,7 +172,7 @@ def plain(shape: tuple[int, ...], seed: int):
 
 
 def blocks(shape: tuple[int, ...], kind, shift: int):
-    """Random blocks, repeated: what they say does not matter here."""
+    """Make random blocks and repeat them: their contents do not matter here."""
     import numpy as np
 
     from llorch.files.quant import BLOCK_SIZES

@@ -70,7 +70,7 @@ def _plain(cost: Any) -> dict[str, Any]:
 
 
 def measured(job: Job, device: str, steps: int, weighed: bool) -> tuple[dict[str, tuple[Job, Any]], bool]:
-    """What the ranks of each mesh found, by the mesh, and whether all meshes ran."""
+    """Measure all ranks of each mesh; return the costs by mesh, and True if all meshes ran."""
     import torch
     from mesh_ranks import measured as on_rank
 
@@ -90,7 +90,7 @@ def measured(job: Job, device: str, steps: int, weighed: bool) -> tuple[dict[str
 
 
 def show_memory(costs: dict[str, tuple[Job, Any]]) -> None:
-    """Bytes of rank 0: what lies between steps, all tensors at the peak, and the process beside them."""
+    """Print bytes of rank 0: between steps, all tensors at the peak, and the rest of the process."""
     print("\nmemory of rank 0, GB: predicted, measured")
     for name, (job, every) in costs.items():
         want, got = memory(job), every[0]
@@ -103,7 +103,7 @@ def show_memory(costs: dict[str, tuple[Job, Any]]) -> None:
 
 
 def show_messages(costs: dict[str, tuple[Job, Any]]) -> None:
-    """Bytes of the collectives that a rank calls in a step."""
+    """Print the bytes of the collectives that a rank calls in a step."""
     print("\nmessages of a step, MB of rank 0; what the formulas say, and what was counted")
     for name, (job, every) in costs.items():
         want, got = _volumes(job), _counted(every[0].messages)
@@ -127,7 +127,7 @@ def _counted(found: dict[tuple[str, str, int], int]) -> Counter[tuple[str, str]]
 
 
 def show_seconds(costs: dict[str, tuple[Job, Any]]) -> None:
-    """Medians of the slowest rank; the processes share the processor, so more of them are no faster."""
+    """Print medians of the slowest rank; the processes share the processor, so more of them are no faster."""
     print("\nseconds of a step, median and range; of the processor, of all ranks; all processes share this machine")
     for name, (_, every) in costs.items():
         slowest = [max(times) for times in zip(*(each.seconds for each in every), strict=True)]
@@ -137,7 +137,7 @@ def show_seconds(costs: dict[str, tuple[Job, Any]]) -> None:
 
 
 def show_model() -> dict[str, Any]:
-    """8B in bfloat16 on paper, as rows of a table in checkpoints/mesh/README.md."""
+    """Print 8B in bfloat16 on paper, as rows of a table in checkpoints/mesh/README.md."""
     machine = Machine()
     print("\nA MODEL, NOT MEASURED: 8B in bfloat16, r=16 on all matrices, 4096 tokens on each rank of dp; a step with")
     print(f"--gradient-checkpointing (in brackets memory without), from {machine}")

@@ -1,4 +1,4 @@
-"""What a LoRA training on a mesh needs, from shapes alone: bytes of a rank, messages of a step, seconds on paper.
+"""Needs of a LoRA training on a mesh, from shapes alone: bytes of a rank, messages of a step, seconds on paper.
 
     memory      what a rank keeps, and what comes on top while a step runs
     messages    every collective of a step, in bytes: of a sum what is summed, of a gather what comes out, of a
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Array:
-    """What a rank of tp has of a tensor."""
+    """Share of a tensor that a rank of tp has."""
 
     shape: tuple[int, ...]
     width: int  # bytes of an element
@@ -56,16 +56,16 @@ class Array:
         return math.prod(self.shape)
 
     def share(self, dp: int) -> int:
-        """Bytes that one rank of dp keeps."""
+        """Count the bytes that one rank of dp keeps."""
         return -(-self.shape[0] // dp) * math.prod(self.shape[1:]) * self.width
 
     def gathered(self, dp: int) -> int:
-        """Bytes of all shares, which are of one size."""
+        """Count the bytes of all shares, which have one size."""
         return self.share(dp) * dp
 
 
 def block(job: Job) -> list[Array]:
-    """The frozen tensors of one layer."""
+    """List the frozen tensors of one layer."""
     config = job.config
     found = [Array((config.hidden_size,), job.width)] * 2
     found += [Array((config.head_dim,), job.width)] * (2 if config.qk_norm else 0)
@@ -79,7 +79,7 @@ def block(job: Job) -> list[Array]:
 
 
 def adapters(job: Job) -> list[Array]:
-    """The trained tensors of one layer: of a matrix and its A and B, that is cut which has the axis that is cut."""
+    """List the trained tensors of one layer; tp cuts the one of A and B that has the cut axis of the matrix."""
     found = []
     for name in job.modules:
         n_in, n_out = _matrices(job.config)[name]
@@ -91,14 +91,14 @@ def adapters(job: Job) -> list[Array]:
 
 
 def rest(job: Job) -> list[Array]:
-    """Embedding, last norm and head, which tp does not cut."""
+    """List embedding, last norm and head, which tp does not cut."""
     config = job.config
     table = Array((config.vocab_size, config.hidden_size), job.width)
     return [table] * (1 if config.tie_word_embeddings else 2) + [Array((config.hidden_size,), job.width)]
 
 
 def _matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Width in and out of the matrices of a layer."""
+    """Return the width in and out of each matrix of a layer."""
     hidden, q, kv, inter = config.hidden_size, config.q_width, config.kv_width, config.intermediate_size
     return {
         "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
@@ -202,7 +202,7 @@ def messages(job: Job) -> list[Message]:
 
 
 def _activations_summed(job: Job) -> Iterator[Message]:
-    """Of a layer two forward and two backward, but the embedding wants no gradient.
+    """Yield the sums of tp, two forward and two backward in each layer; the embedding wants no gradient, so one less.
 
     A block that is made again ends where nothing more is missing, before its last sum.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh do for `benchmarks/mesh.py`: steps of a model with random weights, and what they cost.
+"""Work of the ranks of a mesh for `benchmarks/mesh.py`: steps of a model with random weights, and their costs.
 
 Every rank makes the whole model and keeps its part, so that no file is needed.
 """
@@ -44,7 +44,7 @@ SILENT = {"_wrap_tensor_autograd", "wait_tensor"}  # of the same namespace, and 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank measured."""
+    """Costs that a rank measured."""
 
     kept: dict[str, int]  # bytes of weights, adapters and moments, exactly
     held: int  # bytes of all tensors that lived at the same time in a step, at most
@@ -80,7 +80,7 @@ def measured(job: Job, device: str, steps: int, weighed: bool) -> list[Cost]:
 
 
 def made(job: Job, at: Target, mesh: DeviceMesh) -> Stepper:
-    """What trains this rank's part."""
+    """Make the model, the adapter and the optimizer that train this rank's part."""
     module = random_model(job.config, at)
     cut = cut_for(job.config, mesh)
     for name, parameter in module.named_parameters():

@@ -121,7 +121,7 @@ def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]
 
 
 def table(seen: Mapping[str, Seen]) -> Iterator[str]:
-    """A line for each stage: the comparisons that fail, and the reason where some isolated ones do not."""
+    """Yield a line for each stage: the comparisons that fail, and the reason if some isolated ones do not."""
     yield f"{'stage':16} {'isolated':>12} {'chained':>12}  tolerance of the factor"
     for stage in (name for name in BY_NAME if name in seen):
         red, n = seen[stage].of("isolated")

@@ -60,7 +60,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests of an area saw."""
+    """Fates of the bugs planted in an area."""
 
     area: str
     planted: int  # number of bugs
@@ -135,18 +135,18 @@ class Tree:
         return self._pytest(others) if fate == "survived" and others else fate
 
     def _about(self, module: str) -> list[Path]:
-        """The tests of the area that name a module."""
+        """List the tests of the area that name a module."""
         return [test for test in self.area.tests() if _names(self.root / test, module)]
 
     def _pytest(self, tests: Iterable[Path]) -> str:
-        """What some tests say; those that run the engines only where the area asks for them."""
+        """Run some tests and return the fate of the mutant; tests that run engines only if the area asks for them."""
         marks = "not gpu and not weights" + ("" if self.area.live else " and not live and not slow")
         command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
         done = self._run([*command, *map(str, tests)])
         return "timed out" if done is None else "survived" if done in (0, 5) else "caught"  # 5: no test selected
 
     def _run(self, command: list[str]) -> int | None:
-        """Exit code of a command in the copy, with a home and a temporary folder of its own; None past the limit."""
+        """Run a command in the copy, with a new home and temporary folder; return its exit code, None at the limit."""
         with tempfile.TemporaryDirectory(dir=self.root.parent, ignore_cleanup_errors=True) as home:
             surroundings = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home}
             process = subprocess.Popen(
@@ -177,7 +177,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _names(test: Path, module: str) -> bool:
-    """Whether a test file is about a module, by its name or by what it imports."""
+    """Check that a test file is about a module, by its name or by its imports."""
     words = set(module.rpartition(".")[2].split("_"))
     package, _, name = module.rpartition(".")
     imports = rf"\b{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b"

@@ -1,4 +1,4 @@
-"""Which tests guard which source files: the areas that `mutants.py` plants bugs in."""
+"""Areas that `mutants.py` plants bugs in: source files, and the tests that guard them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

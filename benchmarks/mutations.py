@@ -45,12 +45,12 @@ class Edit:
     at_import: bool  # whether importing the module runs it
 
     def apply(self, source: str) -> str:
-        """The source with this place made wrong."""
+        """Return the source with this edit made."""
         data = source.encode()
         return (data[: self.start] + self.text.encode() + data[self.end :]).decode()
 
     def parses(self, source: str) -> bool:
-        """Whether that still is a module; parentheses around a node may not fit the new one."""
+        """Check that the edited source is still a module; parentheses around a node may not fit the new one."""
         try:
             ast.parse(self.apply(source))
         except SyntaxError:
@@ -59,7 +59,7 @@ class Edit:
 
 
 def edits(source: str) -> Iterator[Edit]:
-    """Every place that a rule can make wrong."""
+    """Yield every edit that a rule can make."""
     data = source.encode()
     starts = [0]
     for row in data.splitlines(keepends=True):
@@ -75,7 +75,7 @@ def edits(source: str) -> Iterator[Edit]:
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
-    """Nodes that change what the module does, each with whether importing it runs them."""
+    """Yield nodes that change the module's behaviour, each with True if importing the module runs it."""
     pending: list[tuple[ast.AST, bool]] = [(tree, True)]
     while pending:
         node, at_import = pending.pop()
@@ -86,7 +86,7 @@ def _nodes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
 
 
 def _children(node: ast.AST) -> list[ast.AST]:
-    """What of a node is looked into."""
+    """List the children of a node that may be changed."""
     match node:
         case ast.FunctionDef(name="__repr__") | ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import():
             return []
@@ -150,7 +150,7 @@ def _changes(node: ast.AST) -> Iterator[Change]:
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:
-    """A copy of a node with other fields."""
+    """Copy a node with other fields."""
     made = copy.copy(node)
     for name, value in fields.items():
         setattr(made, name, value)
@@ -194,7 +194,7 @@ def _calls(node: ast.Call) -> Iterator[Change]:
 
 
 def _tables(node: ast.Tuple | ast.List | ast.Set | ast.Dict) -> Iterator[Change]:
-    """A name that a table lacks."""
+    """Yield the table without one of its names, for each name."""
     names = node.keys if isinstance(node, ast.Dict) else node.elts
     if len(names) < 2 or not all(map(_is_name, names)):
         return
@@ -207,7 +207,7 @@ def _tables(node: ast.Tuple | ast.List | ast.Set | ast.Dict) -> Iterator[Change]
 
 
 def _is_name(node: ast.expr | None) -> bool:
-    """A string, or a row of a table that begins with one."""
+    """Check for a string, or a row of a table that begins with one."""
     if isinstance(node, ast.Tuple) and node.elts:
         node = node.elts[0]
     return isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -28,7 +28,7 @@ class Line:
         return f"| {self.what} | {self.judge} | {self.n} | {self.wrong} | {self.note} |"
 
     def as_json(self) -> dict[str, object]:
-        """The line for `--json`."""
+        """Return the line as a dict for `--json`."""
         return asdict(self)
 
 

@@ -62,7 +62,7 @@ def main(
 
 
 def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Callable[[], Engine]]:
-    """What loads llama.cpp, and ours in both arithmetics and both residencies."""
+    """Name the loaders of llama.cpp, and of llorch in both arithmetics and both residencies."""
     from llorch.numerics import EXACT, GGML
 
     ours = {

@@ -77,7 +77,7 @@ SHAPES = {"dense": QWEN_05B, "hybrid": HYBRID_05B, "experts": EXPERTS_05B}
 
 @contextmanager
 def random_model(config: dict[str, object]) -> Iterator[Path]:
-    """A temporary folder with the model in both formats, weights random, as if just copied from elsewhere."""
+    """Make a temporary folder with the model in both formats and random weights, as if just copied from elsewhere."""
     import numpy as np
     from safetensors.numpy import save_file
 

@@ -26,7 +26,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass
 class Differences:
-    """What became of logits in other company."""
+    """Differences of a prompt's logits alone from its logits in batches, chunks and decoding."""
 
     rows: int = 0  # of logits compared
     changed: int = 0  # those of which a bit differs

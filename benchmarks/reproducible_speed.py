@@ -34,7 +34,7 @@ class Runner:
         self.model = load_torch(path, mode=mode, dtype=dtype, residency=residency)  # type: ignore[arg-type]
 
     def seconds(self, steps: int) -> dict[Cell, float]:
-        """Of every cell: a prompt of each sequence, and a step of decoding after it."""
+        """Time every cell: a prompt of each sequence, and a step of decoding after it."""
         import torch
 
         took: dict[Cell, float] = {}

@@ -80,7 +80,7 @@ def one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tup
 
 
 def _timed(action: Callable[[], None], n_tokens: int) -> tuple[float, float]:
-    """Tokens per second, and the share of the processors that other programs had meanwhile."""
+    """Measure tokens per second, and the share of the processors that other programs used meanwhile."""
     busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
     action()
     seconds = time.perf_counter() - start
@@ -89,7 +89,7 @@ def _timed(action: Callable[[], None], n_tokens: int) -> tuple[float, float]:
 
 
 def busy_seconds() -> float:
-    """Seconds that all processors have worked since the start of the system; 0 where it does not say."""
+    """Read the seconds that all processors have worked since the start of the system; 0 if it does not say."""
     try:
         user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
     except OSError:
@@ -98,7 +98,7 @@ def busy_seconds() -> float:
 
 
 def quiet(samples: Sequence[tuple[float, float]]) -> list[float]:
-    """The speeds that count: those measured while the machine was ours, or all when it never was."""
+    """Keep the speeds measured while other programs were idle, or all speeds if they never were."""
     kept = [speed for speed, others in samples if others <= OTHERS]
     return kept or [speed for speed, _ in samples]
 
@@ -124,12 +124,12 @@ def _ratio(samples: Mapping[str, Samples], mine: str, other: str, what: str) -> 
 
 
 def machine() -> str:
-    """Processor, cores, and the kernels that NumPy's OpenBLAS uses."""
+    """Describe the processor, its cores, and the kernels that NumPy's OpenBLAS uses."""
     return f"machine: {processor()}, {os.cpu_count()} cores; OpenBLAS kernels: {openblas_kernels()}"
 
 
 def processor() -> str:
-    """What the system calls its processor."""
+    """Ask the system for the name of its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -138,7 +138,7 @@ def processor() -> str:
 
 
 def openblas_kernels() -> str:
-    """The processor that the OpenBLAS in NumPy's wheel chose its kernels for; `OPENBLAS_CORETYPE` overrides it."""
+    """Name the processor for which NumPy's OpenBLAS chose its kernels; `OPENBLAS_CORETYPE` overrides it."""
     import numpy as np
 
     for file in (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"):

@@ -21,7 +21,7 @@ class Reply:
     seconds: float
 
     def json(self) -> Any:
-        """The body, read as JSON."""
+        """Read the body as JSON."""
         return json.loads(self.body)
 
     @property
@@ -34,24 +34,24 @@ class Reply:
         return error if error.keys() == {"message", "type", "param", "code"} else {}
 
     def events(self) -> list[Any]:
-        """What a stream said, without `[DONE]`."""
+        """List the events of a stream, without `[DONE]`."""
         lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
         return [json.loads(line) for line in lines if line != b"[DONE]"]
 
     @property
     def done(self) -> bool:
-        """Whether a stream came to its end."""
+        """True if the stream came to its end."""
         return self.body.rstrip().endswith(b"data: [DONE]")
 
     @property
     def text(self) -> str:
-        """What a stream of a chat wrote."""
+        """Text that a stream of a chat wrote."""
         choices = [event["choices"][0] for event in self.events() if event.get("choices")]
         return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def request(method: str, path: str, body: object = None, **headers: str) -> bytes:
-    """The bytes of a request; `_` in the name of a header stands for a hyphen."""
+    """Encode the bytes of a request; `_` in the name of a header stands for a hyphen."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     fields = {"host": "localhost", "connection": "close", "content_length": str(len(data)), **headers}
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
@@ -60,7 +60,7 @@ def request(method: str, path: str, body: object = None, **headers: str) -> byte
 
 @asynccontextmanager
 async def connection(port: int, data: bytes = b"") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection on which something was sent; it is cut at the end, whatever was going on."""
+    """Open a connection, send data, and cut the connection at the end, whatever is going on."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -81,7 +81,7 @@ async def send(port: int, data: bytes) -> Reply:
 
 
 async def read(reader: asyncio.StreamReader, start: float) -> Reply:
-    """An answer to its end; what was sent in chunks is put together."""
+    """Read an answer to its end and join the chunks."""
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").strip().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
@@ -95,19 +95,19 @@ async def read(reader: asyncio.StreamReader, start: float) -> Reply:
 
 
 async def ask(port: int, method: str, path: str, body: object = None, **headers: str) -> Reply:
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     return await send(port, request(method, path, body, **headers))
 
 
 async def measure(port: int) -> Mapping[str, float]:
-    """The server's own counts, those with labels left out."""
+    """Read the counts of the server, without those that have labels."""
     lines = (await ask(port, "GET", "/metrics")).body.decode().splitlines()
     pairs = [line.split() for line in lines if line and line[0] != "#" and "{" not in line]
     return {name: float(value) for name, value in pairs}
 
 
 async def until(port: int, **wanted: float) -> Mapping[str, float]:
-    """Ask for the counts until they are what is wanted; the last word of a name stands for it."""
+    """Ask for the counts until they have the wanted values; the last word of a name stands for it."""
     async with asyncio.timeout(PATIENCE):
         while True:
             found = await measure(port)

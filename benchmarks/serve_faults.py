@@ -74,7 +74,7 @@ FAULTS = (
 
 
 def provoke(fault: Fault, backend: Sequence[str] = ()) -> Verdict:
-    """Do it to a server that is started for it."""
+    """Provoke a fault on a server that is started for it."""
     _allow_open_files()
     with tempfile.TemporaryDirectory() as folder:
         model = fault.model(Path(folder))
@@ -89,7 +89,7 @@ def provoke(fault: Fault, backend: Sequence[str] = ()) -> Verdict:
 
 
 def judged(fault: Fault, backend: Sequence[str]) -> Verdict:
-    """The verdict on a fault. A fault that ends in an error was not survived."""
+    """Judge a fault; a fault that ends in an error was not survived."""
     try:
         return provoke(fault, backend)
     except Exception as error:

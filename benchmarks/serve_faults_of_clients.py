@@ -23,18 +23,18 @@ class Verdict(NamedTuple):
 
 
 def chat(content: str = "Once upon a time", **fields: object) -> dict[str, object]:
-    """The body of a chat, as short as it can be."""
+    """Make the body of a chat, as short as it can be."""
     return {"model": "story", "messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
 
 
 def worst(replies: Sequence[Reply]) -> float:
-    """Milliseconds of the slowest but 1 %."""
+    """Return the time below which 99 % of the answers came, in milliseconds."""
     seconds = sorted(reply.seconds for reply in replies)
     return 1000 * seconds[int(0.99 * (len(seconds) - 1))]
 
 
 async def half_open(server: Server) -> Verdict:
-    """1,000 connections that begin a request and say no more."""
+    """Open 1,000 connections that begin a request and send no more."""
     before, ended = server.resident(), []
 
     async def half() -> None:
@@ -56,7 +56,7 @@ async def half_open(server: Server) -> Verdict:
 
 
 async def huge(server: Server) -> Verdict:
-    """A body of 400 MB, chunks past the limit, long headers, two lengths."""
+    """Send a body of 400 MB, chunks past the limit, long headers, two lengths."""
     before, n_bytes = server.resident(), 400 * 2**20
     got = {"400 MB": (await push(server, n_bytes, request("POST", CHAT, content_length=str(n_bytes)))).status}
     chunked = request("POST", CHAT, transfer_encoding="chunked").replace(b"content-length: 0\r\n", b"")
@@ -84,7 +84,7 @@ async def push(server: Server, n_bytes: int, head: bytes, *, chunked: bool = Fal
 
 
 async def without_end(server: Server) -> Verdict:
-    """A body that stops coming, with a length and in chunks."""
+    """Send a body that stops coming, with a length and in chunks."""
     heads = (
         request("POST", CHAT, content_length="100") + b"{",
         request("POST", CHAT, transfer_encoding="chunked").replace(b"content-length: 0\r\n", b"") + b"1\r\n{\r\n",
@@ -96,7 +96,7 @@ async def without_end(server: Server) -> Verdict:
 
 
 async def keys(server: Server) -> Verdict:
-    """No key, a wrong one, one that is no ASCII, part of it; on routes that there are and are not."""
+    """Send no key, a wrong one, one that is no ASCII, part of it; on routes that exist and that do not."""
     wrong = ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer \u00e9\u00ff"},
              {"authorization": f"Bearer {KEY[:-1]}"})  # fmt: skip
     paths = ("/v1/models", CHAT, "/metrics", "/docs", "/openapi.json", "/", "/no/such/route", "/health/")
@@ -110,7 +110,7 @@ async def keys(server: Server) -> Verdict:
 
 
 async def names(server: Server) -> Verdict:
-    """Names of hosts, origins and models that are not ours."""
+    """Send names of hosts, origins and models that the server does not have."""
     hosts = ("", ":11434", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "user@localhost")
     origins = ("null", "http://evil.example", "http://localhost:1", "http://localhost.evil.example")
     foreign = [await ask(server.port, "GET", "/v1/models", host=host) for host in hosts]
@@ -125,7 +125,7 @@ async def names(server: Server) -> Verdict:
 
 
 async def log(server: Server) -> Verdict:
-    """Prompts, keys and line ends in what is asked; none of them in the log."""
+    """Send prompts, keys and line ends in requests; none of them may be in the log."""
     key = {"authorization": f"Bearer {KEY}"}
     await ask(server.port, "POST", CHAT, chat(MARK), **key)
     await ask(server.port, "POST", CHAT, chat(MARK, stream=True), **key)
@@ -141,7 +141,7 @@ async def log(server: Server) -> Verdict:
 
 
 async def bad_fields(server: Server) -> Verdict:
-    """Numbers out of range, wrong types, fields that would change the meaning."""
+    """Send numbers out of range, wrong types, fields that would change the meaning."""
     bad: dict[str, object] = {
         "n": 9, "max_tokens": 0, "temperature": -1, "top_p": 1.5, "top_logprobs": 21, "seed": -2, "stop": [""] * 17,
         "logit_bias": {"5": 1}, "presence_penalty": "1", "frequency_penalty": 3, "top_k": -2, "min_p": 2,
@@ -159,7 +159,7 @@ async def bad_fields(server: Server) -> Verdict:
 
 
 async def long_texts(server: Server) -> Verdict:
-    """Prompts that fit no context; others go on meanwhile."""
+    """Send prompts that fit no context; other requests continue meanwhile."""
     over = await ask(server.port, "POST", CHAT, chat("a b" * 400_000))
     patterns = (" ", "\n", "a", "1", "!", "aA", "\u00e9", "\U0001f600", "<", "ab ", "\t ", "0a")
     good: list[Reply] = []

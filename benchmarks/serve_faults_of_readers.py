@@ -18,7 +18,7 @@ LARGE = {"n": 8, "max_tokens": 450, "logprobs": True, "top_logprobs": 20, "strea
 
 
 async def unread(server: Server) -> Verdict:
-    """Streams of 6 MB, more than the system takes, of which no byte is read."""
+    """Ask for streams of 6 MB, more than the system takes, and read no byte."""
     alone = await solo(server)
     before, n_files = server.resident(), await _open_files(server)
     start = time.perf_counter()
@@ -41,13 +41,13 @@ async def unread(server: Server) -> Verdict:
 
 
 async def _open_files(server: Server) -> int:
-    """Once the connections of those who have read all are closed."""
+    """Count the open files after the connections of clients that have read everything are closed."""
     await asyncio.sleep(1)
     return server.open_files()
 
 
 def _silent(port: int, body: object) -> socket.socket:
-    """A connection on which a request was sent, and that takes little."""
+    """Open a connection that sends a request and takes little of the answer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))

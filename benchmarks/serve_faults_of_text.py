@@ -29,14 +29,14 @@ OF_TEMPLATE = 1 + 3 + 2  # control tokens that it writes around one message: beg
 
 
 def with_template(folder: Path) -> str:
-    """`story` beside a template that does harm where a message asks for it."""
+    """Convert `story` and write a template that does harm where a message asks for it."""
     convert(builtin_path("story"), folder / "story")
     (folder / "story" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder / "story")
 
 
 async def harm(server: Server) -> Verdict:
-    """Chats whose template does harm, one after the other; meanwhile streams, texts, /health, and other chats."""
+    """Send chats whose template does harm, one after the other; meanwhile streams, texts, /health, and other chats."""
     alone, told = await solo(server), {}
     done = asyncio.Event()
 
@@ -76,10 +76,10 @@ async def harm(server: Server) -> Verdict:
 
 
 async def controls(server: Server) -> Verdict:
-    """The text of every control token, wherever somebody may write: none in the words of a chat becomes one.
+    """Send the text of every control token in every place for text; in the words of a chat it must stay text.
 
-    A raw prompt is written by the client itself, templates included, as for llama.cpp and vLLM: there it is one, unless
-    `parse_special` says that it is not.
+    A client writes a raw prompt itself, templates included, as for llama.cpp and vLLM. There the text becomes the
+    control token, unless `parse_special` is false.
     """
     special = await ids(server, "/tokenize", {"content": "".join(CONTROLS), "parse_special": True})
     n_forms, wrong = 0, []
@@ -98,7 +98,7 @@ async def controls(server: Server) -> Verdict:
 
 
 def _forms(text: str) -> dict[str, tuple[dict[str, object], int]]:
-    """Where a client may write a text, and how many control tokens there are around it."""
+    """List the places where a client may write a text, each with the number of control tokens around it."""
     half, rest = text[: len(text) // 2], text[len(text) // 2 :]
 
     def said(*messages: tuple[str, object]) -> tuple[dict[str, object], int]:
@@ -114,12 +114,12 @@ def _forms(text: str) -> dict[str, tuple[dict[str, object], int]]:
 
 
 async def ids(server: Server, path: str, body: object) -> list[int]:
-    """Of an answer."""
+    """Return the token ids of an answer."""
     return (await ask(server.port, "POST", path, body)).json()["tokens"]
 
 
 async def _n_prompt(server: Server, text: str) -> Sequence[int]:
-    """Tokens that a chat, a response and a trace count for the same message."""
+    """Count the tokens of the same message in a chat, a response and a trace."""
     asked = chat(text, max_tokens=1)
     of_chat = (await ask(server.port, "POST", CHAT, asked)).json()["usage"]["prompt_tokens"]
     body = {"model": "story", "input": text, "max_output_tokens": 1}

@@ -22,25 +22,25 @@ PROMPTS = ("Once upon a time", "The little fox", "A red ball", "She said", "In t
 
 
 def stream(port: int, index: int, **fields: object) -> asyncio.Task[Reply]:
-    """A chat whose answer depends on its prompt and seed."""
+    """Start a chat whose answer depends on its prompt and seed."""
     body = chat(PROMPTS[index % len(PROMPTS)], seed=index % len(PROMPTS), max_tokens=16, stream=True, **fields)
     return asyncio.create_task(ask(port, "POST", CHAT, body))
 
 
 async def solo(server: Server) -> list[str]:
-    """The answers that requests get alone."""
+    """List the answers of requests that run alone."""
     return [(await stream(server.port, i)).text for i in range(len(PROMPTS))]
 
 
 def share(replies: Sequence[Reply], alone: Sequence[str]) -> int:
-    """How many streams, in the order of their indices, came to the end that they have alone."""
+    """Count the streams, in the order of their indices, that end like the answer alone."""
     return sum(
         reply.status == 200 and reply.done and reply.text == alone[i % len(alone)] for i, reply in enumerate(replies)
     )
 
 
 async def too_many(server: Server) -> Verdict:
-    """200 clients where 4 run and 32 may wait."""
+    """Start 200 clients where 4 run and 32 may wait."""
     alone, before = await solo(server), server.resident()
     replies = await asyncio.gather(*(stream(server.port, i) for i in range(CLIENTS)))
     taken = [reply for reply in replies if reply.status == 200]
@@ -52,7 +52,7 @@ async def too_many(server: Server) -> Verdict:
 
 
 async def leaving(server: Server) -> Verdict:
-    """100 clients that leave: while they wait, before the first token, after it, and before all was sent."""
+    """Start 100 clients that leave: while they wait, before the first token, after it, and before all was sent."""
     took: dict[str, list[float]] = {"waiting": [], "prompt": [], "answer": [], "sending": []}
     after = 0
     for _ in range(LEAVING):
@@ -74,7 +74,7 @@ async def leaving(server: Server) -> Verdict:
 
 
 async def leave(server: Server, phase: str) -> tuple[float, int]:
-    """Leave in a phase; seconds until the slot is free, and tokens that were made after all that were received."""
+    """Leave in a phase; return the seconds until the slot is free, and the tokens made after all received ones."""
     data = request("POST", CHAT, chat(max_tokens=400, stream=True, logprobs=True, seed=1))
     before = (await measure(server.port))["llorch_answer_tokens_total"]
     received = 0
@@ -93,7 +93,7 @@ async def leave(server: Server, phase: str) -> tuple[float, int]:
 
 
 async def deadline(server: Server) -> Verdict:
-    """An answer that takes longer than a request may."""
+    """Ask for an answer that takes longer than a request may."""
     whole, streamed = await asyncio.gather(
         ask(server.port, "POST", CHAT, chat(max_tokens=400, seed=1)),
         ask(server.port, "POST", CHAT, chat(max_tokens=400, seed=1, stream=True)),
@@ -106,7 +106,7 @@ async def deadline(server: Server) -> Verdict:
 
 
 async def one_fails(server: Server) -> Verdict:
-    """Jobs that raise at once or later, and a step that raises for all in it; others go on."""
+    """Fail jobs at once or later, and fail a step with all jobs in it; other jobs continue."""
     alone = await solo(server)
     seen = []
     for seed in (9001, 9002):
@@ -123,7 +123,7 @@ async def one_fails(server: Server) -> Verdict:
 
 
 async def engine_dies(server: Server) -> Verdict:
-    """The thread that computes ends; nobody is left waiting, and the process ends with an error."""
+    """End the thread that computes: no client stays waiting, and the process ends with an error."""
     others = [stream(server.port, i) for i in range(3)]
     await until(server.port, running=3)
     start = time.perf_counter()
@@ -137,7 +137,7 @@ async def engine_dies(server: Server) -> Verdict:
 
 
 async def engine_hangs(server: Server) -> Verdict:
-    """A step that does not return: /health says so, requests fail, and the process ends with an error."""
+    """Hang in a step: /health says so, requests fail, and the process ends with an error."""
     start = time.perf_counter()
     stuck = asyncio.create_task(ask(server.port, "POST", CHAT, chat(seed=9005)))
     status = 200
@@ -153,7 +153,7 @@ async def engine_hangs(server: Server) -> Verdict:
 
 
 async def stopped(server: Server) -> Verdict:
-    """SIGTERM while answers run and wait: they finish, nothing new begins, exit 0."""
+    """Send SIGTERM while answers run and wait: they finish, nothing new begins, exit 0."""
     alone = await solo(server)
     running = [stream(server.port, i) for i in range(8)]
     await until(server.port, running=4, waiting=4)
@@ -168,7 +168,7 @@ async def stopped(server: Server) -> Verdict:
 
 
 async def cut(server: Server) -> Verdict:
-    """SIGTERM while an answer runs that takes longer than the grace; and twice, which leaves at once."""
+    """Send SIGTERM while an answer runs longer than the grace period; the process cuts it and exits with 0."""
     async with connection(server.port, request("POST", CHAT, chat(max_tokens=400, seed=1, stream=True))) as (reader, _):
         await until(server.port, running=1)
         start = time.perf_counter()
@@ -183,7 +183,7 @@ async def cut(server: Server) -> Verdict:
 
 
 async def stopped_early(server: Server) -> Verdict:
-    """SIGTERM at many moments of a server's start: it ends at once, and leaves no process and no file."""
+    """Send SIGTERM at many moments of a server's start: it ends at once, and leaves no process and no file."""
     command: Any = server.process.args
     ends = await asyncio.to_thread(lambda: [_stopped_after(command, at / 20) for at in range(EARLY)])
     codes = [code for code, _, _ in ends]
@@ -194,7 +194,7 @@ async def stopped_early(server: Server) -> Verdict:
 
 
 def _stopped_after(command: Sequence[str], seconds: float) -> tuple[int, float, str]:
-    """Exit code, seconds, and what was said or left that should not be."""
+    """Return the exit code, the seconds, and any output or leftover that should not exist."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -213,7 +213,7 @@ def _stopped_after(command: Sequence[str], seconds: float) -> tuple[int, float, 
 
 
 async def soak(server: Server, minutes: float) -> Verdict:
-    """Mixed load: answers, streams, bad requests, clients that leave; nothing grows."""
+    """Run mixed load: answers, streams, bad requests, clients that leave; nothing may grow."""
     end, n, sizes = time.perf_counter() + 60 * minutes, 0, []
     while time.perf_counter() < end:
         tasks = [stream(server.port, i) for i in range(6)]
@@ -233,7 +233,7 @@ async def soak(server: Server, minutes: float) -> Verdict:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the line through points, by least squares."""
+    """Compute the slope of the line through points, by least squares."""
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mean_x) ** 2 for a in x)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0

@@ -45,7 +45,7 @@ SERVERS = (*OURS, "llama.cpp")
 
 @dataclass(frozen=True)
 class Answer:
-    """What one client saw."""
+    """Times and tokens that one client saw."""
 
     first: float  # seconds to the first token
     seconds: float  # to the last one
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Round:
-    """What all clients of a round saw."""
+    """Speed and answers that all clients of a round saw."""
 
     tokens_per_second: float
     answers: Sequence[Answer]
@@ -101,7 +101,7 @@ async def _read(reader: asyncio.StreamReader, start: float) -> Answer:
 
 
 async def one_round(server: Server, prompts: Sequence[str], max_tokens: int) -> Round:
-    """All clients at once, one for each prompt."""
+    """Run all clients at once, one for each prompt."""
     busy, own, start = busy_seconds(), time.process_time() + server.cpu_seconds(), time.perf_counter()
     answers = await asyncio.gather(*(complete(server, prompt, max_tokens) for prompt in prompts))
     seconds = time.perf_counter() - start
@@ -128,12 +128,12 @@ def interleave(
 
 
 def quiet(rounds: Sequence[Round]) -> list[Round]:
-    """The rounds that count: those during which the machine was ours, or all when it never was."""
+    """Keep the rounds in which other programs were idle, or all rounds if they never were."""
     return [each for each in rounds if each.others <= OTHERS] or list(rounds)
 
 
 def speed(rounds: Sequence[Round]) -> float:
-    """The median of tokens per second."""
+    """Compute the median of tokens per second."""
     return statistics.median(each.tokens_per_second for each in quiet(rounds))
 
 
@@ -160,7 +160,7 @@ def report(samples: Mapping[str, Mapping[int, Sequence[Round]]]) -> None:
 
 @contextmanager
 def model_file(shape: str) -> Iterator[Path]:
-    """A GGUF file of `story`, or of a larger model with its tokenizer and random weights."""
+    """Write a GGUF file of `story`, or of a larger model with its tokenizer and random weights."""
     import numpy as np
     from safetensors.numpy import save_file
 

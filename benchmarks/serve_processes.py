@@ -99,17 +99,17 @@ class Server:
 
 
 def llorch(model: str, *options: str, key: str | None = None) -> Server:
-    """`llorch serve`, on a free port."""
+    """Start `llorch serve` on a free port."""
     return Server(["llorch", "serve", model, "--port", "0", *options], key=key)
 
 
 def faulty(seconds: float, model: str, *options: str) -> Server:
-    """The same, whose steps take so many seconds more, and which has the faults of `faulty_server`."""
+    """Start `llorch serve` with the faults of `faulty_server` and steps that take `seconds` longer."""
     return Server(["benchmarks.faulty_server", str(seconds), "serve", model, "--port", "0", *options])
 
 
 def llama_cpp(model: Path, *, threads: int, context: int) -> Server:
-    """The server of llama-cpp-python, which answers one request after the other; no request ends another."""
+    """Start the server of llama-cpp-python, which answers requests one by one; no request ends another."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words: dict[str, object] = {

@@ -17,7 +17,7 @@ from llorch.train.snapshots import SnapshotStore
 
 
 def noticed(folder: Path, *, flips: int, cuts: int, seed: int) -> dict[str, int]:
-    """How many flips of a bit, in both files, and cuts of a snapshot that is made for it were noticed."""
+    """Count the flips of a bit, in both files, and the cuts of a new snapshot that were noticed."""
     rng = np.random.default_rng(seed)
     tensors = {f"optimizer/layers.{i}.m": rng.normal(size=(8, 5 + i)).astype(np.float32) for i in range(6)}
     path = SnapshotStore(folder).save(10, tensors, {"step": 10, "log_offset": 1234})
@@ -35,14 +35,14 @@ def noticed(folder: Path, *, flips: int, cuts: int, seed: int) -> dict[str, int]
 
 
 def _place(path: Path, rng: np.random.Generator) -> tuple[Path, int]:
-    """A byte of the snapshot, each as likely as any other."""
+    """Draw a byte of the snapshot, each with equal probability."""
     sizes = {path / name: (path / name).stat().st_size for name in (RECORD, TENSORS)}
     at = int(rng.integers(sum(sizes.values())))
     return (path / RECORD, at) if at < sizes[path / RECORD] else (path / TENSORS, at - sizes[path / RECORD])
 
 
 def _is_noticed(file: Path, damaged: bytes) -> bool:
-    """Whether reading refuses the snapshot with the damaged file; puts the file back."""
+    """Check that reading refuses the snapshot with the damaged file, and put the file back."""
     sound = file.read_bytes()
     file.write_bytes(damaged)
     try:

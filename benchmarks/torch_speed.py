@@ -80,7 +80,7 @@ def main(
 
 
 def file_of(folder: Path, kind: str, n_threads: int) -> Path:
-    """The file of a type, made when it is not there."""
+    """Find the file of a type, and write it if it does not exist."""
     from llorch.convert import convert
     from llorch.files.quant import GGMLType
 
@@ -97,7 +97,7 @@ def file_of(folder: Path, kind: str, n_threads: int) -> Path:
 def engines_of(
     kind: str, folder: Path, path: Path, n_threads: int, extra_buffers: bool
 ) -> dict[str, Callable[[], Engine]]:
-    """What loads each engine of a comparison."""
+    """Name the loader of each engine of a comparison."""
     makers: dict[str, Callable[[str], Engine]] = {
         "llorch": lambda dtype: LlorchTorch(path, n_threads, dtype),
         "transformers": lambda dtype: foreign("Transformers", folder, n_threads, dtype),
@@ -107,12 +107,12 @@ def engines_of(
 
 
 def names_of(kind: str) -> list[str]:
-    """All engines of a comparison."""
+    """List all engines of a comparison."""
     return list(dict.fromkeys(name for ours, theirs in PAIRS[kind].items() for name in (ours, *theirs)))
 
 
 def medians(samples: dict[str, dict[str, Samples]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Tokens per second of the quiet rounds: file type -> engine -> what was timed."""
+    """Compute tokens per second of the quiet rounds: file type -> engine -> timed part."""
     return {
         kind: {
             name: {what: statistics.median(quiet(measured)) for what, measured in of_engine.items()}
@@ -123,7 +123,7 @@ def medians(samples: dict[str, dict[str, Samples]]) -> dict[str, dict[str, dict[
 
 
 def table(samples: dict[str, dict[str, Samples]]) -> str:
-    """A line per pair, as Markdown: tokens per second of both sides and their ratio."""
+    """Write a line per pair, as Markdown: tokens per second of both sides and their ratio."""
     speeds = medians(samples)
     timed = list(next(iter(next(iter(speeds.values())).values())))
     lines = [f"| | ours | theirs | {' | '.join(timed)} |", "|---|---|---|" + "---|" * len(timed)]
@@ -137,7 +137,7 @@ def table(samples: dict[str, dict[str, Samples]]) -> str:
 
 
 def surroundings(n_threads: int) -> dict[str, object]:
-    """What the figures belong to."""
+    """List the machine and the packages that the figures belong to."""
     import torch
 
     from llorch.pytorch.kernels.cpu.library import library

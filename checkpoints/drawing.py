@@ -30,7 +30,7 @@ HASHED = re.compile(r"\b[mpC][0-9a-f]{10}\b|\bimage[0-9a-f]{10}\b")  # ids made 
 
 
 def draw(number: str, lesson: Path) -> Mapping[str, str]:
-    """The figures of a lesson.
+    """Draw the figures of a lesson.
 
     Args:
         number: Of the checkpoint.
@@ -62,7 +62,7 @@ def _plotted(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def same_figure(old: str, new: str) -> bool:
-    """Whether two figures look alike: the last digits of what is drawn depend on the processor."""
+    """Compare two figures except for the last digits of the drawing, which depend on the processor."""
     old, new = (HASHED.sub("id", PIXELS.sub("", text)) for text in (old, new))
     if NUMBER.sub("#", old) != NUMBER.sub("#", new):
         return False
@@ -73,7 +73,7 @@ def same_figure(old: str, new: str) -> bool:
 
 
 def strip(number: str) -> str:
-    """Where a lesson stands: a box for each, one of them lit."""
+    """Draw a box for each lesson, with the lesson itself lit."""
     parts = []
     for row, (title, numbers) in enumerate(ROWS.items()):
         parts.append(f'<text class="row" x="4" y="{row * 86 + 14}">{title}</text>')

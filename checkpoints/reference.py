@@ -46,7 +46,7 @@ def names() -> str:
 
 
 def functions() -> str:
-    """The operations of the forward pass and of its gradients."""
+    """Describe the operations of the forward pass and of its gradients."""
     parts = ["# Operations", _markdown(inspect.getdoc(llorch.ops) or "")]
     for found in pkgutil.iter_modules(llorch.ops.__path__, "llorch.ops."):
         module = import_module(found.name)
@@ -77,7 +77,7 @@ def _methods(owner: type) -> Iterator[tuple[str, Any]]:
 
 
 def _head(value: Any) -> str:
-    """The signature of a function, the fields of a class, as they stand in the source."""
+    """Quote the signature of a function or the fields of a class from the source."""
     lines = textwrap.dedent(inspect.getsource(inspect.unwrap(value))).splitlines()
     (node,) = ast.parse("\n".join(lines)).body
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -93,7 +93,7 @@ def _head(value: Any) -> str:
 
 
 def _markdown(docstring: str) -> str:
-    """A docstring; its sections, `Args` and the like, as lists."""
+    """Convert a docstring; its sections, `Args` and the like, become lists."""
     before, *sections = SECTION.split(docstring)
     made = [before.strip()]
     for title, text in zip(sections[::2], sections[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""How tolerances that are made again may differ from stored ones; used by `make_training`."""
+"""Differences that are allowed between new and stored tolerances; used by `make_training`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,12 +9,12 @@ AGAIN = 1.001  # times that a tolerance may move which is made again from the sa
 
 
 def differences(new: Mapping[str, Tolerances], stored: Mapping[str, Tolerances], times: float = FACTOR) -> list[str]:
-    """Where newly made tolerances are not nearly the stored ones.
+    """List newly made tolerances that are not close to the stored ones.
 
-    Which way a value is rounded depends on the instructions that a CPU has, and so does how far the engines are off,
-    most of all in one row or one element. They are right on another processor while they pass the stored tolerances,
-    which grant `FACTOR` times what they were off where these were made; and those grant no more than that, if the
-    engines are off by no less than a `FACTOR`th. Another dtype is off by 8.
+    The direction in which a value is rounded depends on the instructions of the CPU, and so does the error of an
+    engine, most of all in one row or one element. Engines are right on another processor while they pass the stored
+    tolerances, which grant `FACTOR` times what they were off where these were made; and those grant no more than that,
+    if the engines are off by no less than a `FACTOR`th. Another dtype is off by 8.
 
     Args:
         new: Made now, by dtype.

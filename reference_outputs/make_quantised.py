@@ -102,7 +102,7 @@ def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
 
 
 def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
-    """Where newly made goldens are not the stored ones.
+    """List differences of newly made goldens from the stored ones.
 
     Blocks, rounding and files must be equal. Of the products on another processor inputs may round to the other side
     of an edge; each set was judged against our own stages, so here they are only held to what `all_flipped` grants.
@@ -170,7 +170,7 @@ def _decoded(kind: GGMLType, blocks: np.ndarray) -> np.ndarray:
 
 
 def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGolden:
-    """The same goldens with one model more.
+    """Add one model to the goldens.
 
     Raises:
         ValueError: llama.cpp's products are not ours, so that one of the two is wrong.

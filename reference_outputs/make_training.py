@@ -121,7 +121,7 @@ def make_training(name: str) -> TrainingGolden:
 
 
 def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
-    """PEFT, unmodified, in pure float64, by name: each stage on what the golden was fed, and all from the beginning."""
+    """Run PEFT, unmodified, in pure float64: each stage on the golden's inputs, and all stages from the beginning."""
     from llorch.engines.float64_everywhere import float64_everywhere
     from llorch.verify.training.peft import Peft
 
@@ -140,7 +140,7 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
 
 
 def isolated_truth(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
-    """The part of `truth_of` that depends on what the golden was fed."""
+    """Compute the part of `truth_of` that depends on the golden's inputs."""
     from llorch.engines.float64_everywhere import float64_everywhere
     from llorch.verify.training.peft import Peft
     from llorch.verify.training.peft_isolated import Isolated
@@ -151,7 +151,7 @@ def isolated_truth(weights: Weights, golden: TrainingGolden) -> dict[str, np.nda
 
 
 def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarray]:
-    """What `limits.amplification` makes of all steps, for those that are stored."""
+    """Compute `limits.amplification` over all steps, and return it for the stored ones."""
 
     def of(stage: str, step: int) -> dict[str, np.ndarray]:
         return {name: taken[place] for name, place in of_tensors(stage, n_layers, f"step {step}").items()}
@@ -168,7 +168,7 @@ def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarra
 
 
 def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> TrainingGolden:
-    """The golden as PEFT shows it on a base in half precision, and the truth of what that was fed."""
+    """Make the golden that PEFT shows on a base in half precision, with the float64 reference for the same inputs."""
     from llorch.verify.training.peft import Peft
 
     made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
@@ -177,7 +177,7 @@ def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> Train
 
 
 def rows_of(weights: Weights) -> list[StoredBatch]:
-    """The batches, in tokens of one model; the first has at least 8 distinct ones, or it would hide mistakes."""
+    """Encode the batches for one model; the first needs at least 8 distinct tokens, or it would hide mistakes."""
     encode = Model(weights).tokenizer.encode
     made = [StoredBatch([encode(text)[:n] for text, n, _ in rows], [prompt for _, _, prompt in rows]) for rows in TEXTS]
     distinct = {token for row in made[0].ids for token in row}
@@ -187,7 +187,7 @@ def rows_of(weights: Weights) -> list[StoredBatch]:
 
 
 def peft_arrays(producer: "Peft", golden: TrainingGolden) -> Arrays:
-    """All that PEFT shows: deltas, logits and losses, gradients, optimizer steps, schedules and the curve."""
+    """Collect all that PEFT shows: deltas, logits, losses, gradients, optimizer steps, schedules and the curve."""
     adapter, batches = golden.adapter_for(producer.config), golden.batches
     stable = golden.adapter_for(producer.config, RSLORA)
     found = producer.forward(adapter, batches[0]) | producer.forward(stable, batches[0], case="rslora")
@@ -203,7 +203,7 @@ def peft_arrays(producer: "Peft", golden: TrainingGolden) -> Arrays:
 def export_arrays(
     producer: "Peft", weights: Weights, adapter: Adapter, batch: Batch, folder: Path
 ) -> tuple[Arrays, dict[str, Mapping[str, str]]]:
-    """Logits of the engines that load what we write, and the tables of adapter files.
+    """Compute logits of the engines that load llorch's exports, and the tables of adapter files.
 
     PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
     the one that llama.cpp made the right logits from.
@@ -226,19 +226,19 @@ def export_arrays(
 
 
 def logits_of(engine: ProducerName, path: Path, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Logits of an engine that runs a model as it is."""
+    """Compute logits with an engine that runs a model as it is."""
     with open_producer(engine, path, n_threads=2) as producer:
         return np.concatenate([producer.logits(row.tolist()) for row in ids])
 
 
 def provenance_of(engine: ProducerName, path: Path) -> dict[str, object]:
-    """What an engine says about itself."""
+    """Ask an engine for its own description."""
     with open_producer(engine, path, n_threads=2) as producer:
         return producer.provenance()
 
 
 def checked(new: TrainingGolden, stored: TrainingGolden, weights: Weights) -> list[str]:
-    """The `differences` of goldens from the stored ones; PEFT makes the truth and the spread again."""
+    """List the `differences` of goldens from the stored ones; PEFT recomputes the float64 reference and the spread."""
     from training_spread import training_spread
 
     spread = training_spread(weights.path, weights.config, stored)
@@ -252,7 +252,7 @@ def differences(
     spread: Mapping[StageRef, Tolerance],
     truth: Mapping[str, np.ndarray],
 ) -> list[str]:
-    """Where newly made goldens are not the stored ones, and where stored tolerances do not follow from stored arrays.
+    """List newly made goldens that differ from stored ones, and tolerances that do not follow from stored arrays.
 
     The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances or to
     `spread`, what rounding does to optimizer steps, the larger; `truth`, made now of the stored goldens, is held to the
@@ -278,7 +278,7 @@ def differences(
 
 
 def apart(place: StageRef, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
-    """How far two arrays of a place are apart."""
+    """Measure the difference of two arrays of a stage."""
     size = unit(place)
     return measure(ours, theirs) if size is None else measure_in(ours, theirs, unit=size)
 
@@ -300,7 +300,7 @@ def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: 
 
 
 def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, made_again.Tolerances]:
-    """As those of the forward pass, in one case."""
+    """Arrange tolerances like those of the forward pass, in one case."""
     return {
         dtype: {"training": {mode: dict(groups) for mode, groups in modes.items()}} for dtype, modes in made.items()
     }

@@ -105,7 +105,7 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
 
 
 def long_differences(new: LongGolden, stored: LongGolden) -> list[str]:
-    """Where newly made goldens of long contexts are not the stored ones, one line for each."""
+    """List differences of newly made goldens of long contexts from the stored ones, a line for each."""
     lines = [] if new.cases == stored.cases else ["long contexts: other cases than stored"]
     for case, trace in stored.truth.items():
         for name, array in trace.items():
@@ -189,12 +189,12 @@ def make(name: str) -> Golden:
 
 
 def prompt_of(name: str) -> tuple[str, int]:
-    """The text that a model is shown, and how many of its tokens."""
+    """Return the text that a model is shown, and the number of its tokens."""
     return (LONG_PROMPT, N_TOKENS[name]) if name in N_TOKENS else (PROMPT, 12)
 
 
 def prompt_ids(weights: Weights, prompt: str, n_tokens: int) -> list[int]:
-    """The first tokens of a prompt.
+    """Encode the first tokens of a prompt.
 
     Raises:
         ValueError: Fewer than 8 are distinct; such an input hides mistakes.
@@ -206,7 +206,7 @@ def prompt_ids(weights: Weights, prompt: str, n_tokens: int) -> list[int]:
 
 
 def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
-    """The producer's ids of a text, under its name, when it has a tokenizer."""
+    """Return the engine's ids of a text, under its name, if the engine has a tokenizer."""
     ids = producer.tokenize(text, add_special=True, parse_special=False)
     return {} if ids is None else {producer.name: ids}
 
@@ -239,12 +239,12 @@ def refuse_far_witnesses(
 
 
 def limits_of(weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, Limits]:
-    """What is derived for float32, by case."""
+    """Derive the tolerances of float32, by case."""
     return {case: Limits(weights, this, truth.evidence.traces[case]) for case, this in cases.items()}
 
 
 def allowed(limits: Mapping[str, Limits], truth: Truth) -> dict[str, Tolerance]:
-    """How far two right engines may lie apart, by the name under which a golden is stored; texts must be equal."""
+    """Derive the distance that two correct engines may have, by the name of the stored golden; texts must be equal."""
     softmax = limit_of_softmax(truth.evidence.selected_logits.size)
     traces = truth.evidence.traces
     return {
@@ -255,12 +255,12 @@ def allowed(limits: Mapping[str, Limits], truth: Truth) -> dict[str, Tolerance]:
 
 
 def difference_of(got: np.ndarray | None, want: np.ndarray | None, key: str) -> Difference:
-    """How far one golden is from another."""
+    """Measure the difference between two goldens."""
     return measure(got, want, masked=key.endswith("attn_scores"))
 
 
 def differences(name: str, new: Golden, stored: Golden) -> list[str]:
-    """Where newly made goldens of a model are not the stored ones, one line for each."""
+    """List differences of newly made goldens of a model from the stored ones, a line for each."""
     parts = ("cases", "tensors", "tokens", "cannot_judge")
     lines = [f"{what}: not as stored" for what in parts if getattr(new, what) != getattr(stored, what)]
     granted = allowed(limits_of(open_weights(builtin_path(name)), stored.cases, stored.truth), stored.truth)
@@ -276,12 +276,12 @@ def differences(name: str, new: Golden, stored: Golden) -> list[str]:
 
 
 def changed_route(name: str, new: EngineOutput, stored: EngineOutput) -> list[str]:
-    """A line where the file reached an engine on another route than the stored one."""
+    """List a line if the file reached an engine by another load path than the stored one."""
     return [] if new.route == stored.route else [f"{name}: {new.route}; stored: {stored.route}"]
 
 
 def made_otherwise(name: str, stored: Golden) -> list[str]:
-    """What of the stored truth is not made again of the stored goldens, one line for each."""
+    """List differences of the stored float64 reference from one made again from the stored goldens, a line each."""
     truth = take_truth(builtin_path(name), stored.cases, stored.evidence, n_greedy=N_GREEDY)
     lines = changed_route(TRUTH, truth.evidence, stored.truth.evidence)
     new, old = ({**t.evidence.arrays(), "step logits": t.step_logits} for t in (truth, stored.truth))
@@ -300,13 +300,13 @@ def made_otherwise(name: str, stored: Golden) -> list[str]:
 
 
 def same_distance(made: Difference, kept: Difference) -> bool:
-    """Equal to the digits that are stored, but for what float64 in another order moves."""
+    """Compare to the digits that are stored, except for changes that float64 in another order makes."""
     pairs = (made.error, kept.error), (made.worst, kept.worst)
     return all(abs(one - other) <= 1e-3 * other + MATHEMATICS.error for one, other in pairs)
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files of a folder."""
+    """Count the bytes of all files of a folder."""
     return sum(file.stat().st_size for file in folder.iterdir())
 
 

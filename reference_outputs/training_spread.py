@@ -1,4 +1,4 @@
-"""How far the goldens of training may be from those of another processor, where Adam makes much of little.
+"""Distance that training goldens of another processor may have, where Adam amplifies small errors.
 
 An element moves by lr * m / (sqrt(v) + eps). Where its gradient is no larger than its own rounding error, a correct run
 moves it anywhere between one learning rate up and one down, and every gradient after that is of another adapter. So
@@ -33,7 +33,7 @@ class DisturbedPeft(Peft):
     """Optimizer steps whose gradients are off by random shares of each tensor's size."""
 
     def run(self, golden: TrainingGolden, *, size: float, seed: int) -> Arrays:
-        """The arrays of the steps that are stored, and the gradients that these were given.
+        """Run the stored steps; return their arrays and the gradients that the optimizer got.
 
         `size` is the root mean square of what a gradient is off by, as a share of its own; `seed` that of the shares.
         """
@@ -48,7 +48,7 @@ class DisturbedPeft(Peft):
 
 
 def training_spread(path: str | Path, config: ModelConfig, golden: TrainingGolden) -> dict[StageRef, Tolerance]:
-    """What rounding can do to the arrays of optimizer steps: how far goldens made again may be from the stored ones."""
+    """Measure how far rounding alone can move the arrays of optimizer steps, as tolerances for goldens made again."""
     made = tolerances(golden, config, "float32")[CHAINED]["gradient"]
     size = made.error / FACTOR  # the engine's largest distance at step 1
     found: dict[StageRef, list[Difference]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What may differ between right engines: orders of sums, roundings, ways through a prompt; each is put into the port.
+"""Differences between correct engines, put into the port: orders of sums, roundings, ways through a prompt.
 
 A change takes a new `Port` and replaces some of its steps. Nothing here is a mistake.
 """

@@ -28,7 +28,7 @@ from llorch.files import Weights, open_weights
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said of one dump, and which of it is right.
+    """Answer about one dump, and the criteria by which it is right.
 
     Attributes:
         name: Of the case.
@@ -56,7 +56,7 @@ GUARDED = {
 
 @dataclass(frozen=True)
 class Heard:
-    """What came of a dump: refused, or diagnosed."""
+    """Result of reading a dump: refused, or diagnosed."""
 
     dump: StageDump | None
     made: Diagnosis | None

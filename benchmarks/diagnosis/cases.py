@@ -45,13 +45,13 @@ class Case:
 
     @property
     def plan(self) -> str:
-        """How the tokens are given."""
+        """Name of the plan by which the tokens are given."""
         return next((bug.plan for bug in self.bugs if bug.plan != "steps"), "steps")
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is to be said of one bug in a dump.
+    """Correct diagnosis of one bug in a dump.
 
     Attributes:
         shows: Where it shows first: pass and stage key, several where the first differ by little more than rounding.

@@ -1,4 +1,4 @@
-"""Which known mistakes a bug may be named as; a bug that is not here is none of them.
+"""Known mistakes that a bug may be named as; a bug that is not here is none of them.
 
 Several names stand where several sentences are true: a wrong constant that has a name of its own and the setting that
 it belongs to, or two mistakes that compute the same.

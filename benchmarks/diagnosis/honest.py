@@ -36,7 +36,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine shows, before it is written to a file."""
+    """Tensors that an engine shows, before they are written to a file."""
 
     model: str
     passes: tuple[Tokens, ...]
@@ -45,7 +45,7 @@ class Run:
     stored: str = "float32"
 
     def in_memory(self) -> StageDump:
-        """Without a file."""
+        """Make a dump without a file."""
         seen = {
             (one.n_pass, one.key): Seen(one.key, self.stored, lambda one=one: one.array, one.tokens)
             for one in self.shown
@@ -53,7 +53,7 @@ class Run:
         return StageDump(self.model, self.passes, seen, Features(**self.features))  # type: ignore[arg-type]
 
     def write(self, folder: Path) -> Written:
-        """As a folder under the names of the stage table."""
+        """Write a folder under the names of the stage table."""
         with DumpWriter(folder, **self.features) as dump:  # type: ignore[arg-type]
             for n, tokens in enumerate(self.passes):
                 dump.begin(tokens.ids, tokens.first_position)

@@ -1,4 +1,4 @@
-"""What others would say of the same dumps: rules that are in use elsewhere, written anew and given all we can give.
+"""Rules that others use, on the same dumps: written anew here, and given all that this benchmark can give.
 
     skill    the localisation and classes of AWS Neuron's equivalence skill (aws-neuron/neuron-agentic-development,
              skills/neuron-framework-equivalence/scripts/run_stage3.py, seen in August 2026): the error over that of a
@@ -31,7 +31,7 @@ Trace = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rule says: pass and stage, and a class of causes where it has any; no place: nothing is wrong."""
+    """Answer of a rule: pass and stage, and a class of causes if it has any; no place: nothing is wrong."""
 
     place: tuple[int, str] | None
     cause: str = ""
@@ -58,7 +58,7 @@ class Beside:
 
     @property
     def cosine(self) -> float:
-        """Of the whole arrays."""
+        """Cosine of the whole arrays."""
         if not math.isfinite(self.error):
             return -1.0
         a, b = (_finite(x).ravel().astype(np.float64) for x in (self.got, self.right))

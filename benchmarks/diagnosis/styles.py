@@ -1,4 +1,4 @@
-"""How a run of the port is written down: which of its tensors, under which names, in which file.
+"""Styles of writing a run of the port: the tensors, their names and the file.
 
 all       every tensor of every pass, names of the stage table, a folder that `DumpWriter` writes
 own       six tensors of the first and the last layer under the port's names, and a mapping that says what they are

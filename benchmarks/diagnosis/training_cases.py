@@ -113,7 +113,7 @@ def training_cases() -> Iterator[TrainingCase]:
 
 @dataclass(frozen=True)
 class TrainingScore:
-    """What was said of a case: whether stage, name and value are right, and nothing else is accused."""
+    """Marks of a case: stage, name and value are right, and nothing else is accused."""
 
     case: TrainingCase
     found: Diagnosis
@@ -126,7 +126,7 @@ class TrainingScore:
 
     @property
     def stage(self) -> bool:
-        """Whether the first finding is at the quantity where the bug shows first; none where there is no bug."""
+        """True if the first finding is where the bug shows first; without a bug, if nothing is found."""
         if self.case.bug is None or not self.wrong:
             return self.case.bug is None and not self.wrong
         groups = {part for part in self.wrong[0].key.split(".")}
@@ -134,7 +134,7 @@ class TrainingScore:
 
     @property
     def named(self) -> bool:
-        """Whether it has the right name, or rightly none, and its number."""
+        """True if the finding has the right name, or rightly none, and the right number."""
         if self.case.bug is None or not self.wrong:
             return self.stage
         suspects = self.wrong[0].suspects

@@ -46,7 +46,7 @@ class Witness:
 
     @property
     def is_here(self) -> bool:
-        """Whether it can run."""
+        """True if it can run."""
         return all(find_spec(package) for package in self.needs)
 
 

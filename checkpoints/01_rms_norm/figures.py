@@ -18,7 +18,7 @@ def rms(x: np.ndarray) -> np.ndarray:
 
 
 def inputs(trace: dict[str, np.ndarray], n_layers: int) -> dict[str, np.ndarray]:
-    """What each norm reads, by the norm's name."""
+    """List the input of each norm, by the norm's name."""
     found, x = {}, trace["embed"]
     for i in range(n_layers):
         found |= {f"l{i} attn": x, f"l{i} ffn": trace[f"l{i}.attn_residual"]}
@@ -45,7 +45,7 @@ def rows() -> Figure:
 
 
 def eps() -> Figure:
-    """What each wrong eps costs, by the size of the row."""
+    """Plot the cost of each wrong eps, by the size of the row."""
     size = np.logspace(-3, 2.5, 200)
     right = np.sqrt(size**2 + 1e-5)
     wrong = {

@@ -37,7 +37,7 @@ def clocks() -> Figure:
 
 
 def wrong_pairs() -> Figure:
-    """How far the numbers of a head are off when neighbours are turned."""
+    """Plot the error of the numbers of a head when neighbours are rotated."""
     trace, golden = {}, read(goldens_folder() / "micro-llama")
     model = llorch.load("micro-llama")
     model.forward(list(golden.cases["near"].ids), trace=trace)

@@ -7,7 +7,7 @@ import llorch
 
 
 def cost() -> Figure:
-    """What the next token costs, and what lies in memory, by the length of the text."""
+    """Plot the cost of the next token, and the numbers in memory, by the length of the text."""
     story = llorch.load("story")
     config, n = story.config, np.arange(1, story.config.max_position_embeddings + 1)
     matrices = sum(w.size for w in story.weights.layer(0).values() if w.ndim == 2)

@@ -9,7 +9,7 @@ from llorch.verify.goldens import read
 
 
 def left() -> Figure:
-    """What the decay of later tokens leaves of each token's writing, in the first delta net."""
+    """Plot the part of each token's writing that the decay of later tokens leaves, in the first delta net."""
     model, trace = llorch.load("micro-qwen3.5"), {}
     model.forward(read(goldens_folder() / "micro-qwen3.5").cases["near"].ids, trace=trace)
     first = next(i for i in range(model.config.n_layers) if model.config.layer(i).mixer == "delta_net")

@@ -11,7 +11,7 @@ GREY, BLUE = "#8b949e", "#2f81f7"
 
 
 def leads() -> Figure:
-    """Of every step of the greedy text of each model, on a logarithmic axis."""
+    """Plot the lead of the best token at every step of the greedy text of each model, on a logarithmic axis."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     for line, name in enumerate(BUILTIN):

@@ -31,7 +31,7 @@ def block() -> Figure:
 
 
 def error() -> Figure:
-    """What rounding to each type does to a matrix of story."""
+    """Plot the error that rounding to each type makes in a matrix of story."""
     matrix = np.asarray(llorch.load("story").weights.astype(np.float32).layer(0)["gate_proj"], np.float32)
     figure = Figure(figsize=(7.2, 2.4), layout="constrained")
     axes = figure.subplots()

@@ -30,7 +30,7 @@ def formats() -> Figure:
 
 
 def ladder() -> Figure:
-    """What a run of story may be off after every layer, by dtype, and what both engines are in float32."""
+    """Plot the tolerance of a run of story after every layer, by dtype, and the errors of both engines in float32."""
     weights, golden = stored("story")
     assert golden.truth is not None
     suite = ForwardSuite("story", weights, golden.cases, golden.evidence, golden.truth)

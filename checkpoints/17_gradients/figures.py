@@ -36,7 +36,7 @@ def difference() -> Figure:
 
 
 def tensors() -> Figure:
-    """How far the gradients of layer 0 are from float64: PEFT's, and exact ones with a mistake in them."""
+    """Plot distances of gradients of layer 0 from float64: PEFT's, and exact ones with a mistake in them."""
     weights, golden = stored("micro-llama")
     adapter, config = golden.adapter_for(weights.config), weights.config
     wide = weights.astype(np.float64, keep=True)

@@ -22,7 +22,7 @@ RATE, BETAS = 5e-3, (0.9, 0.95)
 
 
 def gradients() -> list[np.ndarray]:
-    """Of one weight, in the steps of the run of lesson 19, at a constant rate."""
+    """List the gradients of one weight in the steps of the run of lesson 19, at a constant rate."""
     weights, golden = stored("micro-llama")
     weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
     p = adapter.flat()
@@ -39,7 +39,7 @@ def gradients() -> list[np.ndarray]:
 
 
 def path() -> Figure:
-    """Where the weight goes."""
+    """Plot the path of the weight."""
     golden = stored("micro-llama")[1]
     start = golden.adapter_for(stored("micro-llama")[0].config).flat()[WEIGHT][INDEX].reshape(1)
     given, typed = gradients(), typed_mistakes(BY_NUMBER["18"])["adamw_step"]

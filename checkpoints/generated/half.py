@@ -22,7 +22,7 @@ HALVES = ("bfloat16", "float16")
 
 
 def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Comparison]) -> Blocks:
-    """The generated parts of the page, from rows of the torch path in float32 and both dtypes of half precision."""
+    """Make the blocks of the page from rows of the torch path in float32 and both dtypes of half precision."""
     return {
         "isolated": distances(rows, "isolated"),
         "chained": distances(rows, "chained"),
@@ -32,7 +32,7 @@ def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Comparison]) -> B
 
 
 def distances(rows: Sequence[Comparison], mode: str) -> str:
-    """How far ours is from the goldens in each dtype, and what is allowed: the largest of all models and layers."""
+    """List llorch's largest distance from the goldens in each dtype, of all models and layers, and the tolerance."""
     mine = [row for row in rows if row.mode == mode and row.place.stage != "probabilities"]
     columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("llorch", "tolerance"))]
     lines = []
@@ -45,7 +45,7 @@ def distances(rows: Sequence[Comparison], mode: str) -> str:
 
 
 def ladder(rows: Sequence[Comparison]) -> str:
-    """How the error of one model grows from layer to layer in each dtype, in the case `near`."""
+    """List how the error of one model grows from layer to layer in each dtype, in the case `near`."""
     chained = [row for row in rows if (row.mode, row.case, row.producer) == ("chained", "near", PRODUCERS[0])]
     places = dict.fromkeys(row.place.key for row in chained if row.stage in ("embed", "block_out", "logits"))
     found = {(row.place.key, row.backend.rpartition("-")[2]): row.truth_error for row in chained}
@@ -54,7 +54,7 @@ def ladder(rows: Sequence[Comparison]) -> str:
 
 
 def teeth(goldens: Mapping[str, Golden]) -> str:
-    """How many known mistakes of stages go red at the limits of each dtype, with some model and input."""
+    """Count the known mistakes of stages that fail at the tolerances of each dtype, with some model and input."""
     largest: dict[tuple[str, str], float] = {}
     for name, golden in goldens.items():
         for dtype, mistake, over in _plant(name, golden):

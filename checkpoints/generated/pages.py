@@ -37,7 +37,7 @@ OF_THIS_MACHINE = re.compile(r"~[0-9][0-9.e+-]*")
 def generated(
     folder: Path, numbers: Sequence[str] = tuple(CHECKPOINTS), *, index: bool = True
 ) -> Mapping[Path, Blocks]:
-    """What pages have to say, computed from the goldens now.
+    """Compute the generated blocks of the pages from the goldens.
 
     Args:
         folder: With the index and one folder per checkpoint.
@@ -79,14 +79,14 @@ def _forward_rows(models: Iterable[str]) -> list[Comparison]:
 
 @cache  # the slow part, and goldens do not change under a running command
 def rows_of(model: str) -> Sequence[Comparison]:
-    """All comparisons of one built-in model with its goldens, as it runs and in float64."""
+    """List all comparisons of one built-in model with its goldens, as it runs and in float64."""
     rows = verify_stored(model)
     return [row for row in rows if row.backend in ("numpy", FLOAT64) and row.mode not in LONG_MODES]
 
 
 @cache
 def torch_rows(model: str) -> Sequence[Comparison]:
-    """All comparisons of one built-in model on the torch page as it is written, on the CPU."""
+    """List all comparisons of one built-in model on the torch page as it is written, on the CPU."""
     from llorch.pytorch.device import target
     from llorch.verify.runners.torch import torch_runners
 
@@ -97,18 +97,18 @@ def torch_rows(model: str) -> Sequence[Comparison]:
 
 @cache
 def quantised_rows() -> Sequence[Comparison]:
-    """All comparisons of checkpoint 13."""
+    """List all comparisons of checkpoint 13."""
     return list(verify_quantised_stored())
 
 
 @cache
 def training_rows() -> Sequence[Comparison]:
-    """All comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
+    """List all comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
     return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in ("numpy", FLOAT64)]
 
 
 def page(folder: Path, number: str) -> Path:
-    """The page of one checkpoint."""
+    """Return the path of the page of one checkpoint."""
     return folder / f"{number}_{CHECKPOINTS[number]}" / "README.md"
 
 
@@ -134,5 +134,5 @@ def render(text: str, blocks: Blocks, *, label: str) -> str:
 
 
 def same(old: str, new: str) -> bool:
-    """Whether two pages are equal but for the numbers of a machine."""
+    """Compare two pages except for the numbers that depend on the machine."""
     return OF_THIS_MACHINE.sub("~", old) == OF_THIS_MACHINE.sub("~", new)

@@ -25,7 +25,7 @@ MEANINGS = {
 
 
 def quantised_blocks(rows: Sequence[Comparison], exact: Mapping[str, float]) -> Blocks:
-    """The generated parts of the page.
+    """Make the generated blocks of the page.
 
     Args:
         rows: Of checkpoint 13.
@@ -38,7 +38,7 @@ def quantised_blocks(rows: Sequence[Comparison], exact: Mapping[str, float]) -> 
 
 
 def exact_errors() -> dict[str, float]:
-    """How far the logits of exact arithmetic are from llama.cpp's, for every micro model."""
+    """Measure the distance of the logits of exact arithmetic from llama.cpp's, for every micro model."""
     golden = read(goldens_folder() / FOLDER)
     errors = {}
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:

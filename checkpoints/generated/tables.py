@@ -30,7 +30,7 @@ Blocks = Mapping[str, str]  # name of a generated part -> its Markdown
 
 
 def page_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
-    """The generated parts of one checkpoint's page.
+    """Make the generated blocks of one checkpoint's page.
 
     Args:
         number: The checkpoint.
@@ -56,7 +56,7 @@ def page_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
 
 
 def stages(rows: Sequence[Stage]) -> str:
-    """The stage table's rows of one checkpoint."""
+    """List the rows of the stage table of one checkpoint."""
     columns = ("stage", "shape", "formula", "llorch's function", "llama.cpp node", "transformers hook")
     return table(
         columns,
@@ -65,7 +65,7 @@ def stages(rows: Sequence[Stage]) -> str:
 
 
 def distances(rows: Sequence[Comparison]) -> str:
-    """How far the engines and we, in float64 and in float32, are from the truth, and what float32 is allowed.
+    """List distances from float64 of the engines and of llorch in float64 and float32, with the tolerance of float32.
 
     Args:
         rows: Measured rows of one checkpoint, any number of models and layers.
@@ -84,7 +84,7 @@ def distances(rows: Sequence[Comparison]) -> str:
 
 
 def equal(rows: Sequence[Comparison]) -> str:
-    """In how many models the things that must be equal are equal."""
+    """Count the models in which everything that must be equal is equal."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for row in rows:
         groups.setdefault((row.stage, row.producer), []).append(row)
@@ -93,14 +93,14 @@ def equal(rows: Sequence[Comparison]) -> str:
 
 
 def settings() -> str:
-    """The sampler settings whose distributions are compared."""
+    """List the sampler settings whose distributions are compared."""
     columns = [name for name in asdict(SAMPLINGS["all"]) if name != "seed"]
     lines = ([f"`{name}`", *(f"{asdict(s)[column]:g}" for column in columns)] for name, s in SAMPLINGS.items())
     return table(("name", *(f"`{column}`" for column in columns)), lines)
 
 
 def mistakes(number: str) -> str:
-    """Known mistakes of one checkpoint: what each is called and what is said when it is recognised."""
+    """List known mistakes of one checkpoint: the name of each, and the diagnosis when it is recognised."""
     lines = []
     for mistake in (MISTAKES[name] for name in of_checkpoint(number)):
         here = [stage for stage in mistake.stages if checkpoint_of(stage) == number]
@@ -111,7 +111,7 @@ def mistakes(number: str) -> str:
 def index_blocks(
     rows: Sequence[Comparison], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
 ) -> Blocks:
-    """The generated parts of the index.
+    """Make the generated blocks of the index.
 
     Args:
         rows: Of all checkpoints and models.
@@ -135,7 +135,7 @@ def index_blocks(
 
 
 def routes(rows: Sequence[Comparison]) -> Iterator[Sequence[str]]:
-    """On what routes files came into the engines."""
+    """List the load paths by which files came into the engines."""
     models: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.route is not None:
@@ -145,19 +145,19 @@ def routes(rows: Sequence[Comparison]) -> Iterator[Sequence[str]]:
 
 
 def models_with_goldens() -> list[str]:
-    """The built-in models whose goldens are stored."""
+    """List the built-in models that have stored goldens."""
     return [name for name in EVERY if (goldens_folder() / name / "golden.json").is_file()]
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: int = 0) -> str:
-    """A Markdown table; the last `right` columns are aligned to the right."""
+    """Write a Markdown table; the last `right` columns are aligned to the right."""
     rules = [*["---"] * (len(columns) - right), *["---:"] * right]
     cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *cells))
 
 
 def short(value: float, digits: int) -> str:
-    """A distance with some digits."""
+    """Write a distance with some digits."""
     return f"{value:.{digits - 1}e}" if value else "0"
 
 
@@ -170,7 +170,7 @@ def _shape(stage: Stage) -> str:
 
 
 def link(function: str) -> str:
-    """A link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.cache.KVCache.append`."""
+    """Link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.cache.KVCache.append`."""
     file, names = PACKAGE, function.split(".")[1:]
     while not file.with_suffix(".py").is_file() and len(names) > 1:
         file /= names.pop(0)
@@ -187,7 +187,7 @@ def _largest(rows: Sequence[Comparison]) -> list[str]:
 
 
 def roughly(distance: float) -> str:
-    """Of ours, which depends a little on the machine."""
+    """Write a distance of llorch, which depends a little on the machine, with `~`."""
     return "" if math.isnan(distance) else f"~{short(distance, 1)}"
 
 
@@ -202,7 +202,7 @@ def _models(rows: Sequence[Comparison]) -> str:
 
 
 def _place(stage: str) -> int:
-    """The place in the stage table; what is not in it keeps the order of the rows."""
+    """Return the position in the stage table; stages that it lacks keep the order of the rows."""
     return list(BY_NAME).index(stage) if stage in BY_NAME else -1
 
 

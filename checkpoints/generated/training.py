@@ -14,7 +14,7 @@ HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of
 
 
 def training_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
-    """The generated parts of one page, by name, from the rows of checkpoints 15 to 20."""
+    """Make the generated blocks of one page, by name, from the rows of checkpoints 15 to 20."""
     mine = [row for row in rows if row.checkpoint == number]
     exact = [row for row in mine if row.mode == "exact"]
     blocks = {
@@ -27,14 +27,14 @@ def training_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
 
 
 def stages(number: str) -> str:
-    """The rows of the table of training stages that belong to a checkpoint."""
+    """List the rows of the table of training stages that belong to a checkpoint."""
     found = [stage for stage in TRAINING_STAGES if stage.checkpoint == number]
     columns = ("stage", "formula", "llorch's function", "where PEFT shows it")
     return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in found))
 
 
 def distances(rows: Sequence[Comparison]) -> str:
-    """How far the producers and we, in float64 and in float32, are from the truth, and what float32 is allowed.
+    """List distances from float64 of the engines and of llorch in float64 and float32, with the tolerance of float32.
 
     One line per group of stages, mode and case: the largest number of all models, layers and tensors.
     """
@@ -51,7 +51,7 @@ def distances(rows: Sequence[Comparison]) -> str:
 
 
 def half() -> str:
-    """How far PEFT is from the truth on a base in half precision, and what is allowed, of all checkpoints."""
+    """List PEFT's distance from float64 on a base in half precision, with the tolerance, for all checkpoints."""
     goldens = [read(goldens_folder() / model) for model in MODELS]
     columns = ["no", "stage", "mode"]
     for dtype in HALF_DTYPES:
@@ -63,7 +63,7 @@ def half() -> str:
 
 
 def trainers() -> list[str]:
-    """What the training goldens come from, a line for each engine."""
+    """Name the engines that made the training goldens, a line for each."""
     found = []
     for model in MODELS:
         engines = read(goldens_folder() / model).provenance["engines"]

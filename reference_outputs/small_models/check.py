@@ -50,7 +50,7 @@ def check(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer,
 
 
 def check_folder(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer, recipe: Recipe) -> float:
-    """The same of a folder, which transformers reads."""
+    """Check a folder, which transformers reads, as `check` does a file."""
     again = type(model).from_pretrained(path).eval()
     words = transformers.AutoTokenizer.from_pretrained(path)
     return _compared(

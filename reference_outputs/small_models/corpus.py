@@ -78,7 +78,7 @@ def expand(line: str, rng: random.Random, value: Callable[[str], str]) -> str:
 
 
 class _Props:
-    """What a story has drawn so far: every slot keeps its first value."""
+    """Words that a story has drawn so far: every slot keeps its first value."""
 
     def __init__(self, rng: random.Random, *, when: str) -> None:
         self._rng = rng

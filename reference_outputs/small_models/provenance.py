@@ -1,4 +1,4 @@
-"""Where each model came from, kept beside the files as `provenance.json`."""
+"""Origin of each model, kept beside the files as `provenance.json`."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What each small model is: its family, its dimensions, its vocabulary and how long it is trained.
+"""Recipes of the small models: family, dimensions, vocabulary and length of training.
 
 All dimensions of a model differ from each other, so that a transposed or swapped axis is a shape error. One pair
 cannot: llama.cpp wants the q_width of a qwen2 file equal to its hidden size.
@@ -12,7 +12,7 @@ from llorch.config import FamilyName
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to make one model.
+    """Settings to make one model.
 
     Attributes:
         family: As llorch names it.

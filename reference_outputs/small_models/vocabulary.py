@@ -98,7 +98,7 @@ def _learn_bytes(kind: str, texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def _sentencepiece(texts: Iterable[str], size: int) -> Vocabulary:
-    """Number the tokens as SentencePiece does: special, bytes, merged pieces, characters."""
+    """Give the tokens ids as SentencePiece does: special, bytes, merged pieces, characters."""
     reserved = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     merged, letters = _learn_pieces(texts, size - len(reserved))
     tokenizer = _with_byte_fallback(reserved, merged, letters)
