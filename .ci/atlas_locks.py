@@ -44,7 +44,7 @@ def compiled(*arguments: str) -> None:
 
 
 def size(package: Mapping[str, Any]) -> int:
-    """Bytes of the file that is installed here; 0 for a package of other machines."""
+    """Count the bytes of the file that is installed here; 0 for a package of other machines."""
     if "marker" in package and not Marker(package["marker"]).evaluate():
         return 0
     files = {name_of(wheel): bytes_of(wheel) for wheel in package.get("wheels", [])}

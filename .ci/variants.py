@@ -66,10 +66,10 @@ class Variant:
     """One way in which the libraries compute.
 
     Attributes:
-        environment: What is set for its processes.
-        expected: What `KERNELS` must answer.
-        flag: Of the processor, which the kernels need.
-        left_out: How the names of files begin that test what it takes away.
+        environment: Environment variables of its processes.
+        expected: Answer that `KERNELS` must give.
+        flag: Flag of the processor that the kernels need.
+        left_out: Beginning of the names of files that test the part it takes away.
     """
 
     environment: Mapping[str, str]
@@ -124,11 +124,11 @@ def run(name: str, share: str) -> str:
     """Run a variant.
 
     Args:
-        name: Of `VARIANTS`.
-        share: Which of how many parts of the sample.
+        name: Key of `VARIANTS`.
+        share: Index and number of parts of the sample, as in 3/30.
 
     Returns:
-        What became of it: "passed", or a text that begins with "FAILED" or "NOT RUN".
+        The verdict: "passed", or a text that begins with "FAILED" or "NOT RUN".
     """
     variant = VARIANTS[name]
     if variant.flag and variant.flag not in _processor_flags():

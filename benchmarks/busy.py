@@ -32,7 +32,7 @@ GOAL = 1.3
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Another program that never waits."""
+    """Run another program that never waits."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -71,7 +71,7 @@ class Draw:
 
 
 def sections(draw: Draw, head_dim: int, share: float) -> Sizes:
-    """Draw RoPE of three axes over a share of the head; seldom so that llama.cpp leaves pairs of a text unrotated."""
+    """Draw RoPE of three axes over a share of the head; seldom so that llama.cpp does not rotate pairs of a text."""
     half = int(head_dim * share) // 2
     axes = [half - 2 * (half // 3), half // 3, half // 3] if draw.rarely() else [(half + i) // 3 for i in (2, 1, 0)]
     return {"rope_parameters": {

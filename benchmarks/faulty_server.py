@@ -2,7 +2,7 @@
 
     python -m benchmarks.faulty_server 0.05 serve story --port 0
 
-Every step takes so many seconds more. What the seeds do is in `FAULTS`.
+Every step takes so many seconds more. `FAULTS` lists the effects of the seeds.
 """
 
 import sys

@@ -107,13 +107,13 @@ def kill_once(folder: Path, data: Path, steps: int, draw: random.Random, *, most
 
 
 def lines(folder: Path) -> int:
-    """Lines of the log of a run so far."""
+    """Count the lines of the log of a run so far."""
     log = folder / "log.jsonl"
     return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def names(folder: Path) -> list[str]:
-    """All files of a run, hidden ones too."""
+    """List all files of a run, hidden ones too."""
     return [str(path.relative_to(folder)) for path in folder.rglob("*")]
 
 

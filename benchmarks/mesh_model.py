@@ -155,7 +155,7 @@ def memory(job: Job) -> Memory:
 
 
 def activations(job: Job) -> int:
-    """Bytes that one block keeps for its backward pass.
+    """Count the bytes that one block keeps for its backward pass.
 
     Both norms keep their input, widened; adapters the input of their matrices, which those beside each other share, and
     what goes into B; attention q, k, v and its result; SwiGLU gate, silu(gate) and up, widened.
@@ -169,7 +169,7 @@ def activations(job: Job) -> int:
 
 
 def _passing(job: Job) -> int:
-    """Bytes that the backward pass of a block has in hand at a time: gradients of SwiGLU, widened."""
+    """Count the bytes of gradients that the backward pass of a block holds at a time: those of SwiGLU, widened."""
     return 3 * job.own_tokens * job.config.intermediate_size // job.tp * WIDE
 
 
@@ -189,12 +189,12 @@ class Message:
         return self.size * self.count
 
     def moved(self, n_ranks: int) -> float:
-        """Bytes that a rank sends in a ring."""
+        """Count the bytes that a rank sends in a ring."""
         return self.volume * (2 if self.kind == "all-reduce" else 1) * (n_ranks - 1) / n_ranks
 
 
 def messages(job: Job) -> list[Message]:
-    """Every collective of a step."""
+    """List every collective of a step."""
     of_tp = [*_activations_summed(job), *_factors_summed(job)] if job.tp > 1 else []
     of_dp = [*_parameters_gathered(job), _gradients_shared_out(job)] if job.dp > 1 else []
     loss = [Message("loss", "dp", "all-reduce", 8, 1)] if job.dp * job.tp > 1 else []
@@ -232,7 +232,7 @@ def _gradients_shared_out(job: Job) -> Message:
 
 
 def _gradients_gathered(job: Job) -> Iterator[Message]:
-    """For the norm of all: along the axis that was cut last first."""
+    """Yield the gathers for the norm of all gradients, first along the axis that was cut last."""
     for each in adapters(job):
         over_dp, whole = each.gathered(job.dp), each.size * WIDE * job.tp
         if each.tp_axis == 1:
@@ -279,7 +279,7 @@ class StepTime:
 
 
 def flop(job: Job) -> float:
-    """Operations of a rank in a step: frozen matrices forward and for the gradient of their input, perhaps again."""
+    """Count the operations of a rank in a step: frozen matrices forward and for the input gradient, perhaps again."""
     config, again = job.config, int(job.recomputed)
     matrices = sum(n_in * n_out for n_in, n_out in _matrices(config).values()) * config.n_layers / job.tp
     attention = 2 * job.tokens * config.q_width * config.n_layers / job.tp  # half of it is masked
@@ -290,7 +290,7 @@ def flop(job: Job) -> float:
 
 
 def step_time(job: Job, machine: Machine) -> StepTime:
-    """Seconds on paper: the slower of arithmetic and memory, and the messages of both axes."""
+    """Estimate the seconds: the slower of arithmetic and memory, and the messages of both axes."""
     weights = sum(each.size for each in block(job)) * job.config.n_layers + sum(each.size for each in rest(job))
     touched = weights * job.width * (2 + job.recomputed) + 2 * job.config.n_layers * activations(job)
     arithmetic = flop(job) / (machine.flops * machine.flops_share)

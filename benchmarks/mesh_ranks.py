@@ -117,7 +117,7 @@ def _rows(job: Job, seed: int) -> Batch:
 
 
 def _kept(stepper: Stepper) -> dict[str, int]:
-    """Bytes of the storages that lie there between steps."""
+    """Count the bytes of the storages that exist between steps."""
     trained = stepper.optimizer.params
     frozen = [p for p in stepper.worker.module.parameters() if not p.requires_grad]
     moments = [own(value) for name, value in stepper.optimizer.state().items() if name != "step"]
@@ -134,7 +134,7 @@ def _storages(tensors: list[Tensor]) -> int:
 
 @contextmanager
 def counting(mesh: DeviceMesh) -> Iterator[Mapping[tuple[str, str, int], int]]:
-    """Axis, kind and bytes of every collective that this process calls meanwhile, and how often."""
+    """Count the collectives that this process calls meanwhile, by axis, kind and bytes."""
     with _Counting({str(mesh[axis].get_group().group_name): axis for axis in ("dp", "tp")}) as mode:
         yield mode.found
 

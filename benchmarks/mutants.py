@@ -9,8 +9,8 @@ A bug is one place of a source file made wrong by a rule of `mutations.py`; what
 module first, until one fails. One that runs much longer than without the bug has caught it too, by time. A bug that
 keeps its module from being imported is no test of the tests: another is drawn.
 
-Which places are drawn depends on the seed and on the text of each line, not on where it stands, so that a change of
-one function leaves the other bugs of a sample what they were. A survivor is a missing test, unless what was planted
+The draw depends on the seed and on the text of each line, not on its position, so that a change of one function does
+not change the other bugs of a sample. A survivor is a missing test, unless what was planted
 changes no result: judge it by hand.
 """
 
@@ -80,7 +80,7 @@ class Result:
 
 
 def drawn(area: Area, seed: int) -> Iterator[Mutant]:
-    """Bugs of an area in random order: a line, then one of the bugs that it may have; one bug a line."""
+    """Draw bugs of an area in random order: a line, then one of the bugs that it may have; one bug a line."""
 
     def rank(*parts: object) -> bytes:
         return hashlib.sha256(repr((seed, *parts)).encode()).digest()

@@ -17,11 +17,11 @@ class Area:
     live: bool = False  # whether the tests that run the engines are among them
 
     def files(self) -> list[Path]:
-        """Source files, relative to the repository."""
+        """List the source files, relative to the repository."""
         return _matching("llorch", self.sources.split())
 
     def tests(self) -> list[Path]:
-        """Test files, relative to the repository."""
+        """List the test files, relative to the repository."""
         return _matching("tests", map(_of_tests, self.guards.split()))
 
 
@@ -31,7 +31,7 @@ def _of_tests(name: str) -> str:
 
 
 def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
-    """Files below a folder; every pattern has one at least."""
+    """List the files below a folder; every pattern matches at least one."""
     found: list[Path] = []
     for pattern in patterns:
         files = sorted((ROOT / folder).glob(f"{pattern}.py"))

@@ -26,7 +26,7 @@ def main(tokens: int, rounds: int, threads: int) -> None:
 
 
 def step_time(name: str, tokens: int) -> float:
-    """Seconds of the first step of a new adapter."""
+    """Time the first step of a new adapter, in seconds."""
     import numpy as np
 
     from llorch.builtin import builtin_path

@@ -30,7 +30,7 @@ class Texts:
             self._n_threads, self._resources = n_threads, resources.pop_all()
 
     def close(self) -> None:
-        """Free both."""
+        """Free both models."""
         self._resources.close()
 
     def greedy_batch(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
@@ -47,7 +47,7 @@ class Texts:
         return written
 
     def runs(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Logits of the last token from several runs of llama.cpp."""
+        """Compute the logits of the last token in several runs of llama.cpp."""
         found: dict[str, np.ndarray] = {}
         for name, model, parts in (
             ("one pass", self._plain._model(), [ids]),

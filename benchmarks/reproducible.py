@@ -41,7 +41,7 @@ class Differences:
         self.largest = max(self.largest, float((alone.double() - other.double()).abs().max()))
 
     def __str__(self) -> str:
-        """In one line."""
+        """Write the result in one line."""
         verdict = "bit-equal" if self.changed == 0 else "NOT bit-equal"
         return (
             f"{verdict}: {self.changed} of {self.rows} rows of logits differ, by at most {self.largest:.2e}; "
@@ -50,7 +50,7 @@ class Differences:
 
 
 def tell(model: TorchModel, n: int) -> list[list[int]]:
-    """Prompts of 5 to 100 tokens, ragged."""
+    """Generate prompts of 5 to 100 tokens, ragged."""
     told = []
     for seed in range(n):
         settings = SamplingSettings(temperature=1.0, seed=seed)
@@ -62,7 +62,7 @@ def tell(model: TorchModel, n: int) -> list[list[int]]:
 
 @torch.no_grad()
 def together(model: TorchModel, prompts: Prompts) -> list[torch.Tensor]:
-    """Logits of each prompt, all in one batch."""
+    """Compute the logits of each prompt, all in one batch."""
     ids, positions = (torch.from_numpy(array).to(model.target.device) for array in left_padded(prompts))
     cache = model.new_cache(len(prompts), ids.shape[1])
     logits = model.module(ids, cache.place(positions, ctx=ids.shape[1]), cache)
@@ -71,7 +71,7 @@ def together(model: TorchModel, prompts: Prompts) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def in_passes(model: TorchModel, prompt: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
-    """Logits of a prompt that is cut at some places."""
+    """Compute the logits of a prompt that is cut at some places."""
     cache, start, made = model.new_cache(1, len(prompt)), 0, []
     for end in ends:
         positions = torch.arange(start, end, device=model.target.device)[None]
@@ -82,7 +82,7 @@ def in_passes(model: TorchModel, prompt: Sequence[int], ends: Sequence[int]) -> 
 
 
 def in_company(model: TorchModel, prompts: Prompts, orders: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Index and logits of every prompt, in every batch size and order."""
+    """Yield the index and the logits of every prompt, in every batch size and order."""
     for size in BATCHES:
         for order in range(orders):
             click.echo(f"batch {size}, order {order + 1} of {orders}", err=True)
@@ -93,7 +93,7 @@ def in_company(model: TorchModel, prompts: Prompts, orders: int) -> Iterator[tup
 
 
 def cut(model: TorchModel, prompts: Prompts) -> Iterator[tuple[int, torch.Tensor]]:
-    """Index and logits of every prompt, in two chunks, and with its second half token by token."""
+    """Yield the index and the logits of every prompt, in two chunks, and with its second half token by token."""
     for i, prompt in enumerate(prompts):
         middle = len(prompt) // 2
         yield i, in_passes(model, prompt, (middle, len(prompt)))

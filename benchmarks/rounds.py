@@ -104,7 +104,7 @@ def quiet(samples: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def report(samples: Mapping[str, Samples], ours: Sequence[str], theirs: Sequence[str]) -> None:
-    """Print medians, ranges, rounds kept, and the ratio of each of our speeds to each of theirs."""
+    """Print medians, ranges, rounds kept, and the ratio of each of llorch's speeds to each of the other engines'."""
     for name, of_engine in samples.items():
         for what, measured in of_engine.items():
             speeds = quiet(measured)

@@ -183,7 +183,7 @@ async def cut(server: Server) -> Verdict:
 
 
 async def stopped_early(server: Server) -> Verdict:
-    """Send SIGTERM at many moments of a server's start: it ends at once, and leaves no process and no file."""
+    """Send SIGTERM at many moments of a server's start: it ends at once, with no process and no file behind."""
     command: Any = server.process.args
     ends = await asyncio.to_thread(lambda: [_stopped_after(command, at / 20) for at in range(EARLY)])
     codes = [code for code, _, _ in ends]

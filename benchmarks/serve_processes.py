@@ -70,7 +70,7 @@ class Server:
         raise RuntimeError(f"the server did not begin to answer; it is {self.process.poll() or 'alive'}")
 
     def cpu_seconds(self) -> float:
-        """Seconds of processor that it has had; 0 where the system does not say."""
+        """Count the seconds of processor that the server has used; 0 if the system does not say."""
         try:
             user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         except OSError:
@@ -78,12 +78,12 @@ class Server:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def resident(self) -> float:
-        """Megabytes that it holds."""
+        """Count the megabytes that the server holds."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def open_files(self) -> int:
-        """Files and sockets that it has open."""
+        """Count the files and sockets that the server has open."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def stop(self) -> int:

@@ -44,7 +44,7 @@ def main(vocabulary: Path | None, runs: int) -> None:
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak bytes of one process."""
+    """Measure seconds and peak bytes of one process."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

@@ -106,13 +106,13 @@ def measured(side: str, folder: Path, dtype: str, size: tuple[int, int], steps: 
 
 
 def resident(field: str) -> int:
-    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    """Count the bytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def peft_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> Step:
-    """PEFT over transformers, which makes the loss itself."""
+    """Make the step of PEFT over transformers, which computes the loss itself."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -135,7 +135,7 @@ def peft_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> 
 
 
 def our_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> Step:
-    """Our step, as `llorch lora train` takes it."""
+    """Make llorch's step, as `llorch lora train` takes it."""
     import numpy as np
     import torch
 
@@ -164,7 +164,7 @@ def our_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> S
 
 
 def our_module(folder: Path, dtype, recomputed: bool):
-    """Our model with a fresh adapter."""
+    """Make llorch's model with a fresh adapter."""
     import torch
 
     from llorch.files import open_weights
@@ -186,7 +186,7 @@ def our_module(folder: Path, dtype, recomputed: bool):
 
 
 def report(samples: dict[str, list[dict[str, float]]]) -> None:
-    """Medians of all rounds, as Markdown, and the ratios that are asked for."""
+    """Print medians of all rounds, as Markdown, and the ratios that are asked for."""
     found = {
         name: {what: statistics.median(sample[what] for sample in of_side) for what in of_side[0]}
         for name, of_side in samples.items()
@@ -205,7 +205,7 @@ def report(samples: dict[str, list[dict[str, float]]]) -> None:
 
 
 def eight_bit() -> str:
-    """Bytes per parameter that AdamW keeps, for adapters of the Qwen2.5-0.5B shape."""
+    """Count the bytes per parameter that AdamW keeps, for adapters of the Qwen2.5-0.5B shape."""
     import torch
 
     from llorch.config import ModelConfig

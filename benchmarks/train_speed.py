@@ -79,7 +79,7 @@ def both(
 
 
 def peft_side(module, rank: int, modules: tuple[str, ...], ids):
-    """PEFT over transformers' model, which reads our weights: its step, and its adapter, B not zero, for ours."""
+    """Make PEFT's step over transformers with llorch's weights, and its adapter, B not zero, for llorch."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,7 +115,7 @@ def peft_side(module, rank: int, modules: tuple[str, ...], ids):
 
 
 def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
-    """Our own step, as `llorch lora train` takes it."""
+    """Make llorch's step, as `llorch lora train` takes it."""
     import numpy as np
     import torch
 

@@ -88,7 +88,7 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
     Args:
         folder: Folder of the checkpoints.
         numbers: Numbers of the lessons.
-        index: Whether to make the index.
+        index: Make the index, too.
 
     Yields:
         The path of a page, and its text.

@@ -33,7 +33,7 @@ def draw(number: str, lesson: Path) -> Mapping[str, str]:
     """Draw the figures of a lesson.
 
     Args:
-        number: Of the checkpoint.
+        number: Number of the checkpoint.
         lesson: Its folder; `figures()` of its `figures.py` gives the figures by name.
 
     Returns:

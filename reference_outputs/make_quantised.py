@@ -64,7 +64,7 @@ def make_quantised() -> QuantisedGolden:
 
 
 def blocks_of(kind: GGMLType) -> np.ndarray:
-    """Random blocks, blocks of one bit pattern, and blocks with every edge case of a scale."""
+    """Make random blocks, blocks of one bit pattern, and blocks with every edge case of a scale."""
     if BLOCK_SIZES[kind][0] == 1:
         edges = np.array(ELEMENT_EDGES, "<u2").view(np.uint8).reshape(-1, 2)
         return np.concatenate([random_blocks(kind, 64, key="goldens"), edges])
@@ -73,7 +73,7 @@ def blocks_of(kind: GGMLType) -> np.ndarray:
 
 
 def rows_of(width: int) -> np.ndarray:
-    """Activations: of all sizes, on the edge between two codes, ties for the largest, zeros, and out of range."""
+    """Make activations of all sizes, between two codes, ties for the largest, zeros, and out of range."""
     draw = _Draw(width)
     ordinary = draw.signed(8, width) ** 3 * np.array([1e-3, 0.03, 1, 1, 1, 20, 300, 4e4])[:, None]
     halves = np.floor(draw.signed(6, width) * 127) + 0.5
@@ -94,7 +94,7 @@ def rows_of(width: int) -> np.ndarray:
 
 
 def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
-    """Rows, and their bytes by every variant that this build of ggml has."""
+    """Make rows, and round them to bytes by every variant that this build of ggml has."""
     from llorch.engines.ggml_tensor import quantize, variants
 
     rows = rows_of(BLOCK_SIZE.get(kind, 32))
@@ -104,8 +104,8 @@ def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
 def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
     """List differences of newly made goldens from the stored ones.
 
-    Blocks, rounding and files must be equal. Of the products on another processor inputs may round to the other side
-    of an edge; each set was judged against our own stages, so here they are only held to what `all_flipped` grants.
+    Blocks, rounding and files must be equal. On another processor, inputs of products may round to the other side of an
+    edge. Each set was judged against llorch's stages, so here only the tolerance of `all_flipped` must hold.
 
     Args:
         new: Made now.
@@ -147,7 +147,7 @@ class _Draw:
         self._bits = np.random.Philox(key=key)
 
     def signed(self, *shape: int) -> np.ndarray:
-        """Between -1 and 1."""
+        """Draw numbers between -1 and 1."""
         return ((self._bits.random_raw(int(np.prod(shape))) >> 40) / 2.0**23 - 1).reshape(shape)
 
 

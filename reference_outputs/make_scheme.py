@@ -74,7 +74,7 @@ FUNCTIONS: Mapping[str, tuple[Mapping[str, Any], float | None]] = {  # settings;
 
 
 def inputs() -> np.ndarray:
-    """Numbers of many magnitudes, zeros, ties, and rows whose largest is at the edge of two powers of two."""
+    """Make numbers of many magnitudes, zeros, ties, and rows whose largest is at the edge of two powers of two."""
     rng = np.random.default_rng(38)
     x = np.ldexp(rng.random((12, 256)) - 0.5, rng.integers(-12, 8, (12, 256)))
     x[2], x[3, :32] = 0, 0
@@ -98,7 +98,7 @@ def rounded(x: np.ndarray, settings: Mapping[str, Any], number: float | None) ->
 
 
 def traced(name: str) -> dict[str, np.ndarray]:
-    """Stages of one folder, as transformers with compressed-tensors computes them in float64."""
+    """Compute the stages of one folder by transformers with compressed-tensors in float64."""
     with TemporaryDirectory() as temporary:
         path = shutil.copytree(FOLDER / name, Path(temporary) / name)
         if name in GROUP_OF:
@@ -128,7 +128,7 @@ def _decompress(model: Any) -> None:
 
 
 def record_of(x: np.ndarray) -> dict[str, Any]:
-    """Hashes of the rounded inputs in both dtypes, with the sign of zeros removed, and some of the numbers."""
+    """Record hashes of the rounded inputs in both dtypes, with the sign of zeros removed, and some of the numbers."""
     made: dict[str, Any] = {}
     for name, (settings, number) in FUNCTIONS.items():
         results = {str(dtype): rounded(x.astype(dtype), settings, number) + 0 for dtype in ("float64", "float32")}

@@ -1,6 +1,6 @@
 """Make the goldens of checkpoints 15 to 20: ask PEFT, torch and llama.cpp about one adapter and a few batches.
 
-Of runs on a base in bfloat16 only the tolerances and distances that follow from them are stored.
+Runs on a base in bfloat16 are not stored, only the tolerances and distances that follow from them.
 """
 
 import platform
@@ -72,9 +72,9 @@ TEXTS = (  # beginning and number of tokens, number of those that are not learne
 
 
 def make_training(name: str) -> TrainingGolden:
-    """Run the producers on one of `MODELS`: goldens, with tolerances made from their distances from the truth.
+    """Run the engines on one of `MODELS`: goldens, with tolerances made from their distances from float64.
 
-    A producer that is further from the truth than is ever granted is refused.
+    Refuse an engine that is further from the float64 reference than any tolerance allows.
     """
     from llorch.engines.float64_everywhere import float64_everywhere
     from llorch.verify.training.peft import Peft

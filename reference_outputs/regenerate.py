@@ -142,7 +142,7 @@ def quantised(folder: Path, *, check: bool) -> list[str]:
 
 
 def make(name: str) -> Golden:
-    """Run both producers on one built-in model.
+    """Run both reference engines on one built-in model.
 
     Args:
         name: The model.
@@ -214,10 +214,10 @@ def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
 def refuse_far_witnesses(
     name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, EngineOutput], truth: Truth
 ) -> None:
-    """Refuse goldens that are not the truth to rounding.
+    """Refuse goldens that differ from the float64 reference by more than rounding.
 
     Raises:
-        ValueError: A producer is further from the float64 truth than what is derived for float32.
+        ValueError: An engine is further from the float64 reference than the tolerance derived for float32.
     """
     limits = limits_of(weights, cases, truth)
     granted, true = allowed(limits, truth), truth.evidence.arrays()

@@ -3,7 +3,7 @@
 An element moves by lr * m / (sqrt(v) + eps). Where its gradient is no larger than its own rounding error, a correct run
 moves it anywhere between one learning rate up and one down, and every gradient after that is of another adapter. So
 PEFT's run in float64 is repeated with gradients that are off by as much as PEFT's are in float32, and what it is off by
-then is what another order of sums can do. Nothing of ours computes.
+then is what another order of sums can do. llorch computes nothing here.
 """
 
 from collections import defaultdict

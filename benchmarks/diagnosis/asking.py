@@ -31,13 +31,13 @@ class Answer:
     """Answer about one dump, and the criteria by which it is right.
 
     Attributes:
-        name: Of the case.
+        name: Name of the case.
         group: `planted`, `reports`, `blocks` or `honest`.
         right: By criterion, those that apply.
         said: The findings in short.
-        expected: What is true.
-        seconds: Of the processor, from opening the dump to the diagnosis.
-        rivals: Rule to criterion to whether it is right.
+        expected: The correct diagnosis.
+        seconds: Processor time, from opening the dump to the diagnosis.
+        rivals: Rule to criterion to True if the rule is right.
     """
 
     name: str

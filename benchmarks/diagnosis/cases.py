@@ -54,11 +54,11 @@ class Truth:
     """Correct diagnosis of one bug in a dump.
 
     Attributes:
-        shows: Where it shows first: pass and stage key, several where the first differ by little more than rounding.
+        shows: First places of the error: pass and stage key, several if the first differ by little more than rounding.
         made: Stage keys where it is made.
         layer: The first layer that it is made in; None outside the layers.
-        names: Of known mistakes, any of which is right; none: it is none of them.
-        value: Of a setting, where one is to be recovered.
+        names: Known mistakes, any of which is right; none: it is none of them.
+        value: Value of a setting, if one is to be recovered.
     """
 
     shows: tuple[tuple[int, str], ...]

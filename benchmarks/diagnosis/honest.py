@@ -1,7 +1,7 @@
-"""Right engines, each with its own arithmetic and its own way to write a dump: of none of them anything is wrong.
+"""Correct engines, each with its own arithmetic and its own way to write a dump: nothing is wrong in their dumps.
 
-An `Honest` is one such engine; `run` lets it loose on a built-in model. What it declares is what such an engine would
-say of itself, often nothing. The engines of others, llama.cpp and transformers, are in `witnesses`.
+An `Honest` is one such engine; `run` lets it loose on a built-in model. It declares what such an engine would say
+of itself, often nothing. The engines of others, llama.cpp and transformers, are in `witnesses`.
 """
 
 import re
@@ -74,14 +74,14 @@ class Honest:
     """A right engine.
 
     Attributes:
-        name: Of the variant.
-        change: What is done to the port.
-        declared: What the engine says of itself.
-        models: On which it runs.
+        name: Name of the variant.
+        change: Change of the port.
+        declared: Facts that the engine says of itself.
+        models: Models on which it runs.
         start: Position of its first token.
         passes: Tokens of each pass, one after the other into the same cache.
-        chosen: What it writes.
-        stored: In which dtype.
+        chosen: Arrays that it writes.
+        stored: Dtype in which it writes them.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Honest:
     stored: str = "float32"
 
     def run(self, model: str) -> Run:
-        """Run it."""
+        """Run the engine on a built-in model."""
         port = Port(model, self.start)
         self.change(port)
         drawn = prompt(model, sum(self.passes))
@@ -109,17 +109,17 @@ class Honest:
 
 
 def prompt(model: str, n: int) -> list[int]:
-    """Tokens that differ, drawn once and for all for each model."""
+    """Draw tokens that all differ, always the same ones for each model."""
     return np.random.default_rng(MODELS.index(model)).permutation(300)[:n].tolist()
 
 
 def only(pattern: str) -> Chosen:
-    """Stages whose keys match."""
+    """Choose the stages whose keys match."""
     return lambda shown, n: (one for one in shown if re.fullmatch(pattern, one.key))
 
 
 def last_token(shown: Sequence[Shown], n: int) -> Iterator[Shown]:
-    """Logits of the last token."""
+    """Choose the logits of the last token."""
     return (Shown(one.n_pass, one.key, one.array[-1:], (n - 1,)) for one in shown if one.key == "logits")
 
 
@@ -129,7 +129,7 @@ class InBatch(Honest):
 
     Attributes:
         others: Lengths of the others.
-        row: Which row is dumped.
+        row: Index of the row that is dumped.
         pads_left: Where the rows are filled up to one length.
     """
 

@@ -1,8 +1,8 @@
 """A port of Llama and Qwen as somebody else writes one: float32 NumPy, head by head, with names of its own.
 
 Only the numbers of the file come through llorch. The port is right; `bugs` plants mistakes by replacing one of its
-steps, a method each, by changing a setting, or by spoiling a weight. What it computes stands on the tape, a dict for
-each pass:
+steps, a method each, by changing a setting, or by spoiling a weight. Its arrays stand on the tape, a dict for each
+pass:
 
     tok   blk0.xn q_lin k_lin v_lin [q_unit k_unit] q_rot k_rot K V S P mix att mid xm g u gu ffn out   blk1...   fin lg
 """

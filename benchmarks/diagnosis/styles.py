@@ -88,7 +88,7 @@ def shown(style: str, model: str, n_pass: int, tape: Tape) -> list[str]:
 
 
 def _selected(style: str, model: str, n_pass: int, tape: Tape) -> Iterator[tuple[str, str, int | None]]:
-    """Names on a tape that a style shows, with their parts."""
+    """Yield the names on a tape that a style shows, with their parts."""
     outermost = 0, _config(model).n_layers - 1
     for name, own, layer in _names(tape):
         match style:
@@ -107,7 +107,7 @@ def _selected(style: str, model: str, n_pass: int, tape: Tape) -> Iterator[tuple
 
 
 def _names(tape: Tape) -> Iterator[tuple[str, str, int | None]]:
-    """Names on a tape, and their parts."""
+    """Yield the names on a tape, and their parts."""
     for name in tape:
         block, dot, own = name.rpartition(".")
         yield name, own, int(block.removeprefix("blk")) if dot else None

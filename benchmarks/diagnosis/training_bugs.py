@@ -16,12 +16,12 @@ class Bug:
     """One bug.
 
     Attributes:
-        name: Of the bug.
+        name: Name of the bug.
         stage: Group of the table of training stages where it shows first.
         replaced: Methods of the trainer, or settings, that it changes.
         names: Known mistakes that are right to name; none: none of the known is right.
-        value: What is to be recovered.
-        settings: Of the run, apart from the bug: what dumps say.
+        value: Value that is to be recovered.
+        settings: Settings of the run except for the bug, as dumps say them.
     """
 
     name: str
@@ -174,17 +174,17 @@ def hooked(factor: float, name: str) -> Callable[..., dict[str, Tensor]]:
 
 
 def dropped(self: Trainer, x: Tensor, name: str) -> Tensor:
-    """Dropout that nobody switched off."""
+    """Leave dropout on."""
     return Trainer.detour(self, torch.nn.functional.dropout(x, 0.1), name)
 
 
 def bits(self: Trainer, logits: Tensor, targets: Tensor) -> Tensor:
-    """To the base of two."""
+    """Compute the token losses to the base of two."""
     return Trainer.token_losses(self, logits, targets) / math.log(2)
 
 
 def fast_b(self: Trainer, name: str) -> Tensor:
-    """B learns four times as fast."""
+    """Let B learn four times as fast."""
     lr = self.s["lr"]
     self.s["lr"] = lr * (4 if name.endswith("B") else 1)
     moved = Trainer.update(self, name)

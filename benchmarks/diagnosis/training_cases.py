@@ -75,7 +75,7 @@ class TrainingCase:
 
 
 def micro_batch(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-    """Two ragged rows with a prompt each, padded at the end."""
+    """Draw two ragged rows with a prompt each, padded at the end."""
     random = np.random.default_rng(seed)
     lengths, prompts = random.integers(6, 12, 2), random.integers(2, 5, 2)
     ids = random.integers(1, vocab_size, (2, lengths.max()))
@@ -87,7 +87,7 @@ def micro_batch(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def written(arrays: Mapping[str, np.ndarray], path: Path, style: str, dtype: str) -> Path:
-    """In a form of its own for every style."""
+    """Write the arrays in the form of the style."""
     if style == "whole":
         with DumpWriter(path, engine="trainer", dtype=dtype) as dump:
             for name, array in arrays.items():
@@ -101,7 +101,7 @@ def written(arrays: Mapping[str, np.ndarray], path: Path, style: str, dtype: str
 
 
 def training_cases() -> Iterator[TrainingCase]:
-    """Every bug whole, in turn in each model, and as often as it can show there in another style; the right trainer."""
+    """Yield every bug whole, on models by turns; in another style if it shows there; then the correct trainers."""
     for number, bug in enumerate(BUGS):
         yield TrainingCase(bug, MODELS[number % 2], "whole")
     for number, bug in enumerate(BUGS):
@@ -147,7 +147,7 @@ class TrainingScore:
 
 
 def score(case: TrainingCase) -> TrainingScore:
-    """Write a dump, diagnose it."""
+    """Write a dump and diagnose it."""
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         path = case.write(Path(folder))
         weights = open_weights(builtin_path(case.model))

@@ -20,7 +20,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 def peft_steps(
     model: str, adapter: Adapter, micros: list[list[dict[str, np.ndarray]]], variant: str
 ) -> dict[str, np.ndarray]:
-    """Arrays of some steps of PEFT under the names of a dump, by the micro-batches of every step."""
+    """Run some steps of PEFT on micro-batches; return the arrays of each step under the names of a dump."""
     how = dict(VARIANTS[variant])
     dtype, checkpointing = how.pop("dtype", "float32"), how.pop("checkpointing", False)
     net = Peft(builtin_path(model), dtype=dtype).adapted(adapter)

@@ -18,7 +18,7 @@ FIXED, WORD = 24, " littlest"  # bytes of magic, version and counts
 
 
 def bar(axes: Axes, parts: list[tuple[str, int, str]], title: str) -> None:
-    """Parts of a file one behind the other, each with its name below."""
+    """Draw the parts of a file one after the other, each with its name below."""
     at, total = 0, sum(size for _, size, _ in parts)
     for name, size, colour in parts:
         axes.broken_barh([(at, size)], (0, 1), facecolor=colour, edgecolor="white", linewidth=0.6)
@@ -31,7 +31,7 @@ def bar(axes: Axes, parts: list[tuple[str, int, str]], title: str) -> None:
 
 
 def file_bytes() -> Figure:
-    """The whole of micro-llama, and its header enlarged."""
+    """Draw the whole of micro-llama, and its header enlarged."""
     data = np.fromfile(builtin_path("micro-llama"), np.uint8)
     cursor = Cursor(InMemory(data), DEFAULT_LIMITS)  # type: ignore[arg-type]
     _, count, _, alignment = read_head(cursor)
@@ -60,7 +60,7 @@ def file_bytes() -> Figure:
 
 
 def joins() -> tuple[list[str], list[tuple[int, int, int]]]:
-    """Letters of the word, and every join: first letter, first of the right piece, first behind."""
+    """List the letters of the word, and every join: first letter, first of the right piece, first after."""
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def seen(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def joins() -> tuple[list[str], list[tuple[int, int, int]]]:
 
 
 def merges() -> Figure:
-    """A tree: letters below, the order of the joins upwards."""
+    """Draw a tree: letters below, the order of the joins upwards."""
     letters, order = joins()
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -103,5 +103,5 @@ def merges() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"bytes": file_bytes(), "merges": merges()}

@@ -13,7 +13,7 @@ MODELS = ("micro-llama", "micro-qwen2", "story")
 
 
 def rms(x: np.ndarray) -> np.ndarray:
-    """Root mean square of every row."""
+    """Compute the root mean square of every row."""
     return np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1))
 
 
@@ -27,7 +27,7 @@ def inputs(trace: dict[str, np.ndarray], n_layers: int) -> dict[str, np.ndarray]
 
 
 def rows() -> Figure:
-    """Size of every token's row before and after each norm of story."""
+    """Plot the size of every token's row before and after each norm of story."""
     story, trace = llorch.load("story"), {}
     story.forward(story.tokenizer.encode(SENTENCE), trace=trace)
     given = inputs(trace, story.config.n_layers)
@@ -70,5 +70,5 @@ def eps() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"rows": rows(), "eps": eps()}

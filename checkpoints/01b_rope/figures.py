@@ -17,7 +17,7 @@ PAIRS, POSITIONS = (0, 2, 4, 8), range(8)
 
 
 def clocks() -> Figure:
-    """One hand for each pair and position."""
+    """Draw one hand for each pair and position."""
     config = llorch.load("micro-llama").config
     speed = frequencies(config.head_dim, config.rope_theta)
     half = config.head_dim // 2
@@ -58,5 +58,5 @@ def wrong_pairs() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"clocks": clocks(), "wrong_pairs": wrong_pairs()}

@@ -9,7 +9,7 @@ GAP = 12  # rows between heads
 
 
 def heads() -> Figure:
-    """The rows of the three matrices in blocks by head, coloured by the key head that they belong to."""
+    """Draw the rows of the three matrices in blocks by head, coloured by the key head that they belong to."""
     model = llorch.load("micro-llama")
     config, weights = model.config, model.weights.layer(0)
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
@@ -43,5 +43,5 @@ def heads() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"heads": heads()}

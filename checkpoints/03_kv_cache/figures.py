@@ -29,5 +29,5 @@ def cost() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"cost": cost()}

@@ -14,13 +14,13 @@ LAYER, HEAD = 1, 1
 
 
 def products(trace: dict[str, np.ndarray], config: llorch.ModelConfig) -> np.ndarray:
-    """Scaled products of one head, without the mask: (seq, ctx)."""
+    """Compute the scaled products of one head, without the mask: (seq, ctx)."""
     q, k = trace[f"l{LAYER}.q_rope"][:, HEAD], trace[f"l{LAYER}.k_cache"][HEAD // config.group_size]
     return q @ k.T / np.sqrt(config.head_dim)
 
 
 def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **how: Any) -> None:
-    """A heat map with a word at every column."""
+    """Draw a heat map with a word at every column."""
     axes.pcolormesh(np.ma.masked_invalid(values), **how)
     axes.set(title=title, aspect="equal")
     axes.invert_yaxis()
@@ -31,7 +31,7 @@ def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **how: An
 
 
 def heads() -> Figure:
-    """Scaled products, scores and shares of one head; row sums at the margin."""
+    """Plot scaled products, scores and shares of one head, with row sums at the margin."""
     story, trace = llorch.load("story"), {}
     ids = story.tokenizer.encode(SENTENCE)
     story.forward(ids, trace=trace)
@@ -52,5 +52,5 @@ def heads() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"heads": heads()}

@@ -10,7 +10,7 @@ LAYER = 4
 
 
 def heads() -> Figure:
-    """Length of what each head adds to the stream of the last token, and its part along the sum."""
+    """Plot the length of each head's addition to the stream of the last token, and its part along the sum."""
     story, trace = llorch.load("story"), {}
     story.forward(story.tokenizer.encode(SENTENCE), trace=trace)
     n_heads, head_dim = story.config.n_heads, story.config.head_dim
@@ -32,5 +32,5 @@ def heads() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"heads": heads()}

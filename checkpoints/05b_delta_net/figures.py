@@ -9,7 +9,7 @@ from llorch.verify.goldens import read
 
 
 def left() -> Figure:
-    """Plot the part of each token's writing that the decay of later tokens leaves, in the first delta net."""
+    """Plot how much of each token's writing remains after the decay of later tokens, in the first delta net."""
     model, trace = llorch.load("micro-qwen3.5"), {}
     model.forward(read(goldens_folder() / "micro-qwen3.5").cases["near"].ids, trace=trace)
     first = next(i for i in range(model.config.n_layers) if model.config.layer(i).mixer == "delta_net")
@@ -25,5 +25,5 @@ def left() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"left": left()}

@@ -11,7 +11,7 @@ SENTENCE = "Once upon a time there was a little fox"
 
 
 def curves() -> Figure:
-    """SiLU and what is mistaken for it, over the gates that a sentence makes."""
+    """Plot SiLU and functions that are mistaken for it, over the gates that a sentence makes."""
     story, trace = llorch.load("story"), {}
     story.forward(story.tokenizer.encode(SENTENCE), trace=trace)
     gates = np.concatenate([trace[f"l{i}.ffn_gate"].ravel() for i in range(story.config.n_layers)])
@@ -33,5 +33,5 @@ def curves() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"curves": curves()}

@@ -10,7 +10,7 @@ from llorch.verify.goldens import read
 
 
 def chosen() -> Figure:
-    """Weights of the experts of every token, in the first layer."""
+    """Plot the weights of the experts of every token, in the first layer."""
     model, trace = llorch.load("micro-qwen3-moe"), {}
     model.forward(read(goldens_folder() / "micro-qwen3-moe").cases["near"].ids[:24], trace=trace)
     ids, weights = trace["l0.topk_ids"], trace["l0.topk_weights"]
@@ -25,5 +25,5 @@ def chosen() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"chosen": chosen()}

@@ -11,7 +11,7 @@ SENTENCE = "Once upon a time there was a little fox"
 
 
 def branch(axes: Axes, start: float, colour: str, boxes: tuple[str, ...]) -> None:
-    """A way out of the stream, through some boxes, and back into a plus."""
+    """Draw a way out of the stream, through some boxes, and back into a plus."""
     end, step = start + 4.1, 3.1 / len(boxes)
     line = {"color": colour, "linewidth": 1.5}
     axes.plot([start, start], [0, 1.2], **line)
@@ -33,7 +33,7 @@ def branch(axes: Axes, start: float, colour: str, boxes: tuple[str, ...]) -> Non
 
 
 def wiring() -> Figure:
-    """The stream with its two branches."""
+    """Draw the stream with its two branches."""
     figure = Figure(figsize=(8.4, 2.3), layout="constrained")
     axes = figure.subplots()
     axes.annotate("", (11.2, 0), (-0.5, 0), arrowprops={"arrowstyle": "->", "color": GREY, "linewidth": 3})
@@ -47,7 +47,7 @@ def wiring() -> Figure:
 
 
 def stream() -> Figure:
-    """Size of the last token's row before and after each addition."""
+    """Plot the size of the last token's row before and after each addition."""
     story, trace = llorch.load("story"), {}
     story.forward(story.tokenizer.encode(SENTENCE), trace=trace)
     layers = range(story.config.n_layers)
@@ -69,5 +69,5 @@ def stream() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"wiring": wiring(), "stream": stream()}

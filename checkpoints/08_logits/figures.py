@@ -12,7 +12,7 @@ N_BEST = 5
 
 
 def lens() -> Figure:
-    """The likeliest next tokens, if the model ended after each layer."""
+    """Show the likeliest next tokens, if the model ended after each layer."""
     story, trace = llorch.load("story"), {}
     story.forward(story.tokenizer.encode(SENTENCE), trace=trace)
     streams = {"embedding": "embed"} | {f"after layer {i}": f"l{i}.block_out" for i in range(story.config.n_layers)}
@@ -38,5 +38,5 @@ def lens() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"lens": lens()}

@@ -12,7 +12,7 @@ SENTENCE, SHOWN = "Once upon a time there was a little fox", 5
 
 
 def rows() -> Figure:
-    """The likeliest tokens behind each token of a sentence."""
+    """Show the likeliest tokens after each token of a sentence."""
     story = llorch.load("story")
     ids = story.tokenizer.encode(SENTENCE)
     figure = Figure(figsize=(7.2, 2.8), layout="constrained")
@@ -35,5 +35,5 @@ def rows() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"rows": rows()}

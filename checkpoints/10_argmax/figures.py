@@ -32,5 +32,5 @@ def leads() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"leads": leads()}

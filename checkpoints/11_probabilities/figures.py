@@ -11,7 +11,7 @@ PROMPT, SHOWN = "Once upon a time there was a little boy. One day, there was a l
 
 
 def filters() -> Figure:
-    """Probabilities of the likeliest tokens, one panel a step; grey is what was there before."""
+    """Plot probabilities of the likeliest tokens, one panel a step; grey is the step before."""
     story = llorch.load("story")
     ids = story.tokenizer.encode(PROMPT)
     z = story.forward(ids, last_only=True)[-1].astype(np.float64)
@@ -37,5 +37,5 @@ def filters() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"filters": filters()}

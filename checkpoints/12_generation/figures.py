@@ -9,7 +9,7 @@ BLUE, GREY, WIDTH, TOKENS = "#2f81f7", "#7d7d7d", 60, 60
 
 
 def text() -> Figure:
-    """Tokens in lines, each on a ground that is as strong as its probability."""
+    """Show tokens in lines, each on a ground that is as strong as its probability."""
     story = llorch.load("story")
     figure = Figure(figsize=(7.2, 2.4))
     axes = figure.subplots()
@@ -34,5 +34,5 @@ def text() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"text": text()}

@@ -12,7 +12,7 @@ TYPES = ("Q8_0", "Q5_0", "Q4_0")
 
 
 def block() -> Figure:
-    """Q4_0: which element lies in which half of which byte."""
+    """Draw a block of Q4_0: the elements in the halves of its bytes."""
     figure = Figure(figsize=(7.2, 1.5), layout="constrained")
     axes = figure.subplots()
     axes.add_patch(Rectangle((0, 0), 2, 2, color=LIT, alpha=0.5))
@@ -47,5 +47,5 @@ def error() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"block": block(), "error": error()}

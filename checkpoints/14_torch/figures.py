@@ -15,7 +15,7 @@ ENGINES = {"transformers": "s", "llamacpp": "o"}
 
 
 def formats() -> Figure:
-    """One sign, some bits for the size, the rest for digits."""
+    """Draw the formats: one sign bit, some bits for the size, the rest for digits."""
     figure = Figure(figsize=(7.2, 1.9), layout="constrained")
     axes = figure.subplots()
     for row, (name, (exponent, fraction)) in enumerate(FORMATS.items()):
@@ -52,5 +52,5 @@ def ladder() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"formats": formats(), "ladder": ladder()}

@@ -9,7 +9,7 @@ MATRIX = "layers.0.q_proj"
 
 
 def rank() -> Figure:
-    """Singular values of a frozen matrix and of its adapter's product."""
+    """Plot the singular values of a frozen matrix and of its adapter's product."""
     weights, golden = stored("micro-llama")
     adapter = golden.adapter_for(weights.config)
     lora = adapter.tensors[MATRIX]
@@ -27,5 +27,5 @@ def rank() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"rank": rank()}

@@ -13,7 +13,7 @@ TALES = (
 
 
 def strip() -> Figure:
-    """Tokens in boxes, the darker the more surprising."""
+    """Draw tokens in boxes, the darker the more surprising."""
     story = llorch.load("story")
     figure = Figure(figsize=(7.2, 3.0), layout="constrained")
     for axes, tale in zip(figure.subplots(len(TALES)), TALES, strict=True):
@@ -30,5 +30,5 @@ def strip() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"strip": strip()}

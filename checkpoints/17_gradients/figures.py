@@ -15,7 +15,7 @@ MISTAKES = {mistake.name: mistake for mistake in TRAINING}
 
 
 def difference() -> Figure:
-    """Error of central differences of SwiGLU against the step."""
+    """Plot the error of central differences of SwiGLU against the step."""
     rng = np.random.default_rng(0)
     gate, up, grad = (rng.standard_normal((256, 64)) for _ in range(3))
     right, _ = swiglu_backward(grad, gate, up)
@@ -61,5 +61,5 @@ def tensors() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"difference": difference(), "tensors": tensors()}

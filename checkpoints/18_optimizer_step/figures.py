@@ -57,7 +57,7 @@ def path() -> Figure:
 
 
 def walked(update: Callable, start: np.ndarray, given: list[np.ndarray]) -> np.ndarray:
-    """The weight after every step."""
+    """Compute the weight after every step."""
     p, m, v, found = start, np.zeros(1), np.zeros(1), [start[0]]
     for step, grad in enumerate(given, 1):
         p, m, v = update(p, grad, m, v, step, RATE, *BETAS, 1e-8, 0.1)
@@ -66,5 +66,5 @@ def walked(update: Callable, start: np.ndarray, given: list[np.ndarray]) -> np.n
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"path": path()}

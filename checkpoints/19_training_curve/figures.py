@@ -26,7 +26,7 @@ def losses(accumulated: Any) -> np.ndarray:
 
 
 def curve() -> Figure:
-    """Above the losses, below distances from the float64 reference."""
+    """Plot the losses above, and distances from the float64 reference below."""
     golden = stored("micro-llama")[1]
     truth, limit = golden.truth("chained", PLACE), golden.tolerances["float32"]["chained"]["loss_curve"].worst
     granted = limit * np.abs(truth).max()
@@ -51,5 +51,5 @@ def curve() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"curve": curve()}

@@ -13,7 +13,7 @@ from llorch.verify.training.runner import logits_of
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Rounded to 8 bits, to even."""
+    """Round to 8 bits, to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
@@ -29,17 +29,17 @@ class Rounded(MergedWeights):
     """Matrices rounded as they are read; arithmetic is float64."""
 
     def __init__(self, weights: Any, adapter: Any, dtype: str) -> None:
-        """With all of an adapter, or none of it."""
+        """Merge all of an adapter, or none of it."""
         super().__init__(weights, adapter)
         self._round = ROUNDED[dtype]
 
     def read(self, name: str) -> np.ndarray:
-        """A weight, rounded."""
+        """Read a weight and round it."""
         return self._round(super().read(name)).astype(np.float64)
 
 
 def dtypes() -> Figure:
-    """Errors of logits, as shares."""
+    """Plot the errors of logits, as shares."""
     weights, golden = stored("micro-llama")
     weights, adapter = weights.astype(np.float64), golden.adapter_for(weights.config)
     documents = [ids for ids, _ in golden.batches[0].each_document()]
@@ -61,5 +61,5 @@ def dtypes() -> Figure:
 
 
 def figures() -> dict[str, Figure]:
-    """By name."""
+    """Return the figures by name."""
     return {"dtypes": dtypes()}

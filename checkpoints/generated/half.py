@@ -70,7 +70,7 @@ def teeth(goldens: Mapping[str, Golden]) -> str:
 
 
 def _plant(name: str, golden: Golden) -> Iterator[tuple[str, str, float]]:
-    """Dtype, mistake, and by what factor it is over the limit: in the first layer, with and without a cache."""
+    """Yield dtype, mistake and the factor over the tolerance: in the first layer, with and without a cache."""
     weights = open_weights(builtin_path(name))
     suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
     for case, whole in golden.cases.items():

@@ -40,9 +40,9 @@ def generated(
     """Compute the generated blocks of the pages from the goldens.
 
     Args:
-        folder: With the index and one folder per checkpoint.
-        numbers: Of the checkpoints whose pages are wanted.
-        index: Whether the index is wanted, too.
+        folder: Folder with the index and one folder per checkpoint.
+        numbers: Numbers of the checkpoints whose pages are wanted.
+        index: Make the blocks of the index, too.
 
     Returns:
         Page to its blocks.
@@ -117,7 +117,7 @@ def render(text: str, blocks: Blocks, *, label: str) -> str:
 
     Args:
         text: The page.
-        blocks: What belongs into each block.
+        blocks: Text of each block.
         label: Names the page in errors.
 
     Returns:

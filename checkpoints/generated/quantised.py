@@ -28,7 +28,7 @@ def quantised_blocks(rows: Sequence[Comparison], exact: Mapping[str, float]) -> 
     """Make the generated blocks of the page.
 
     Args:
-        rows: Of checkpoint 13.
+        rows: Comparisons of checkpoint 13.
         exact: Model to the error of exact arithmetic, see `exact_errors`.
 
     Returns:

@@ -34,7 +34,7 @@ def page_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
 
     Args:
         number: The checkpoint.
-        rows: Of all checkpoints and models.
+        rows: Comparisons of all checkpoints and models.
 
     Returns:
         Name to Markdown, only the parts that this checkpoint has.
@@ -114,10 +114,10 @@ def index_blocks(
     """Make the generated blocks of the index.
 
     Args:
-        rows: Of all checkpoints and models.
+        rows: Comparisons of all checkpoints and models.
         goldens: Model to goldens.
         names: Checkpoint number to name.
-        trainers: What the training goldens come from, a line each.
+        trainers: Engines that made the training goldens, a line each.
 
     Returns:
         Name to Markdown.

@@ -1,6 +1,6 @@
 """Our own text: short stories expanded from the grammar, the same for the same seed.
 
-A story is an opening, a trait or two, one plot and an ending. Who takes part, their pronouns and every prop are drawn
+A story is an opening, a trait or two, one plot and an ending. The characters, their pronouns and every prop are drawn
 once, so a red ball stays red and a she stays a she.
 """
 

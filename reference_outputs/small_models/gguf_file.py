@@ -25,7 +25,7 @@ def write(
     Args:
         path: The file to write.
         model: The trained model.
-        recipe: What it was made from.
+        recipe: Recipe that it was made from.
         tokenizer_metadata: `tokenizer.ggml.*` keys and values.
     """
     config = model_config(recipe)
@@ -48,7 +48,7 @@ def write(
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
-    """Express a recipe in our own words.
+    """Express a recipe as a configuration of llorch.
 
     Args:
         recipe: The recipe.

@@ -14,7 +14,7 @@ class Plot(NamedTuple):
     Attributes:
         friend: "known" if the friend is named before the plot begins, "met" if the plot does it, "" if nobody else.
         lines: The templates, in order.
-        moral: What the hero may learn from it.
+        moral: Lesson that the hero may learn from it.
     """
 
     friend: str

@@ -17,7 +17,7 @@ def note(path: Path, recipe: Recipe, losses: list[float], *, reader: str, differ
 
     Args:
         path: Its GGUF file or folder; the note goes beside it.
-        recipe: What it was made from.
+        recipe: Recipe that it was made from.
         losses: Training loss of every step.
         reader: The engine that read it again.
         difference: Relative distance between that engine's logits and the trained model's.

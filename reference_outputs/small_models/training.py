@@ -29,7 +29,7 @@ def train(
 
     Args:
         name: Name in the progress lines and of the state file.
-        recipe: What to train and for how long.
+        recipe: Recipe to train, with its number of steps.
         vocabulary: Encodes the text.
         state: Folder for a state to resume from, written every 200 steps, or None.
 
@@ -60,7 +60,7 @@ def new_model(recipe: Recipe) -> transformers.PreTrainedModel:
     """Build the model with its starting weights.
 
     Args:
-        recipe: What to build.
+        recipe: Recipe to build.
 
     Returns:
         The model, in training mode.

@@ -27,12 +27,12 @@ def _unpacked(port: Port, unpack: Unpack, block_bytes: int) -> None:
 
 
 def _half(raw: np.ndarray) -> np.ndarray:
-    """Two bytes of each block as float16, a column."""
+    """Read two bytes of each block as float16, a column."""
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
 def _nibbles(raw: np.ndarray) -> np.ndarray:
-    """Sixteen low halves, then sixteen high halves."""
+    """Return sixteen low halves, then sixteen high halves."""
     return np.concatenate([raw & 15, raw >> 4], axis=1).astype(np.float32)
 
 

@@ -21,16 +21,16 @@ class Bug:
     """A mistake of the port.
 
     Attributes:
-        name: Of its own; the known mistakes it may be named as are in `expected`.
-        sentence: What the engine does.
+        name: Name of the bug; the known mistakes it may be named as are in `expected`.
+        sentence: Docstring of the function that plants it.
         plant: Changes a port.
         made: Stages in which it is made; of these the first shows first.
-        layers: In which layers, all where nothing is said.
-        models: That it can be planted in.
-        plan: How the tokens are given, of `cases.PLANS`.
+        layers: Layers in which it is made; None for all.
+        models: Models that it can be planted in.
+        plan: Plan of `cases.PLANS` by which the tokens are given.
         first_pass: The first pass that it changes.
-        shapes: Whether tensors of the port have the usual shapes with it.
-        known: Whether it is a mistake that others made before, and no nonsense of one place.
+        shapes: True if tensors of the port have the usual shapes with it.
+        known: True for a mistake that others made before, False for nonsense in one place.
     """
 
     name: str

@@ -17,7 +17,7 @@ class Report:
         thread: `owner/repository#number`.
         seen: The symptom, in our words.
         bug: The cause, planted.
-        names: What it may be named; empty: none of the known.
+        names: Known mistakes it may be named as; empty: none of them.
         value: The value that is to be recovered, where there is one.
     """
 
