@@ -25,13 +25,13 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.convert import convert
 from llorch.engines.process import in_child
-from llorch.files import Weights
+from llorch.files import Weights, open_weights
 from llorch.files.tensor_names import inventory
 from llorch.model import load
 from llorch.numerics import GGML
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.judge import FAIL, TIE, Comparison
-from llorch.verify.models import verify_as_stored, verify_live
+from llorch.verify.models import plan_live, verify_as_stored, verify_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import numpy_runners
 
@@ -107,7 +107,8 @@ def judged(
     ids, twin = prompt(config, number), folder.with_suffix(".gguf")
     convert(folder, twin)
     for path in (folder, twin):
-        yield from verify_live(path, ids, ["llamacpp", "transformers"], partial(runners, dtypes), failed=failed)
+        plan = plan_live(open_weights(path), ids, ["llamacpp", "transformers"])
+        yield from verify_live(plan, partial(runners, dtypes), failed=failed)
 
 
 def runners(dtypes: tuple[str, ...], weights: Weights, *, wide: bool) -> Iterator[Runner]:

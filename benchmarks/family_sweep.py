@@ -117,11 +117,11 @@ def judge(path: Path, told: Judged, with_torch: bool) -> None:
     """Judge one file; the float64 reference and at least one engine must run."""
     from llorch.files import open_weights
     from llorch.verify.judge import FAIL, TIE
-    from llorch.verify.models import verify_live
+    from llorch.verify.models import plan_live, verify_live
 
-    rng, vocab_size = np.random.default_rng(told.seed), open_weights(path).config.vocab_size
-    ids = rng.integers(3, vocab_size, rng.integers(2, 90)).tolist()
-    rows = list(verify_live(path, ids, ENGINES, runners if with_torch else numpy_only, failed=(unable := {})))
+    rng, weights = np.random.default_rng(told.seed), open_weights(path)
+    plan = plan_live(weights, rng.integers(3, weights.config.vocab_size, rng.integers(2, 90)).tolist(), ENGINES)
+    rows = list(verify_live(plan, runners if with_torch else numpy_only, failed=(unable := {})))
     told.rows += len(rows)
     for name in (*ENGINES, "transformers-float64"):
         told.judges[name] += any(row.producer == name for row in rows)

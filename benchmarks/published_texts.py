@@ -43,15 +43,16 @@ def prompts(n: int) -> list[str]:
 
 def stages(name: str, path: Path) -> Iterator[Line]:
     """Judge every stage of a file: as it is stored, where it is quantised, and decoded."""
+    from llorch.files import open_weights
     from llorch.verify.judge import FAIL
-    from llorch.verify.models import verify_live
+    from llorch.verify.models import plan_live, verify_live
 
     if path.is_file():
         progress(f"stages: {name} as stored")
         yield as_stored(f"{name} as stored", path)
     progress(f"stages: {name} decoded")
     ids = load(path).tokenizer.encode(PROMPT)
-    rows = list(verify_live(path, ids, ("llamacpp", "transformers"), text=PROMPT))
+    rows = list(verify_live(plan_live(open_weights(path), ids, ("llamacpp", "transformers"), text=PROMPT)))
     yield Line(f"{name} decoded", "both, float64", len(rows), sum(row.verdict == FAIL for row in rows))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from llorch.builtin import EVERY, IN_WHEEL, builtin_path, goldens_folder, is_wheel
+from llorch.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import KERNELS, TRAINING, JudgedModel, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
@@ -30,9 +30,9 @@ from llorch.numerics import EXACT, GGML, Numerics
 from llorch.verify.expectations.files import undecoded
 from llorch.verify.expectations.quantised import CHECKPOINT, block_rows, model_rows
 from llorch.verify.expectations.quantised_models import MODELS
-from llorch.verify.goldens import N_GREEDY, n_greedy_for, unable_of
+from llorch.verify.goldens import N_GREEDY, unable_of
 from llorch.verify.judge import Comparison
-from llorch.verify.models import unable_for, verify_as_stored, verify_live, verify_stored
+from llorch.verify.models import plan_live, verify_as_stored, verify_live, verify_stored
 from llorch.verify.runners.numpy import emulated
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
@@ -74,6 +74,26 @@ class LiveInput:
     tokens: list[int] | None
 
 
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model to judge, resolved once, before anything runs; see `_plan`."""
+
+    spec: str
+    engines: tuple[ProducerName, ...]  # to run; none: stored goldens judge the model
+    weights: Weights | None  # opened; None: the micro models of checkpoint 13
+    numerics: Numerics = EXACT
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the model; the micro models of checkpoint 13 are all of one size."""
+        return next(iter(MODELS.values())).config if self.weights is None else self.weights.config
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there are goldens of its training: a wheel has none."""
+        return self.spec in TRAINED and not is_wheel()
+
+
 def judge_all(
     models: Sequence[str], against: Sequence[str], arithmetic: ClaimedArithmetic, *, prompt: str | None,
     tokens: list[int] | None, as_json: bool, strict: bool, detail: bool,
@@ -90,21 +110,21 @@ def judge_all(
         unsplit = _not_split(specs, arithmetic.mesh["tp"].size(), given=bool(models))
         absent = {**absent, **unsplit}
         specs = {spec: None for spec in specs if spec not in unsplit}
-    plans = [(spec, *_plan(spec, against, has_input=given != LiveInput(None, None))) for spec in specs]
-    threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
+    plans = [_plan(spec, against, arithmetic, has_input=given != LiveInput(None, None)) for spec in specs]
+    threads = use_threads(*(plan.config for plan in plans))
     out = console()
     done = [judged for backend in on_torch if (judged := _kernels(backend)).rows]
     for judged in () if as_json else done:
         print_model(out, judged, detail=detail)
-    alone = bool(on_torch) or any(engines for *_, engines in plans)
-    with Workers(_jobs(specs), 1 if alone else allowed_cores()) as workers:
-        for spec, path, engines in plans:
+    alone = bool(on_torch) or any(plan.engines for plan in plans)
+    with Workers(_jobs(plans), 1 if alone else allowed_cores()) as workers:
+        for plan in plans:
             for backend in on_torch or [None]:
-                with progress(f"verifying {spec}" + (f" on {backend.name}" if backend else "")) as tell:
+                with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
                     if backend is not None:
-                        judged = _judged_on_torch(spec, path, engines, backend, given, tell)
+                        judged = _judged_on_torch(plan, backend, given, tell)
                     else:
-                        judged = _judged(spec, path, engines, arithmetic, given, tell, workers)
+                        judged = _judged(plan, arithmetic.residency, given, tell, workers)
                 done.append(judged)
                 if not as_json:
                     print_model(out, judged, detail=detail)
@@ -157,7 +177,7 @@ def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, 
     reasons: dict[str, str] = {}
     for spec in specs:
         packed = spec == QUANTISED and not Path(spec).exists()
-        reason = "packed matrices" if packed else cannot_split(_config(spec, model_path(spec)), n_ranks)
+        reason = "packed matrices" if packed else cannot_split(open_weights(model_path(spec)).config, n_ranks)
         if reason and given:
             raise ValueError(f"{spec}: --mesh tp={n_ranks}: {reason}")
         reasons |= {spec: reason} if reason else {}
@@ -169,60 +189,49 @@ def _kernels(backend: "TorchBackend") -> JudgedModel:
     return JudgedModel(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
-def _jobs(specs: Iterable[str]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
+def _jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
     """Split the judging of built-in models on NumPy into independent parts."""
-    parts = {(spec, at): part for spec in specs for at, part in enumerate(_parts(spec))}
+    parts = {(plan.spec, at): part for plan in plans for at, part in enumerate(_parts(plan))}
     return {name: lambda part=part: list(part()) for name, part in parts.items()}
 
 
-def _parts(spec: str) -> Sequence[Callable[[], Iterator[Comparison]]]:
-    if spec == QUANTISED:
+def _parts(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
+    if plan.weights is None:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
         return [block_rows, *(partial(model_rows, part) for part in parts)]
-    return [partial(verify_stored, spec), *([partial(verify_training_stored, spec)] if _is_trained(spec) else [])]
+    training = [partial(verify_training_stored, plan.spec)] if plan.is_trained else []
+    return [partial(verify_stored, plan.spec), *training]
 
 
 def _judged(
-    spec: str,
-    path: Path,
-    engines: Sequence[ProducerName],
-    arithmetic: ClaimedArithmetic,
-    given: LiveInput,
-    tell: Say,
-    workers: Workers,
+    plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say, workers: Workers[list[Comparison]]
 ) -> JudgedModel:
-    if not engines:
-        if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
-            raise click.UsageError(
-                f"{spec}: the goldens hold exact numerics; for other numerics, add --against llamacpp"
-            )
-        return _stored(spec, workers)
-    if (numerics := _numerics(path, engines, arithmetic)) == EXACT:
-        refuse_residency(arithmetic)
-        return _live(path, engines, given, tell, verify_live)
-    return _as_stored(path, numerics, arithmetic.residency, given, tell)
+    if not plan.engines:
+        return _stored(plan, workers)
+    if plan.numerics == EXACT:
+        return _live(plan, given, tell, verify_live)
+    return _as_stored(plan, residency, given, tell)
 
 
-def _judged_on_torch(
-    spec: str, path: Path, engines: Sequence[ProducerName], backend: "TorchBackend", given: LiveInput, tell: Say
-) -> JudgedModel:
-    if engines:
-        judged = _live(path, engines, given, tell, backend.live)
-    elif spec == QUANTISED:
-        judged = _from_goldens(spec, backend.quantised)
+def _judged_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> JudgedModel:
+    if plan.engines:
+        judged = _live(plan, given, tell, backend.live)
+    elif plan.weights is None:
+        judged = _from_goldens(plan.spec, backend.quantised)
         judged = replace(judged, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
     else:
-        trained = _is_trained(spec) and backend.trains
-        judged = _from_goldens(spec, lambda: chain(backend.stored(spec), backend.training(spec) if trained else ()))
-        judged = replace(judged, checkpoints=(*_forward(spec), *(TRAINING if trained else ())))
+        trained = plan.is_trained and backend.trains
+        runs = (backend.stored, backend.training) if trained else (backend.stored,)
+        judged = _from_goldens(plan.spec, lambda: chain.from_iterable(run(plan.spec) for run in runs))
+        judged = replace(judged, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if trained else ())))
     return replace(judged, backend=backend.name)
 
 
-def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, tuple[ProducerName, ...]]:
-    """Choose the path of a model and the engines to run; no engine means stored goldens."""
+def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_input: bool) -> ModelPlan:
+    """Choose the engines that judge a model, and its numerics; no engine means stored goldens."""
     stored = spec in (*EVERY, QUANTISED) and not Path(spec).exists()
-    path = Path(spec) if stored and spec == QUANTISED else model_path(spec)
+    weights = None if stored and spec == QUANTISED else open_weights(model_path(spec))
     if "golden" in against and not stored:
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
     if stored and not set(against) - {"golden"}:
@@ -230,31 +239,29 @@ def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, 
             raise click.UsageError(
                 f"{spec}: goldens belong to a fixed input; add --against llamacpp to run another input"
             )
-        return path, ()
-    return path, tuple(p for p in get_args(ProducerName) if not against or p in against)
+        if wanted.numerics == "ggml" or wanted.kv_cache != "f32":
+            raise click.UsageError(
+                f"{spec}: the goldens hold exact numerics; for other numerics, add --against llamacpp"
+            )
+        return ModelPlan(spec, (), weights)
+    if weights is None:
+        raise click.UsageError(f"{spec}: the micro models of checkpoint 13 have goldens only; leave out --against")
+    engines = tuple(p for p in get_args(ProducerName) if not against or p in against)
+    if wanted.backend == "torch":
+        return ModelPlan(spec, engines, weights)
+    numerics = _numerics(weights, engines, wanted)
+    if numerics == EXACT:
+        refuse_residency(wanted)
+    return ModelPlan(spec, engines, weights, numerics)
 
 
-def _config(spec: str, path: Path) -> ModelConfig:
-    """Of a model, or of the micro models of checkpoint 13, which are all of one size."""
-    micro = spec == QUANTISED and not path.exists()
-    return next(iter(MODELS.values())).config if micro else open_weights(path).config
-
-
-def _stored(name: str, workers: Workers[list[Comparison]]) -> JudgedModel:
-    judged = _from_goldens(name, lambda: chain(*(workers.result(job) for job in workers.jobs if job[0] == name)))
-    if name == QUANTISED:
+def _stored(plan: ModelPlan, workers: Workers[list[Comparison]]) -> JudgedModel:
+    jobs = [job for job in workers.jobs if job[0] == plan.spec]
+    judged = _from_goldens(plan.spec, lambda: chain(*(workers.result(job) for job in jobs)))
+    if plan.weights is None:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
         return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))
-    return replace(judged, checkpoints=(*_forward(name), *(TRAINING if _is_trained(name) else ())))
-
-
-def _is_trained(name: str) -> bool:
-    """Tell whether there are goldens of training: a wheel has none."""
-    return name in TRAINED and not is_wheel()
-
-
-def _forward(name: str) -> Sequence[str]:
-    return checkpoints_of(open_weights(builtin_path(name)).config)
+    return replace(judged, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if plan.is_trained else ())))
 
 
 def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> JudgedModel:
@@ -265,38 +272,33 @@ def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> Judg
         return JudgedModel(name, [], [str(error)])
 
 
-def _live(
-    path: Path,
-    engines: Sequence[ProducerName],
-    given: LiveInput,
-    tell: Say,
-    verify: Callable[..., Iterator[Comparison]],
-) -> JudgedModel:
-    model = Model(open_weights(path))
-    ids, text = _checked_input(model, given)
-    absent = {engine: missing for engine in engines if (missing := _missing_package(engine)) is not None}
-    unable = unable_for(engines, model.config, ids, n_greedy_for(model.config, len(ids)))
-    usable: list[ProducerName] = [engine for engine in engines if engine not in absent | unable]
+def _live(plan: ModelPlan, given: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]) -> JudgedModel:
+    assert plan.weights is not None
+    ids, text = _checked_input(Model(plan.weights), given)
+    live = plan_live(plan.weights, ids, plan.engines, text=text)
+    absent = {engine: missing for engine in plan.engines if (missing := _missing_package(engine)) is not None}
+    usable = [engine for engine in plan.engines if engine not in absent and engine not in live.unable]
     failed: dict[str, str] = {}
-    rows = list(verify(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
+    rows = list(verify(replace(live, producers=usable), say=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
-    unable |= undecoded(model.weights)
-    checkpoints = checkpoints_of(model.config, quantised=any(row.checkpoint == "13" for row in rows))
-    return JudgedModel(model.name, rows, _reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
+    checkpoints = checkpoints_of(plan.config, quantised=any(row.checkpoint == "13" for row in rows))
+    unable = {**live.unable, **undecoded(plan.weights)}
+    return JudgedModel(live.name, rows, _reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
 
 
 def _reasons(of_engines: Mapping[str, str]) -> list[str]:
     return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
 
 
-def _numerics(path: Path, engines: Sequence[ProducerName], wanted: ClaimedArithmetic) -> Numerics:
+def _numerics(weights: Weights, engines: Sequence[ProducerName], wanted: ClaimedArithmetic) -> Numerics:
     """Choose the arithmetic that the user asks for, or else the one that suits the file."""
-    if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
+    if wanted.numerics == "ggml" and (weights.path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
-            f"{path}: --numerics ggml needs a .gguf file and --against llamacpp; llorch convert writes such a file"
+            f"{weights.path}: --numerics ggml needs a .gguf file and --against llamacpp; "
+            "llorch convert writes such a file"
         )
-    rounded = wanted.numerics is None and path.is_file() and "llamacpp" in engines
-    default = GGML if rounded and _suits_ggml(open_weights(path)) else EXACT
+    rounded = wanted.numerics is None and weights.path.is_file() and "llamacpp" in engines
+    default = GGML if rounded and _suits_ggml(weights) else EXACT
     return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
 
 
@@ -320,10 +322,11 @@ def refuse_residency(wanted: ClaimedArithmetic) -> None:
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
-def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
-    ids, text = _checked_input(Model(open_weights(path)), given)
-    model = load(path, numerics=numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
-    arithmetic = f"numerics {numerics}; {emulated(model.weights)}"
+def _as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
+    assert plan.weights is not None
+    ids, text = _checked_input(Model(plan.weights), given)
+    model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
+    arithmetic = f"numerics {plan.numerics}; {emulated(model.weights)}"
     checkpoints = checkpoints_of(model.config, quantised=True)
     if (missing := _missing_package("llamacpp")) is not None:
         return JudgedModel(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)

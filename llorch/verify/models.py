@@ -18,7 +18,7 @@ from llorch.engines.process import start
 from llorch.files import Weights, open_weights
 from llorch.files.layerwise import largest_part
 from llorch.files.quantised import QuantisedFolder
-from llorch.files.residency import plan
+from llorch.files.residency import plan as plan_residency
 from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.places import Pass
@@ -62,7 +62,6 @@ class LiveOutput:
     """What producers that ran now showed for a file."""
 
     weights: Weights
-    cases: Mapping[str, Pass]
     evidence: Mapping[str, EngineOutput]  # by producer; those that could not run the model are absent
     truth: Truth | None  # None where transformers cannot run the model
     texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
@@ -129,26 +128,56 @@ def unable_for(engines: Iterable[str], config: ModelConfig, ids: Sequence[int], 
     return {engine: reason for engine, reason in reasons if reason}
 
 
+@dataclass(frozen=True)
+class LivePlan:
+    """The inputs of a live comparison, resolved once, before an engine runs; see `plan_live`."""
+
+    weights: Weights
+    name: str
+    ids: Sequence[int]  # the prompt
+    text: str | None  # of the prompt, when llorch tokenized it; the engines then tokenize it too
+    cases: Mapping[str, Pass]
+    n_greedy: int
+    producers: Sequence[ProducerName]  # to run
+    unable: Mapping[str, str]  # producers that cannot judge the model, with the reasons
+
+    @property
+    def path(self) -> Path:
+        """The file or folder that the engines open."""
+        return self.weights.path
+
+
+def plan_live(
+    weights: Weights, ids: Sequence[int], producers: Sequence[ProducerName], *, text: str | None = None
+) -> LivePlan:
+    """Resolve the inputs of `verify_live`.
+
+    Args:
+        weights: An opened GGUF file or Hugging Face folder.
+        ids: The prompt.
+        producers: Names of the engines to run.
+        text: The prompt's text, if llorch tokenized it; its ids are then compared too.
+    """
+    n_greedy = n_greedy_for(weights.config, len(ids))
+    unable = unable_for(producers, weights.config, ids, n_greedy)
+    cases = cases_for(ids, weights.config)
+    return LivePlan(weights, Model(weights).name, ids, text, cases, n_greedy, producers, unable)
+
+
 def verify_live(
-    path: Path,
-    ids: Sequence[int],
-    producers: Sequence[ProducerName],
+    plan: LivePlan,
     runners: Runners = numpy_runners,
     *,
     backend: str = "numpy",
-    text: str | None = None,
     say: Say = lambda line: None,
     failed: dict[str, str] | None = None,
 ) -> Iterator[Comparison]:
     """Judge any model against producers that run now.
 
     Args:
-        path: A GGUF file or a Hugging Face folder.
-        ids: The prompt.
-        producers: Which engines to run.
+        plan: The model, the prompt and the engines.
         runners: Makes what is judged.
         backend: Whose rows those of the file are.
-        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
         say: Told what is being done.
         failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
 
@@ -161,62 +190,56 @@ def verify_live(
         RuntimeError: An engine failed, and `failed` is not given.
         CheckpointMismatch: What ran is not the model, or not where it was to run.
     """
-    shown = ask(path, ids, producers, text=text, say=say, failed=failed)
+    shown = ask(plan, say=say, failed=failed)
     if not shown.evidence:
         return
     say("reading the tensor table")
-    model, foreign = Model(shown.weights).name, foreign_tensors(path)
-    yield from foundation_rows(model, own_tensors(shown.weights.source), foreign, backend=backend)
+    source = shown.weights.source
+    yield from foundation_rows(plan.name, own_tensors(source), foreign_tensors(plan.path), backend=backend)
     if shown.texts:
-        yield from token_rows(model, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
-    if isinstance(shown.weights.source, QuantisedFolder):
+        yield from token_rows(plan.name, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
+    if isinstance(source, QuantisedFolder):
         say("decoding the matrices")
-        yield from matrix_rows(model, shown.weights.source)
-    suite = ForwardSuite(model, shown.weights, shown.cases, shown.evidence, shown.truth)
+        yield from matrix_rows(plan.name, source)
+    suite = ForwardSuite(plan.name, shown.weights, plan.cases, shown.evidence, shown.truth)
     for runner in runners(shown.weights, wide=shown.truth is not None):
         say(f"comparing {runner.name}")
         yield from suite.rows(runner)
 
 
-def ask(
-    path: Path,
-    ids: Sequence[int],
-    producers: Sequence[ProducerName],
-    *,
-    text: str | None,
-    say: Say,
-    failed: dict[str, str] | None,
-) -> LiveOutput:
-    """Run producers on a model; for the arguments and exceptions see `verify_live`."""
-    weights = open_weights(path)
-    n_greedy = n_greedy_for(weights.config, len(ids))
-    unable = unable_for(producers, weights.config, ids, n_greedy)
-    ours = plan(weights, n_tokens=len(ids))
-    if ours.residency == "packed":
-        weights = SharedWeights(weights, say)
-    cases = cases_for(ids, weights.config)
-    require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
-    require_engines(weights, producers, ours=ours.needed)
-    start((*producers, "transformers"))  # which the truth takes
+def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutput:
+    """Run the producers of a plan; for the exceptions see `verify_live`."""
+    weights, config = plan.weights, plan.weights.config
+    ours = plan_residency(weights, n_tokens=len(plan.ids))
+    require_memory(config, len(plan.ids), n_traces=3 * len(plan.producers) + 3)  # truths are twice as wide
+    require_engines(weights, plan.producers, ours=ours.needed)
+    start((*plan.producers, "transformers"))  # which the truth takes
     evidence: dict[str, EngineOutput] = {}
     tokens: dict[str, Sequence[int]] = {}
-    for name in producers:
+    for name in plan.producers:
         say(f"running {name}")
         with not_run(name, failed):
-            _require_able(name, path, unable)
-            with open_producer(name, path, say=_from(say, name)) as producer:
-                shown = take(producer, cases, n_greedy=n_greedy)
-                theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
-            evidence[name] = shown
+            evidence[name], theirs = _asked(name, plan, _from(say, name))
             tokens |= {name: theirs} if theirs is not None else {}
-    texts = [TokenCheck(text, tokens)] if text is not None else []
+    texts = [TokenCheck(plan.text, tokens)] if plan.text is not None else []
     truth: Truth | None = None
     if evidence:
         say(f"running {WITNESS}")
         with not_run(WITNESS, failed):
             require_truth(weights)
-            truth = take_truth(path, cases, evidence, n_greedy=n_greedy, say=_from(say, WITNESS))
-    return LiveOutput(weights, cases, _of_numbers(evidence, truth, weights.config.family, failed), truth, texts)
+            truth = take_truth(plan.path, plan.cases, evidence, n_greedy=plan.n_greedy, say=_from(say, WITNESS))
+    if ours.residency == "packed":
+        weights = SharedWeights(weights, say)
+    return LiveOutput(weights, _of_numbers(evidence, truth, config.family, failed), truth, texts)
+
+
+def _asked(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineOutput, Sequence[int] | None]:
+    """Run one producer, and tokenize the text of the plan by it."""
+    _require_able(name, plan.path, plan.unable)
+    with open_producer(name, plan.path, say=say) as producer:
+        shown = take(producer, plan.cases, n_greedy=plan.n_greedy)
+        tokens = producer.tokenize(plan.text, add_special=True, parse_special=False) if plan.text is not None else None
+        return shown, tokens
 
 
 def _of_numbers(

@@ -246,9 +246,10 @@ def test_a_verification_imports_no_engine_here():
     code = f"""
 import os, sys
 from pathlib import Path
-from llorch.verify.models import verify_live
+from llorch.files import open_weights
+from llorch.verify.models import plan_live, verify_live
 before = dict(os.environ)
-rows = list(verify_live(Path({str(MODEL)!r}), range(8), ["llamacpp", "transformers"]))
+rows = list(verify_live(plan_live(open_weights(Path({str(MODEL)!r})), range(8), ["llamacpp", "transformers"])))
 print({{row.verdict for row in rows}}, {{"torch", "transformers", "llama_cpp"}} & {{*sys.modules}})
 print(os.environ == before)
 """

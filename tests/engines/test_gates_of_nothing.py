@@ -15,7 +15,7 @@ from llorch.model import load
 from llorch.numerics import GGML
 from llorch.places import Pass
 from llorch.verify.judge import PASS
-from llorch.verify.models import verify_as_stored, verify_live
+from llorch.verify.models import plan_live, verify_as_stored, verify_live
 from llorch.verify.runners.numpy import run
 
 pytestmark = pytest.mark.live
@@ -53,7 +53,7 @@ def test_transformers_and_we_open_it_by_half_and_llamacpp_loses_all_that_follows
 
 def test_it_is_judged_by_the_truth_and_by_the_engine_that_shows_numbers(file: Path):
     failed: dict[str, str] = {}
-    rows = list(verify_live(file, IDS, ["llamacpp", "transformers"], failed=failed))
+    rows = list(verify_live(plan_live(open_weights(file), IDS, ["llamacpp", "transformers"]), failed=failed))
     assert {row.verdict for row in rows} == {PASS}
     assert {row.producer for row in rows} == {"reader", "transformers", "transformers-float64"}
     assert failed.keys() == {"llamacpp"}

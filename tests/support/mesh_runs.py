@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llorch.files import open_weights
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel
 from llorch.pytorch.distributed.launch import start, summed
@@ -15,7 +16,7 @@ from llorch.pytorch.distributed.sharding_plan import COLUMNS
 from llorch.pytorch.models.experts import ExpertsModule
 from llorch.verify.expectations.long_contexts import LongSuite
 from llorch.verify.judge import PASS
-from llorch.verify.models import verify_live, verify_stored
+from llorch.verify.models import plan_live, verify_live, verify_stored
 from llorch.verify.runners.torch import parallel_runners
 
 
@@ -62,8 +63,10 @@ def judged(model: str | Path, n_ranks: int, dtype: str, plant: str = "") -> tupl
         LongSuite.rows = lambda self, runner: iter(())  # they take longest, and a mistake shows at its stage
     torch.set_num_threads(1)
     runners = parallel_runners(target("cpu", dtype, "torch"), start({"dp": 1, "tp": n_ranks}))
-    live = isinstance(model, Path)
-    rows = list(verify_live(model, range(3, 15), ("transformers",), runners) if live else verify_stored(model, runners))
+    if isinstance(model, Path):
+        rows = list(verify_live(plan_live(open_weights(model), range(3, 15), ("transformers",)), runners))
+    else:
+        rows = list(verify_stored(model, runners))
     failed = [(row.mode, row.stage) for row in rows if row.verdict != PASS]
     torch.distributed.destroy_process_group()
     return len(rows), len(failed), list(dict.fromkeys(failed))

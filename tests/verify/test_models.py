@@ -11,11 +11,12 @@ from planted import golden_of
 from refusals import assert_tells, refuses
 
 from llorch.builtin import builtin_path
+from llorch.files import open_weights
 from llorch.model import load
 from llorch.numerics import GGML
 from llorch.verify import models
 from llorch.verify.goldens import EngineOutput, Truth
-from llorch.verify.models import LiveOutput, ask, verify_as_stored
+from llorch.verify.models import LiveOutput, ask, plan_live, verify_as_stored
 
 MODEL = "micro-llama"
 GOLDEN = golden_of(MODEL)
@@ -58,7 +59,9 @@ def with_value(shown: EngineOutput, value: float, name: str = AT) -> EngineOutpu
 
 
 def asked(failed: dict[str, str] | None) -> LiveOutput:
-    return ask(builtin_path(MODEL), IDS, ["llamacpp", "transformers"], text=None, say=lambda line: None, failed=failed)
+    return ask(
+        plan_live(open_weights(builtin_path(MODEL)), IDS, ["llamacpp", "transformers"]), say=print, failed=failed
+    )
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "transformers"])

@@ -9,7 +9,7 @@ from families import random_folder, twin
 from llorch.engines import ProducerName, open_producer
 from llorch.files import open_weights
 from llorch.verify.judge import FAIL, TIE
-from llorch.verify.models import unable_for, verify_live
+from llorch.verify.models import plan_live, unable_for, verify_live
 
 pytestmark = pytest.mark.live
 BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
@@ -29,7 +29,7 @@ CASES = {
 
 
 def failures(path: Path, witnesses: tuple[ProducerName, ...]) -> list[str]:
-    rows = list(verify_live(path, IDS, witnesses))
+    rows = list(verify_live(plan_live(open_weights(path), IDS, witnesses)))
     assert {row.producer for row in rows if row.mode == "chained"} >= {*witnesses, "transformers-float64"}
     return [f"{row.producer} {row.stage} {row.mode} {row.note}" for row in rows if row.verdict in (FAIL, TIE)]
 

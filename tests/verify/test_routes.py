@@ -13,7 +13,7 @@ from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, writ
 from llorch.builtin import builtin_path
 from llorch.config import LinearScaling, ModelConfig
 from llorch.engines import OURS, LoadPath, Producer, ProducerName, open_here
-from llorch.files import Weights, export
+from llorch.files import Weights, export, open_weights
 from llorch.numerics import GGML
 from llorch.verify import float64_reference, models
 from llorch.verify.expectations.forward import ForwardSuite
@@ -21,7 +21,7 @@ from llorch.verify.expectations.quantised_models import write_model
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, stored_route
 from llorch.verify.judge import FAIL
-from llorch.verify.models import ask
+from llorch.verify.models import ask, plan_live
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
@@ -146,8 +146,9 @@ def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not
         monkeypatch.setattr(module, "open_producer", here)
     monkeypatch.setattr(models, "start", lambda engines: None)
     plant(monkeypatch)
-    shown = ask(path, IDS, PRODUCERS, text=None, say=lambda line: None, failed=None)
-    suite = ForwardSuite("m", shown.weights, shown.cases, shown.evidence, shown.truth)
+    plan = plan_live(open_weights(path), IDS, PRODUCERS)
+    shown = ask(plan, say=print, failed=None)
+    suite = ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
     rows = [row for dtype in ("numpy", FLOAT64) for row in suite.rows(NumpyRunner(shown.weights, dtype))]
     routes = {row.producer: row.route for row in rows if row.route is not None}
     assert {row.producer for row in rows if row.verdict == FAIL} == red

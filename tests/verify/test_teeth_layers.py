@@ -17,10 +17,11 @@ from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
 from llorch.diagnosis.search.hypotheses import FAMILIES
 from llorch.dumps.stage_dump import StageDump
 from llorch.engines import ProducerName
+from llorch.files import open_weights
 from llorch.places import Tokens
 from llorch.stages import BY_NAME, key
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.models import ask
+from llorch.verify.models import ask, plan_live
 
 pytestmark = pytest.mark.live
 ENGINE: ProducerName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone
@@ -40,8 +41,9 @@ def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardSuite]:
     folder = tmp_path_factory.mktemp("layers")
 
     def judged(path: Path) -> ForwardSuite:
-        shown = ask(path, IDS, (ENGINE,), text=None, say=lambda line: None, failed=None)
-        return ForwardSuite("m", shown.weights, shown.cases, shown.evidence, shown.truth)
+        plan = plan_live(open_weights(path), IDS, (ENGINE,))
+        shown = ask(plan, say=print, failed=None)
+        return ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
 
     return {name: judged(random_folder(family, folder / name, 0, **own)) for name, (family, own) in MODELS.items()}
 

@@ -13,13 +13,13 @@ from torch_targets import on
 
 from llorch import forward, generate, sampling
 from llorch.cache import KVCache
-from llorch.files import Weights
+from llorch.files import Weights, open_weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import FAIL, PASS, Comparison
-from llorch.verify.models import ask
+from llorch.verify.models import ask, plan_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import NumpyRunner
 from llorch.verify.runners.torch import TorchRunner, TorchVariant, plain
@@ -46,8 +46,9 @@ def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         path = write_file(path.with_suffix(".gguf"), with_vocabulary(gguf_tensors()), metadata)
     else:
         write_folder(path, with_vocabulary(random_tensors("qwen3")), "qwen3", vocab_size=VOCAB)
-    shown = ask(path, IDS, PRODUCERS, text=None, say=lambda line: None, failed=None)
-    return ForwardSuite("m", shown.weights, shown.cases, shown.evidence, shown.truth)
+    plan = plan_live(open_weights(path), IDS, PRODUCERS)
+    shown = ask(plan, say=print, failed=None)
+    return ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
 
 
 def judged(suite: ForwardSuite, runner: Runner) -> list[Comparison]:

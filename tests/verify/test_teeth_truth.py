@@ -10,9 +10,10 @@ from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, writ
 
 from llorch import forward as page
 from llorch.cache import KVCache
+from llorch.files import open_weights
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.judge import FAIL, Comparison
-from llorch.verify.models import verify_live
+from llorch.verify.models import plan_live, verify_live
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 from llorch.verify.tolerances.forward import MATHEMATICS
 
@@ -107,6 +108,6 @@ def test_such_mistakes_fail_live_too(elsewhere: Path, monkeypatch: pytest.Monkey
     for plant, stages in PLANTED.values():
         with monkeypatch.context() as patch:
             plant(patch)
-            found = alone(list(verify_live(elsewhere, IDS, ["llamacpp"])))
+            found = alone(list(verify_live(plan_live(open_weights(elsewhere), IDS, ["llamacpp"]))))
         assert found == {s for s in stages if elsewhere.is_dir() or s not in ("q_norm", "k_norm")}
-    assert alone(list(verify_live(elsewhere, IDS, ["llamacpp"]))) == set()
+    assert alone(list(verify_live(plan_live(open_weights(elsewhere), IDS, ["llamacpp"])))) == set()

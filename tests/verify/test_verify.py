@@ -18,7 +18,7 @@ from llorch.verify import models as verify
 from llorch.verify.expectations.files import differing, foreign_tensors, own_tensors
 from llorch.verify.goldens import TokenCheck
 from llorch.verify.judge import FAIL, PASS
-from llorch.verify.models import foundation_rows, token_rows, verify_live, verify_stored
+from llorch.verify.models import foundation_rows, plan_live, token_rows, verify_live, verify_stored
 
 PATH = builtin_path("micro-qwen2")
 
@@ -70,10 +70,10 @@ def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
 
 @pytest.mark.live
 def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pytest.MonkeyPatch):
-    first = next(verify_live(PATH, range(8), ["llamacpp"]))
+    first = next(verify_live(plan_live(open_weights(PATH), range(8), ["llamacpp"])))
     assert (first.stage, first.verdict) == ("tensors", PASS)
     monkeypatch.setattr(verify, "foreign_tensors", lambda path: {**foreign_tensors(path), "more": "F32 1"})
-    first = next(verify_live(PATH, range(8), ["llamacpp"]))
+    first = next(verify_live(plan_live(open_weights(PATH), range(8), ["llamacpp"])))
     assert (first.verdict, first.note) == (FAIL, "more (nothing, not F32 1)")
 
 
@@ -91,10 +91,10 @@ def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: py
 def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pytest.MonkeyPatch):
     text = "Once upon a time"
     ids = Model(open_weights(PATH)).tokenizer.encode(text)
-    rows = verify_live(PATH, ids, ["llamacpp"], text=text)
+    rows = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
     assert next(row.verdict for row in rows if row.stage == "token_ids") == PASS
     monkeypatch.setattr(Tokenizer, "encode", lambda tokenizer, text: ids[::-1])
-    rows = verify_live(PATH, ids, ["llamacpp"], text=text)
+    rows = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
     assert next(row.verdict for row in rows if row.stage == "token_ids") == FAIL
 
 
@@ -121,7 +121,9 @@ def test_goldens_lie_beside_the_package_in_a_clone():
 def test_a_file_verifies_live_against_both_engines(name: str):
     said: list[str] = []
     ids = list(range(20, 32))
-    rows = list(verify_live(builtin_path(name), ids, ["llamacpp", "transformers"], say=said.append))
+    rows = list(
+        verify_live(plan_live(open_weights(builtin_path(name)), ids, ["llamacpp", "transformers"]), say=said.append)
+    )
     assert {row.verdict for row in rows} == {PASS}
     assert {row.producer for row in rows} == {"reader", "llamacpp", "transformers", "transformers-float64"}
     assert {row.checkpoint for row in rows} >= {"00", "01b", "03", "08", "12"}
@@ -131,7 +133,7 @@ def test_a_file_verifies_live_against_both_engines(name: str):
 @pytest.mark.live
 def test_live_and_stored_errors_are_alike():
     stored = [row for row in verify_stored("micro-qwen2") if row.mode == "chained" and row.case == "near"]
-    live = verify_live(PATH, range(40, 52), ["llamacpp", "transformers"])
+    live = verify_live(plan_live(open_weights(PATH), range(40, 52), ["llamacpp", "transformers"]))
     live = [row for row in live if row.mode == "chained" and row.case == "near"]
     assert len(stored) == len(live)
     ratio = np.median([b.producer_error for b in live if b.producer_error]) / np.median(
@@ -162,7 +164,7 @@ def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeyp
     monkeypatch.setattr(verify, "open_producer", lambda name, path, say: nullcontext())
     length = open_weights(PATH).config.max_position_embeddings
     for missing in (30, 3, 0):
-        verify.ask(PATH, [1] * (length - missing), ["llamacpp"], text=None, say=print, failed={})
+        verify.ask(plan_live(open_weights(PATH), [1] * (length - missing), ["llamacpp"]), say=print, failed={})
     assert asked == [24, 4, 1]
 
 

@@ -26,7 +26,7 @@ from llorch.files import open_weights
 from llorch.places import Pass
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.judge import FAIL, PASS
-from llorch.verify.models import verify_live
+from llorch.verify.models import plan_live, verify_live
 from llorch.verify.runners.numpy import run
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
@@ -62,14 +62,14 @@ def test_a_bias_of_the_output_projection_is_added(folder: Path):
 
 @pytest.mark.live
 def test_a_folder_with_every_bias_verifies_live_against_both_engines(folder: Path):
-    rows = list(verify_live(folder, IDS, ["llamacpp", "transformers"]))
+    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp", "transformers"])))
     assert [row for row in rows if row.verdict != PASS] == []
     assert {row.producer for row in rows if row.stage == "attn_out"} == {"llamacpp", "transformers", WITNESS}
 
 
 @pytest.mark.live
 def test_both_cases_are_judged_at_their_own_positions(folder: Path):
-    rows = list(verify_live(folder, IDS, ["llamacpp"]))
+    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
     assert {row.case for row in rows if row.stage == "q_rope" and row.mode != "decode"} == {"near", "far"}
     assert {row.case for row in rows if row.mode == "decode"} == {
         *(f"near, {n} cached" for n in (1, 6, 11)),
@@ -88,13 +88,13 @@ def test_a_folder_of_several_files_is_read_whole_by_the_other_reader(tmp_path: P
         safetensors.numpy.save_file({name: tensors[name] for name in part}, folder / file)
     index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    rows = list(verify_live(folder, IDS, ["llamacpp"]))
+    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
     assert rows[0].stage == "tensors"
     assert [row for row in rows if row.verdict == FAIL] == []
 
     failed: dict[str, str] = {}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index["weight_map"]}))
-    rows = list(verify_live(folder, IDS, ["llamacpp"], failed=failed))
+    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"]), failed=failed))
     assert failed == {WITNESS: "KeyError 'metadata'"}  # transformers wants it, llama.cpp and we do not
     assert {row.producer for row in rows} == {"reader", "llamacpp"}
     assert [row for row in rows if row.verdict == FAIL] == []
@@ -106,7 +106,7 @@ def test_a_file_with_its_own_frequency_factors_verifies_live_against_both_engine
     tensors = {name: values * np.float32(0.1) for name, values in gguf_tensors().items()}
     metadata = {**GGUF_METADATA, "tokenizer.ggml.model": "none", "llama.vocab_size": VOCAB}
     path = write_file(tmp_path / "factors.gguf", {**tensors, "rope_freqs.weight": factors}, metadata)
-    rows = list(verify_live(path, IDS, ["llamacpp", "transformers"]))
+    rows = list(verify_live(plan_live(open_weights(path), IDS, ["llamacpp", "transformers"])))
     assert [row for row in rows if row.verdict != PASS] == []
     assert {row.producer for row in rows if row.stage == "q_rope"} == {"llamacpp", "transformers", WITNESS}
 
