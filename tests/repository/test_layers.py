@@ -14,7 +14,7 @@ import llorch
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
-    "errors", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture", "config", "builtin",
+    "errors", "worker", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture", "config", "builtin",
     "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward", "families", "sampling",
     "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate", "train", "bench",
     "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas",
