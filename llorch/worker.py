@@ -57,8 +57,8 @@ class Channel:
         """Return the descriptor that has something to read when a frame comes."""
         return self._source.fileno()
 
-    def send(self, data: bytes | bytearray, *after: bytes | bytearray | memoryview) -> None:
-        """Send a frame, and after it bytes that the receiver knows how many of (see `fill`)."""
+    def send(self, data: bytes | bytearray | memoryview, *after: bytes | bytearray | memoryview) -> None:
+        """Send a frame, and then bytes whose number the receiver knows (see `fill`)."""
         for part in (len(data).to_bytes(_LENGTH, "little") + data, *after):
             rest = memoryview(part)
             while rest:

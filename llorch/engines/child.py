@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import threading
 import traceback
 from contextlib import suppress
@@ -19,7 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from llorch.engines.messages import described, message, receive, send
+from llorch.engines.messages import described, message, receive
+from llorch.worker import Channel, own_channel
 
 
 def main(first_import: str) -> None:
@@ -39,20 +39,19 @@ def main(first_import: str) -> None:
         except Exception as error:
             answer = message(["error", *described(error), traceback.format_exc()])
             traceback.clear_frames(error.__traceback__)  # what they hold may be large
-        send(channel, answer)
+        channel.send(*answer)
         del answer
 
 
 def tell(text: str) -> None:
     """Say how far a long call is, to the process that waits for it; to nobody where there is none."""
     for channel in _ASKING:
-        send(channel, message(["said", text]))
+        channel.send(*message(["said", text]))
 
 
-def _alone() -> socket.socket:
+def _alone() -> Channel:
     """Keep the engine off the channel and the terminal, and let nothing happen to others for its sake."""
-    channel = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    channel = own_channel()
     for number in (signal.SIGINT, signal.SIGTERM):  # to a whole group: they are for the process that asks
         signal.signal(number, signal.SIG_IGN)
     faulthandler.disable()  # its stack would stand where the last words are
@@ -63,7 +62,7 @@ def _alone() -> socket.socket:
     return channel
 
 
-def _listen(channel: socket.socket, requests: SimpleQueue[Any]) -> None:
+def _listen(channel: Channel, requests: SimpleQueue[Any]) -> None:
     """Also while the engine computes, so that it does not do so for nobody."""
     try:
         while True:
@@ -106,5 +105,5 @@ def _found(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_ASKING: list[socket.socket] = []
+_ASKING: list[Channel] = []
 _ANSWERS = {"open": _open, "call": _call, "close": _close, "run": _run}

@@ -1,13 +1,11 @@
 """Messages between this process and that of an engine: plain values and arrays, nothing that could run.
 
-A message is the length of a JSON text, the text, and then the bytes of its arrays, in the order in which it names
+A message is a frame with a JSON text, and then the bytes of its arrays, in the order in which it names
 them. What JSON has no word for is an object of one entry that says what it is: `{"array": [dtype, shape]}`.
 """
 
 import importlib
 import json
-import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-_LENGTH = struct.Struct("<Q")
+from llorch.worker import Channel
+
 _OWN = ("builtins", "llorch.errors")  # modules whose exceptions arrive as what they are
 
 
@@ -26,25 +25,15 @@ def message(value: object) -> list[bytes | memoryview]:
     """
     arrays: list[np.ndarray] = []
     text = json.dumps(_said(value, arrays)).encode()
-    return [_LENGTH.pack(len(text)) + text, *map(_bytes, arrays)]
+    return [text, *map(_bytes, arrays)]
 
 
-def send(channel: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
-    """Send a message."""
-    for part in parts:
-        channel.sendall(part)
-
-
-def receive(channel: socket.socket) -> Any:
+def receive(channel: Channel) -> Any:
     """Receive a value; arrays are filled as they come, sequences are lists and tuples, mappings dictionaries.
 
     Raises EOFError where the other process is gone; OSError for that, too, or when it says nothing for too long.
     """
-    header, text = bytearray(_LENGTH.size), bytearray()
-    _fill(channel, memoryview(header))
-    text = bytearray(_LENGTH.unpack(header)[0])
-    _fill(channel, memoryview(text))
-    return _meant(json.loads(text), channel)
+    return _meant(json.loads(channel.receive()), channel)
 
 
 def described(error: Exception) -> list:
@@ -96,7 +85,7 @@ def _said(value: Any, arrays: list[np.ndarray]) -> Any:
     raise TypeError(f"messages: cannot send a {type(value).__name__} to or from the process of an engine")
 
 
-def _meant(said: Any, channel: socket.socket) -> Any:
+def _meant(said: Any, channel: Channel) -> Any:
     if isinstance(said, list):
         return [_meant(part, channel) for part in said]
     if not isinstance(said, dict):
@@ -104,7 +93,7 @@ def _meant(said: Any, channel: socket.socket) -> Any:
     ((kind, parts),) = said.items()
     if kind == "array":
         array = np.empty(parts[1], parts[0])
-        _fill(channel, _bytes(array))
+        channel.fill(_bytes(array))
         return array
     if kind == "path":
         return Path(parts)
@@ -118,11 +107,3 @@ def _meant(said: Any, channel: socket.socket) -> Any:
 
 def _bytes(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
-
-
-def _fill(channel: socket.socket, view: memoryview) -> None:
-    while view:
-        n = channel.recv_into(view)
-        if n == 0:
-            raise EOFError("the other process is gone")
-        view = view[n:]

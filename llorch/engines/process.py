@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +17,13 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from llorch.engines.messages import message, raised, receive, send
+from llorch.engines.messages import message, raised, receive
 from llorch.errors import EngineDied
+from llorch.worker import Worker, last_line, python, signal_name, tail
 
 GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
 _VARIABLES = {"llamacpp": GGML_VARIABLES}
 _IMPORTS = {"llamacpp": "llorch.engines.llamacpp", "transformers": "llorch.engines.transformers"}
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llorch.engines.child import main; main(sys.argv[1])"
 # How long an engine may be silent: its start, and as often as a call may go through the whole model, at a speed that a
 # slow disk has.
 START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, times, bytes per second
@@ -51,24 +49,20 @@ class EngineProcess:
             raise EngineDied(f"{engine}: {what}; use --against golden with a built-in model")
         folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
         variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
-        self._channel, theirs = socket.socketpair()
-        with theirs, (folder / "stderr").open("wb") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, _IMPORTS.get(engine, ""), *(str(Path(p).absolute()) for p in sys.path)],
-                stdin=theirs.fileno(), stdout=said, stderr=said,
-                env=os.environ | variables | _VARIABLES.get(engine, {}),
-            )  # fmt: skip
-        self._end = finalize(self, _ended, os.getpid(), self._process, self._channel, folder)
+        with (folder / "stderr").open("wb") as said:
+            command = python("llorch.engines.child:main", _IMPORTS.get(engine, ""))
+            self._worker = Worker(command, output=said, env=os.environ | variables | _VARIABLES.get(engine, {}))
+        self._end = finalize(self, _ended, os.getpid(), self._worker, folder)
 
     @property
     def pid(self) -> int:
         """Process id of the engine's process."""
-        return self._process.pid
+        return self._worker.pid
 
     @property
     def runs(self) -> bool:
         """True if the process can answer calls."""
-        return self._end.alive and self._process.poll() is None
+        return self._worker.runs
 
     def ask(self, what: str, request: Sequence[object], seconds: float) -> Any:
         """Have something done; what the engine raises is raised here, with the place in its process as a note.
@@ -80,9 +74,10 @@ class EngineProcess:
             if self._death:
                 raise EngineDied(self._death)
             try:
-                self._channel.settimeout(seconds)
-                send(self._channel, parts)
-                while (received := receive(self._channel))[0] == "said":
+                channel = self._worker.channel
+                channel.seconds = seconds
+                channel.send(*parts)
+                while (received := receive(channel))[0] == "said":
                     self.say(received[1])
             except (EOFError, OSError) as error:
                 hangs = isinstance(error, TimeoutError)
@@ -107,24 +102,21 @@ class EngineProcess:
         self._end()
 
     def _way_to_end(self) -> str:
-        try:
-            status = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        status = self._worker.wait(5)
+        if status is None:
             return "the engine's process does not answer"
         if status >= 0:
             return f"the engine's process ended with status {status}"
         memory = ", probably because memory ran out" if status == -signal.SIGKILL else ""
-        return f"the engine's process was ended by {signal.Signals(-status).name}{memory}"
+        return f"the engine's process was ended by {signal_name(status)}{memory}"
 
 
-def _ended(owner: int, process: subprocess.Popen, channel: socket.socket, folder: Path) -> str:
+def _ended(owner: int, worker: Worker, folder: Path) -> str:
     """End a process and remove its files; says what its last words were. A copy of its owner leaves it alone."""
     if owner != os.getpid():
         return ""
-    process.kill()
-    process.wait()
-    channel.close()
-    words = _last_words(folder / "stderr")
+    worker.end()
+    words = last_line(tail(folder / "stderr"))[:_WORDS]
     shutil.rmtree(folder, ignore_errors=True)
     return f"its last output: {words}" if words else "it printed nothing"
 
@@ -211,14 +203,6 @@ def _patience(path: Path, *args: object) -> float:
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
     n_tokens = max((len(value) for value in args if isinstance(value, Sequence | Mapping)), default=0)
     return START + (PASSES + n_tokens) * n_bytes / SPEED
-
-
-def _last_words(file: Path) -> str:
-    """Return the last line of the file that is not empty."""
-    with file.open("rb") as said:
-        said.seek(max(0, file.stat().st_size - 8192))
-        lines = [" ".join(line.split()) for line in said.read().decode(errors="replace").splitlines()]
-    return next((line[:_WORDS] for line in reversed(lines) if line), "")
 
 
 _IDLE: dict[str, EngineProcess] = {}  # by engine
