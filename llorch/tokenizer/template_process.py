@@ -6,16 +6,16 @@ has RLIMIT_AS (Linux does; Windows and macOS do not); time and the length of the
 processor time, so a busy machine stops no template. On Windows, which has no such timer, time is wall-clock time.
 """
 
-import atexit
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from llorch.worker import DEVNULL, Worker
 
 _MAX_ANSWER = 32 << 20  # bytes: the longest text, with every character escaped, and some
 _BOOT = "import sys; sys.path += sys.argv[1:]; import template_worker; template_worker.main()"
@@ -39,12 +39,12 @@ class TemplateProcess:
         """Start nothing yet."""
         self.limits = limits
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker: Worker | None = None
 
     @property
     def pid(self) -> int | None:
         """Of the process; None while there is none."""
-        return None if self._process is None else self._process.pid
+        return None if self._worker is None else self._worker.pid
 
     def ask(self, request: Mapping[str, object]) -> dict[str, str]:
         """Have a template compiled or rendered (see template_worker.py).
@@ -54,52 +54,46 @@ class TemplateProcess:
         """
         data = _encoded(request)
         with self._lock:
-            process = self._running()
+            worker = self._running()
             try:
-                return _asked(process, data)
+                return _asked(worker, data)
             except (EOFError, OSError):
-                return {"code": "TemplateBudget", "message": self._breach(self._ended(process))}
+                return {"code": "TemplateBudget", "message": self._breach(self._ended(worker))}
             except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
-                self._ended(process)
+                self._ended(worker)
                 raise
 
     def stop(self) -> None:
         """End the process, if there is one; the next request starts another."""
         with self._lock:
-            if self._process is not None:
-                self._ended(self._process)
+            if self._worker is not None:
+                self._ended(self._worker)
 
     def forget(self) -> None:
         """Leave the process to the one that this process was forked from."""
-        self._lock = threading.Lock()
-        if self._process is not None:
-            self._process.returncode = 0  # no child of this process: not to be killed or waited for
-            self._ended(self._process)
+        self._lock, self._worker = threading.Lock(), None
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self._ended(self._process)  # while nothing was asked
-        if self._process is None:
-            process = self._process = _started()
+    def _running(self) -> Worker:
+        if self._worker is not None and not self._worker.runs:
+            self._ended(self._worker)  # while nothing was asked
+        if self._worker is None:
+            command = _command()
+            worker = self._worker = Worker(command, output=DEVNULL)
             try:
-                _asked(process, _encoded(asdict(self.limits)))
+                _asked(worker, _encoded(asdict(self.limits)))
             except BaseException as error:
-                status = self._ended(process)
+                status = self._ended(worker)
                 if isinstance(error, EOFError | OSError):
-                    raise ChildProcessError(_no_start(process.args, status)) from None
+                    raise ChildProcessError(_no_start(command, status)) from None
                 raise
-        return self._process
+        return self._worker
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> int:
+    def _ended(self, worker: Worker) -> int | None:
         """End the process if it has not, and return its exit status."""
-        self._process = None
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
-        return process.wait()
+        self._worker = None
+        return worker.end()
 
-    def _breach(self, status: int) -> str:
+    def _breach(self, status: int | None) -> str:
         if status == _OUT_OF_TIME:
             return f"takes over {self.limits.seconds:g} s"
         if status == _OUT_OF_MEMORY:
@@ -107,20 +101,17 @@ class TemplateProcess:
         return f"ended the rendering process with status {status}"
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _command() -> list[str]:
     """Python on its own (no settings of the user, no site), and where this process finds packages."""
-    places = [str(Path(__file__).parent), *(str(Path(place).absolute()) for place in sys.path)]
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _BOOT, *places],
-        bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    here = Path(__file__)
+    places = [str(here.parent), *(str(Path(place).absolute()) for place in sys.path), str(here.parents[2])]
+    return [sys.executable, "-I", "-S", "-c", _BOOT, *places]
 
 
-def _no_start(arguments: object, status: int) -> str:
-    command = " ".join(map(str, arguments)) if isinstance(arguments, list) else str(arguments)
+def _no_start(command: list[str], status: int | None) -> str:
     return (
         f"chat templates: the rendering process ended with status {status} before it was ready;"
-        f" to see why, run: {command}"
+        f" to see why, run: {' '.join(command)}"
     )
 
 
@@ -128,29 +119,11 @@ def _encoded(request: Mapping[str, object]) -> bytes:
     return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _asked(process: subprocess.Popen[bytes], data: bytes) -> dict[str, str]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    rest = memoryview(len(data).to_bytes(4, "big") + data)
-    while rest:
-        rest = rest[os.write(process.stdin.fileno(), rest) :]
-    size = int.from_bytes(_read(process.stdout.fileno(), 4), "big")
-    if size > _MAX_ANSWER:
-        raise EOFError("the rendered text is too long")
-    return json.loads(_read(process.stdout.fileno(), size).decode("utf-8", "surrogatepass"))
-
-
-def _read(pipe: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = os.read(pipe, size - len(data))
-        if not part:
-            raise EOFError("the process ended")
-        data += part
-    return bytes(data)
+def _asked(worker: Worker, data: bytes) -> dict[str, str]:
+    worker.channel.send(data)
+    return json.loads(worker.channel.receive(_MAX_ANSWER).decode("utf-8", "surrogatepass"))
 
 
 RESIDENT = TemplateProcess(TemplateLimits())
-atexit.register(RESIDENT.stop)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=RESIDENT.forget)

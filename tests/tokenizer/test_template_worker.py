@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import chat_models
@@ -12,6 +13,7 @@ import pytest
 from fetch_vocabularies import TEMPLATES
 from vocabularies import real_vocabulary
 
+from llorch import worker
 from llorch.tokenizer import template_worker
 from llorch.tokenizer.template_process import RESIDENT
 from llorch.tokenizer.template_worker import answer
@@ -77,10 +79,13 @@ def test_out_of_memory_is_no_answer():
         answer({"source": "{{ 'a' * n }}", "variables": {"n": 2**62}}, max_text=9)
 
 
-def test_the_process_imports_jinja_and_the_standard_library_only():
-    source = Path(template_worker.__file__).read_text()
-    outside = {name.split(".")[0] for name, _ in imported_modules(source, "llorch.tokenizer")} & {"llorch", "numpy"}
-    assert outside == set()
+def test_the_process_imports_jinja_the_worker_and_the_standard_library_only():
+    def heavy(module: ModuleType, package: str) -> set[str]:
+        names = (name for name, _ in imported_modules(Path(str(module.__file__)).read_text(), package))
+        return {name for name in names if name.split(".")[0] in ("llorch", "numpy")}
+
+    assert {name.rpartition(".")[0] for name in heavy(template_worker, "llorch.tokenizer")} == {"llorch.worker"}
+    assert heavy(worker, "llorch") == set()
 
 
 def test_a_rendering_costs_little_more_than_in_this_process():
