@@ -349,18 +349,19 @@ class _Reader(threading.Thread):
 
     def __init__(self, pipe: Any, most: int) -> None:
         super().__init__(daemon=True)
-        self.data, self._pipe, self._most = bytearray(), pipe, most
+        self.data, self.pipe, self._most = bytearray(), pipe, most
         self.start()
 
     def run(self) -> None:
-        with self._pipe, suppress(OSError):
-            while len(self.data) <= self._most and (part := self._pipe.read(1 << 16)):
+        with self.pipe, suppress(OSError):
+            while len(self.data) <= self._most and (part := self.pipe.read(1 << 16)):
                 self.data += part
 
 
 def run(
-    command: Sequence[str], *, seconds: float | None, stdin: bytes | int = DEVNULL, errors: int | None = PIPE,
-    most: int = MOST, env: Mapping[str, str] | None = None, cwd: str | Path | None = None, session: bool = False,
+    command: Sequence[str], *, seconds: float | None, stdin: bytes | int = DEVNULL, output: int = PIPE,
+    errors: int | None = PIPE, most: int = MOST, env: Mapping[str, str] | None = None, cwd: str | Path | None = None,
+    session: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a program to its end, and end it when it reaches a limit. OSError if it cannot be started.
 
@@ -368,6 +369,7 @@ def run(
         command: The program and its arguments.
         seconds: Time limit; None for none.
         stdin: Its input, or `PIPE` for a program that ends when its stdin does (see `end_with_parent`).
+        output: stdout is read (`PIPE`) or dropped (`DEVNULL`).
         errors: stderr is read (`PIPE`), dropped (`DEVNULL`) or passed on (None).
         most: Limit of stdout, and of stderr, in bytes.
         env: Variables.
@@ -379,7 +381,7 @@ def run(
             file.write(stdin)
             file.seek(0)
         process = subprocess.Popen(
-            command, bufsize=0, stdin=stdin if isinstance(stdin, int) else file, stdout=PIPE, stderr=errors, env=env,
+            command, bufsize=0, stdin=stdin if isinstance(stdin, int) else file, stdout=output, stderr=errors, env=env,
             cwd=cwd, start_new_session=session,
         )  # fmt: skip
     end = float("inf") if seconds is None else time.monotonic() + seconds
@@ -395,8 +397,8 @@ def run(
             process.stdin.close()
     for reader in readers:
         reader.join(_GRACE)
-    output, said = (bytes(reader.data) for reader in readers) if errors == PIPE else (bytes(readers[0].data), b"")
-    return Ended(status, output, said, limit)
+    read = {reader.pipe: bytes(reader.data) for reader in readers}
+    return Ended(status, read.get(process.stdout, b""), read.get(process.stderr, b""), limit)
 
 
 def _limit_of(

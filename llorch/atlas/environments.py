@@ -5,11 +5,11 @@ Nothing else in the atlas asks the network. Callers say `download_bytes` and ask
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from llorch.atlas.catalogue import AtlasEngine
+from llorch.worker import run
 
 INSTALL = 900.0  # seconds
 _MARK = "llorch-requirements.txt"  # what is installed, once all of it is
@@ -65,14 +65,12 @@ def python_of(engine: AtlasEngine, home: Path) -> Path:
 def _install(command: list[str], folder: Path) -> None:
     environment = os.environ | {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PYTHONPATH", None)
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=INSTALL, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise NotInstalled(f"installing its packages took over {INSTALL:.0f} s") from None
-    if done.returncode:
+    ended = run(command, seconds=INSTALL, env=environment)
+    if ended.limit:
+        raise NotInstalled(f"installing its packages took over {INSTALL:.0f} s")
+    if ended.status:
         shutil.rmtree(folder, ignore_errors=True)
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        text = (ended.errors or ended.output).decode("utf-8", "replace")
+        said = [line for line in text.splitlines() if line.strip()]
         errors = [line for line in said if "ERROR" in line.upper()] or said or ["no message"]
         raise NotInstalled(f"pip cannot install its packages: {errors[0].strip()[:300]}")

@@ -7,17 +7,15 @@ behind it. No process reaches the network: the hub is told to be offline, every 
 import json
 import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import llorch.dumps.writers
 from llorch.atlas.catalogue import ADAPTERS
+from llorch.worker import Worker, last_line, run, signal_name, tail
 
 SECONDS, START = 60.0, 60.0  # that a run may take; an engine is granted as much more for its start
 PROGRAM = 120.0  # seconds of a report's program
@@ -92,18 +90,8 @@ def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRA
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with (folder / "printed.txt").open("wb") as printed, (folder / "said.txt").open("wb") as said:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, env=_variables(folder) | {"PYTHONPATH": ""},
-            cwd=folder, start_new_session=True,
-        )  # fmt: skip
-    try:
-        status = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        status = None
-    finally:
-        _end(process)
-    return "" if status != 0 else (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
+    ended = run(command, seconds=seconds, env=_variables(folder) | {"PYTHONPATH": ""}, cwd=folder, session=True)
+    return "" if ended.status or ended.limit else ended.text
 
 
 def _one_process(
@@ -113,34 +101,30 @@ def _one_process(
     asked = folder / "runs.jsonl"
     asked.write_text("".join(json.dumps(asdict(each)) + "\n" for each in requests), encoding="utf-8")
     with (folder / "said.txt").open("wb") as said:
-        process = subprocess.Popen(
-            [*command, str(asked)], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=_variables(folder),
-            cwd=folder, start_new_session=True,
-        )  # fmt: skip
-    try:
+        worker = Worker([*command, str(asked)], talks=False, output=said, env=_variables(folder), cwd=folder)
+    with worker:
         granted = seconds + start
         for request in requests:
-            ended = _watched(process, request, folder / "said.txt", granted, memory)
+            ended = _watched(worker, request, folder / "said.txt", granted, memory)
             yield ended
             if not ended.version:  # the process is not to be used any more
                 return
             granted = seconds
-    finally:
-        _end(process)
 
 
-def _watched(process: subprocess.Popen, request: Request, words: Path, granted: float, memory: int) -> RunEnd:
+def _watched(worker: Worker, request: Request, words: Path, granted: float, memory: int) -> RunEnd:
     since = time.monotonic()
     while True:
-        status = process.poll()  # before the look: what it wrote last is seen
+        status = worker.status  # before the look: what it wrote last is seen
         seconds = time.monotonic() - since
         if (found := _said(request)) is not None:
             return found
         if status is not None:
-            return RunEnd("crashed", f"{_way_to_end(status)}: {_last_words(words)}", "", seconds)
+            said = last_line(tail(words))[:300] or "it said nothing"
+            return RunEnd("crashed", f"{_way_to_end(status)}: {said}", "", seconds)
         if seconds > granted:
             return RunEnd("hung", f"no answer within {granted:.0f} s", "", seconds)
-        if (held := _memory_of(process.pid)) > memory:
+        if (held := worker.held_bytes) > memory:
             return RunEnd(
                 "too large", f"it used {held / 1e9:.1f} GB, expected at most {memory / 1e9:.1f} GB", "", seconds
             )
@@ -169,28 +153,5 @@ def _variables(folder: Path) -> dict[str, str]:
     return kept | nowhere | offline | places | {"PYTHONPATH": os.pathsep.join(shared), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Kill a process and every process that it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _way_to_end(status: int) -> str:
-    return f"its process ended with status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
-
-
-def _last_words(path: Path) -> str:
-    lines = path.read_bytes()[-4096:].decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
-
-
-def _memory_of(session: int) -> int:
-    """Sum the bytes that the processes of a session hold; 0 if the system does not say."""
-    held = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                held += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    return held
+    return f"its process ended with status {status}" if status >= 0 else f"ended by {signal_name(status)}"
