@@ -1,11 +1,11 @@
 """Python in a process beside this one, which may end it, or never come back."""
 
 import json
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from llorch.worker import Ended, run, signal_name
 
 _MARK = "llorch:"  # of lines of ours: what is imported may print, too
 
@@ -20,17 +20,8 @@ def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]
     """
     head = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
     command = [sys.executable, "-c", head + code, *arguments]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=timeout)
-            why = _ending(process.returncode, errors)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, _ = process.communicate()
-            why = f"did not answer within {timeout:.0f} s"
-    return list(_values(out)), why
+    ended = run(command, seconds=timeout)
+    return list(_values(ended.text)), _reason(ended, timeout)
 
 
 def _values(out: str) -> Iterator[Any]:
@@ -40,13 +31,14 @@ def _values(out: str) -> Iterator[Any]:
             yield json.loads(value)
 
 
-def _ending(code: int, errors: str) -> str:
-    if code == 0:
+def _reason(ended: Ended, timeout: float) -> str:
+    if ended.limit:
+        return f"did not answer within {timeout:.0f} s"
+    if ended.status < 0:
+        return f"signal ended the process: {signal_name(ended.status)}"
+    if ended.status == 0:
         return ""
-    if code < 0:
-        return f"signal ended the process: {signal.Signals(-code).name}"
-    last = [line.strip() for line in errors.splitlines() if line.strip()][-1:]
-    return f"the process ended with code {code}" + "".join(f": {line}" for line in last)
+    return f"the process ended with code {ended.status}" + (f": {ended.last_words}" if ended.last_words else "")
 
 
 _IMPORTING = """

@@ -1,10 +1,10 @@
 """The line of `llorch --version`: version, commit and the extras whose packages are installed; nothing is imported."""
 
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 from llorch.machine.packages import EXTRAS, module_of
+from llorch.worker import run
 
 _PACKAGE = Path(__file__).parents[1]
 _COMMAND = ("git", "describe", "--always", "--dirty", "--exclude=*")
@@ -34,7 +34,7 @@ def installed_extras() -> list[str]:
 
 def _described(checkout: Path) -> str:
     try:
-        done = subprocess.run(_COMMAND, cwd=checkout, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired):
+        ended = run(_COMMAND, seconds=_TIMEOUT, cwd=checkout)
+    except OSError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return "" if ended.status or ended.limit else ended.text.strip()
