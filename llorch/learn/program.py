@@ -10,11 +10,7 @@ on stdin. What it writes to stderr is passed on. A part that is given the model 
 import os
 import shlex
 import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -23,6 +19,7 @@ from llorch.errors import LearnerFault
 from llorch.learn.exercise import Call, Exercise
 from llorch.learn.lessons import PARTS
 from llorch.learn.npz import from_npz, to_npz
+from llorch.worker import DEVNULL, run, signal_name
 
 PREFIX = "cmd:"
 UNWRITTEN = 69  # the exit status; EX_UNAVAILABLE of sysexits.h
@@ -61,14 +58,11 @@ class Program(Mapping[str, Call]):
 
     def _asked(self, name: str) -> bool:
         """Whether it has a part: a crash for want of arguments says yes."""
-        quiet = subprocess.DEVNULL
         try:
-            done = subprocess.run(
-                [*self._words, name], stdin=quiet, stdout=quiet, stderr=quiet, timeout=self._seconds, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
+            ended = run([*self._words, name], seconds=self._seconds, output=DEVNULL, errors=DEVNULL)
+        except OSError:
             return True  # the call will tell
-        return done.returncode != UNWRITTEN
+        return ended.status != UNWRITTEN
 
     def _function(self, part: Exercise) -> Call:
         def call(**given: Any) -> Any:
@@ -90,37 +84,17 @@ class Program(Mapping[str, Call]):
 
     def _run(self, name: str, data: bytes) -> tuple[int, bytes]:
         """Exit status and stdout."""
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(data)
-            stdin.seek(0)
-            try:
-                process = subprocess.Popen([*self._words, name], stdin=stdin, stdout=subprocess.PIPE)
-            except OSError as error:
-                raise LearnerFault(name, f"{self._words[0]} cannot be started: {error.strerror}") from None
         try:
-            return self._ended(name, process)
-        finally:
-            process.kill()
-            process.wait()
-
-    def _ended(self, name: str, process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
-        got: list[bytes] = []
-
-        def read() -> None:
-            with process.stdout as stdout:  # type: ignore[union-attr] (a pipe)
-                got.append(stdout.read(_MOST + 1))
-
-        reader = Thread(target=read, daemon=True)  # for good, where a process that it started keeps stdout open
-        reader.start()
-        reader.join(self._seconds)
-        if not got:
+            ended = run([*self._words, name], seconds=self._seconds, stdin=data, errors=None, most=_MOST)
+        except OSError as error:
+            raise LearnerFault(name, f"{self._words[0]} cannot be started: {error.strerror}") from None
+        if ended.limit == "time":
             raise LearnerFault(name, f"the program took over {self._seconds:g} s; check that each loop ends")
-        if len(got[0]) > _MOST:
+        if ended.limit == "output":
             raise LearnerFault(name, f"expected at most {_MOST >> 20} MiB on stdout, got more")
-        try:
-            return process.wait(self._seconds), got[0]
-        except subprocess.TimeoutExpired:
-            raise LearnerFault(name, "the program closed stdout and did not end") from None
+        if ended.limit == "exit":
+            raise LearnerFault(name, "the program closed stdout and did not end")
+        return ended.status, ended.output
 
 
 def flat(given: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
@@ -138,5 +112,5 @@ def _ended(status: int) -> str:
     if status == UNWRITTEN:
         return f"ended with {UNWRITTEN} (not written) after it read its arguments; end with {UNWRITTEN} before that"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by {signal_name(status)}"
     return f"ended with exit status {status}"
