@@ -9,7 +9,6 @@ machines, are tried when the user asks for llorch's kernels by name.
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, 
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.worker import PIPE, end_with_parent, run
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +110,10 @@ def _run(command: Sequence[str]) -> str:
     """Run a process to its end; says how that was."""
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE
-        )
-    except subprocess.TimeoutExpired:
+    ended = run(command, seconds=PATIENCE, env=environment, stdin=PIPE)
+    if ended.limit:
         return f"the check did not end within {PATIENCE:.0f} s"
-    words = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()]
-    return f"the process of the check ended with status {done.returncode}: {(words or ['no message'])[-1][:200]}"
+    return f"the process of the check ended with status {ended.status}: {(ended.last_words or 'no message')[:200]}"
 
 
 def main(results: str, device: str, dtype: str, *kinds: str) -> None:
@@ -181,4 +177,5 @@ def driver() -> str:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(*sys.argv[1:])

@@ -12,7 +12,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from llorch.worker import run
+
 logger = logging.getLogger(__name__)
 
 SOURCES = tuple(
@@ -28,6 +29,7 @@ SOURCES = tuple(
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
+BUILD = 120.0  # seconds
 _TELLING = ("vendor", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # lines of /proc/cpuinfo
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -64,7 +66,7 @@ def library() -> ctypes.CDLL | None:
     if command is not None:
         try:
             return declared(kept(command) or built(command))
-        except (NotBuilt, OSError, subprocess.TimeoutExpired) as error:  # no folder to write to, or to load from
+        except (NotBuilt, OSError) as error:  # no folder to write to, or to load from
             why = str(error)
     slower = "a token takes at least twice as long, and much longer with packed weights"
     logger.warning("CPU kernels are not built, so %s: %s", slower, why)
@@ -106,7 +108,7 @@ def private_folder() -> Path | None:
 
 def identity(command: Sequence[str]) -> str:
     """Hash everything that decides the bytes of the library: sources, flags, compiler and processor."""
-    version = subprocess.run([*command, "--version"], capture_output=True, check=False, timeout=60).stdout
+    version = run([*command, "--version"], seconds=60).output
     sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
     return digest(*sources, version, repr([*FLAGS, *command, platform.machine(), _processor()]).encode())
 
@@ -150,14 +152,13 @@ def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
 def build(command: Sequence[str], target: Path) -> None:
     """Compile the kernels into a file; `NotBuilt` has the first line that the compiler said."""
     try:
-        done = subprocess.run(
-            [*command, *FLAGS, *map(str, SOURCES), "-o", str(target), "-lm"],
-            capture_output=True, text=True, errors="replace", timeout=120,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+        ended = run([*command, *FLAGS, *map(str, SOURCES), "-o", str(target), "-lm"], seconds=BUILD)
+    except OSError as error:
         raise NotBuilt(f"{command[0]}: {error}") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if ended.limit:
+        raise NotBuilt(f"{command[0]}: it took over {BUILD:.0f} s")
+    if ended.status:
+        lines = ended.errors.decode("utf-8", "replace").strip().splitlines() or [f"exit status {ended.status}"]
         raise NotBuilt(f"{shlex.join(command)}: {lines[0]}")
 
 
