@@ -12,7 +12,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import settings_from
 from llorch.train.snapshot_files import Snapshot
 from llorch.train.snapshots import SnapshotStore
+from llorch.worker import PIPE, end_with_parent, run
 
 if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training
@@ -201,10 +201,10 @@ def _go_on_elsewhere(folder: Path, axes: Mapping[str, int] | None) -> None:
     package = str(Path(__file__).parents[3])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "llorch.pytorch.train.verify_resume", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CheckpointMismatch(f"verify-resume: the second half ended with code {done.returncode}: {last}")
+    ended = run(command, seconds=None, env=os.environ | {"PYTHONPATH": path}, stdin=PIPE)
+    if ended.status:
+        last = ended.last_words or "no message"
+        raise CheckpointMismatch(f"verify-resume: the second half ended with code {ended.status}: {last}")
 
 
 def _newest(folder: Path) -> Snapshot:
@@ -248,6 +248,7 @@ def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Co
 if __name__ == "__main__":
     from llorch.pytorch.train.run import saved_settings, saved_threads  # and torch with it
 
-    run = Path(sys.argv[1])
-    with limited(saved_threads(run) or 1):
-        _run_here(settings_from((RUN, saved_settings(run))), run, resume=True)
+    end_with_parent()
+    folder_of_run = Path(sys.argv[1])
+    with limited(saved_threads(folder_of_run) or 1):
+        _run_here(settings_from((RUN, saved_settings(folder_of_run))), folder_of_run, resume=True)
