@@ -2,15 +2,12 @@
 
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 from llorch.threads import limited
+from llorch.worker import Channel, Worker, ready
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds for a process to remove its temporary files
@@ -28,37 +25,27 @@ class Workers(Generic[T]):
         """Start processes, if there are to be several of them and several jobs."""
         self.n_processes = min(len(jobs), n_processes) if sys.platform == "linux" else 1
         self.jobs, self._next = jobs, iter(jobs)
-        self._busy: dict[Any, Any] = {}  # channel to the job that its process is at
+        self._busy: dict[Channel, Any] = {}  # channel to the job that its process is at
         self._done: dict[Any, T | None] = {}
-        self._processes: list[BaseProcess] = []
+        self._processes: list[Worker] = []
         for _ in range(self.n_processes if self.n_processes > 1 else 0):
-            self._start()
+            self._processes.append(Worker(lambda channel: _work(jobs, channel), dies_by=signal.SIGTERM))
+            self._hand_out(self._processes[-1].channel)
 
-    def _start(self) -> None:
-        context = get_context("fork")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(self.jobs, theirs), daemon=True)
-        with warnings.catch_warnings():  # of threads: they are those of BLAS, which sees to them
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        theirs.close()
-        self._processes.append(process)
-        self._hand_out(ours)
-
-    def _hand_out(self, channel: Connection) -> None:
+    def _hand_out(self, channel: Channel) -> None:
         job = next(self._next, None)
         if job is not None:
             self._busy[channel] = job
-            channel.send(job)
+            with suppress(OSError):  # the process did not survive, as `result` will find
+                channel.send_object(job)
 
     def result(self, job: Any) -> T:
         """Of a job; waits for the process that is at it."""
         while job not in self._done and self._busy:
-            ready: list[Any] = wait([*self._busy])
-            for channel in ready:
+            for channel in ready(self._busy):
                 taken = self._busy.pop(channel)
                 with suppress(EOFError, OSError):  # the process did not survive
-                    self._done[taken] = channel.recv()
+                    self._done[taken] = channel.receive_object()
                     self._hand_out(channel)
         made = self._done.pop(job, None)
         return self.jobs[job]() if made is None else made
@@ -73,24 +60,22 @@ class Workers(Generic[T]):
             _see_off(process)
 
 
-def _see_off(process: BaseProcess) -> None:
+def _see_off(process: Worker) -> None:
     """Wait until it ended; an exception that SIGTERM raised below a callback of a library in C never got far."""
-    for end in (process.terminate, process.terminate, process.kill):
-        process.join(GRACE)
-        if process.exitcode is not None:
-            return
-        end()
-    process.join()
+    for _ in range(2):
+        if process.wait(GRACE) is None:
+            process.terminate()
+    process.wait(GRACE)
+    process.end()
 
 
-def _work(jobs: Jobs, channel: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whose Ctrl-C it is ends this process
+def _work(jobs: Jobs, channel: Channel) -> None:
     with suppress(EOFError, OSError), limited(1):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that temporary files are removed
         while True:
-            job = channel.recv()
+            job = channel.receive_object()
             try:
                 made = jobs[job]()
             except Exception:
                 made = None
-            channel.send(made)
+            channel.send_object(made)
