@@ -5,24 +5,22 @@ safe to copy (Linux); elsewhere a new one. It is asked for one lesson after the 
 failed and another process takes the rest. What runs in there is `_work` and below.
 """
 
-import ctypes
 import faulthandler
 import io
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import wraps
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from llorch.errors import LeftOut, MissingExtra, printable
 from llorch.learn.calling import named
@@ -37,6 +35,7 @@ from llorch.learn.lessons import BY_NUMBER, Lesson
 from llorch.learn.verdict import NOT_RUN, LessonVerdict
 from llorch.threads import limited
 from llorch.verify.judge import FAIL, PASS
+from llorch.worker import PIPE, Channel, Worker, limit_memory, own_channel, python, ready, signal_name
 
 SECONDS = 10.0  # that the code of a learner may take for a lesson
 MEMORY = 4 << 30  # bytes
@@ -125,48 +124,44 @@ class _Worker:
     """The process, from outside."""
 
     def __init__(self, source: str, how: tuple[Mode, float, bool], say: Say) -> None:
-        context = get_context("fork" if sys.platform == "linux" else "spawn")
         self._say, self._seconds = say, how[1]
-        self._clock = context.RawValue("d", 0.0)  # when the learner's call that runs must have ended; 0: none runs
-        self._channel, theirs = context.Pipe()
-        self._output, printed = context.Pipe(duplex=False)
-        arguments = (source, how, self._clock, theirs, printed)
-        self._process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
-        with warnings.catch_warnings():  # of threads: they wait for files and keys, or are those of BLAS
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
-        theirs.close()
-        printed.close()
+        self._folder = tempfile.TemporaryDirectory(prefix="llorch-")
+        self._clock = _clock(self._folder.name, "w+")  # when the learner's call that runs must have ended; 0: none runs
+        start: Any = python("llorch.learn.sandbox:_work_in_new_python", source, how, self._folder.name)
+        if sys.platform == "linux":
+            start = partial(_work, source, how, self._clock)
+        self._worker = Worker(start, output=PIPE)
 
     def answer(self, asked: str) -> Any:
         """To a lesson's number, or to `import`, after all that was printed until then; None if the process ended."""
-        printed, answer, waiting = _Printed(asked, self._say), None, [self._channel, self._output]
-        end = time.monotonic() + _EVER
+        channel, output = self._worker.channel, self._worker.output
+        printed, answer, waiting = _Printed(asked, self._say), None, [channel, output]
+        end, channel.seconds = time.monotonic() + _EVER, _EVER
         with suppress(OSError):
-            self._channel.send(asked)
+            channel.send_object(asked)
         while answer is None:
-            ready: list[Any] = wait(waiting, timeout=_GRACE / 4)
-            if self._output in ready and not self._read_output(printed):
-                waiting.remove(self._output)
-            if self._channel in ready:
+            found = ready(waiting, _GRACE / 4)
+            if output in found and not self._read_output(printed):
+                waiting.remove(output)
+            if channel in found:
                 with suppress(EOFError, OSError):
-                    answer = self._channel.recv()
+                    answer = channel.receive_object()
                 break
-            if self._is_late() or time.monotonic() > end or (not ready and self._process.exitcode is not None):
+            if self._is_late() or time.monotonic() > end or (not found and self._worker.status is not None):
                 break
         self._read_output(printed)
         printed.close()
         return answer
 
     def _is_late(self) -> bool:
-        return 0 < self._clock.value < time.monotonic() - _GRACE
+        return 0 < self._clock[0] < time.monotonic() - _GRACE
 
     def _read_output(self, printed: "_Printed") -> bool:
         """Read the printed output that is there, which may not end; False if nothing more can come."""
         for _ in range(_READS):
-            if not self._output.poll():
+            if not ready([self._worker.output], 0):
                 break
-            if not (data := os.read(self._output.fileno(), 1 << 16)):
+            if not (data := self._worker.output.read(1 << 16)):
                 return False
             printed.write(data)
         return True
@@ -178,19 +173,13 @@ class _Worker:
                 f"your code took over {self._seconds:g} s{when} and cannot be interrupted; check that each loop ends"
             )
         else:
-            self._process.join(_GRACE)
-            fault = f"your code ended the process that checks it{when} ({_status(self._process.exitcode)})"
+            fault = f"your code ended the process that checks it{when} ({_status(self._worker.wait(_GRACE))})"
         return outcome_of(number, LessonVerdict(number, FAIL, fault=fault))
 
     def end(self) -> None:
         """And whatever it has started."""
-        if self._process.pid is not None and hasattr(os, "killpg"):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-        self._channel.close()
-        self._output.close()
+        self._worker.end()
+        self._folder.cleanup()
 
 
 class _Printed:
@@ -223,9 +212,7 @@ class _Printed:
 def _status(code: int | None) -> str:
     if code is None:
         return f"it gave no answer for {_EVER:g} s"
-    if code >= 0:
-        return f"exit status {code}"
-    return signal.Signals(-code).name
+    return signal_name(code) or f"exit status {code}"
 
 
 def outcome_of(number: str, verdict: LessonVerdict, tried: Teeth | None = None) -> Outcome:
@@ -236,19 +223,28 @@ def outcome_of(number: str, verdict: LessonVerdict, tried: Teeth | None = None) 
     return Outcome(number, verdict.word, text, record, verdict.traceback)
 
 
-def _work(source: str, how: tuple[Mode, float, bool], clock: Any, channel: Connection, printed: Connection) -> None:
-    """Run the process from inside: answers go to the channel, all printed text goes to `printed`."""
-    _stand_apart(printed)
+def _clock(folder: str, mode: Any) -> np.ndarray:
+    """Open a number that both processes see."""
+    return np.memmap(Path(folder, "clock"), np.float64, mode, shape=1)
+
+
+def _work_in_new_python(source: str, how: tuple[Mode, float, bool], folder: str) -> None:
+    _work(source, how, _clock(folder, "r+"), own_channel())
+
+
+def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel: Channel) -> None:
+    """Run the process from inside: answers go to the channel."""
+    _stand_apart()
     mode, seconds, with_teeth = how
     allowed = _Allowed(seconds, clock)
     with suppress(EOFError, OSError), limited(1):
-        channel.recv()
+        channel.receive_object()
         answer = implementation = _opened(source, allowed)
         while True:
             with suppress(Exception):  # such as a stream that the learner's code has closed
                 sys.stdout.flush()
-            channel.send(answer if isinstance(answer, Exception | Outcome) else "imported")
-            number = channel.recv()
+            channel.send_object(answer if isinstance(answer, Exception | Outcome) else "imported")
+            number = channel.receive_object()
             allowed.begin()
             assert isinstance(implementation, Implementation)
             answer = _checked(number, implementation, mode, with_teeth)
@@ -282,7 +278,7 @@ def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth
 class _Allowed:
     """The time that a learner's code may still take, and no other: by an alarm, and by a clock that others watch."""
 
-    def __init__(self, seconds: float, clock: Any) -> None:
+    def __init__(self, seconds: float, clock: np.ndarray) -> None:
         self.left, self._seconds, self._clock = seconds, seconds, clock
         self._n_returned, self._began = 0, 0.0
         if hasattr(signal, "setitimer"):
@@ -305,14 +301,14 @@ class _Allowed:
     @contextmanager
     def running(self) -> Iterator[None]:
         self._began = time.monotonic()
-        self._clock.value = self._began + max(self.left, 0)
+        self._clock[0] = self._began + max(self.left, 0)
         self._set_alarm(max(self.left, 1e-3))
         try:
             yield
             self._n_returned += 1
         finally:
             self._set_alarm(0)
-            self._clock.value = 0
+            self._clock[0] = 0
             self.left -= time.monotonic() - self._began
 
     def _set_alarm(self, seconds: float) -> None:
@@ -339,22 +335,10 @@ class _Allowed:
             yield each
 
 
-def _stand_apart(printed: Connection) -> None:
-    """No Ctrl-C (whose it is ends this process), no input, streams of its own, and bounded memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, "setsid"):
-        os.setsid()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for old, new in ((nothing, 0), (printed.fileno(), 1), (printed.fileno(), 2)):
-            os.dup2(old, new)
+def _stand_apart() -> None:
+    """Read no input, print to streams that the learner's code can break, and bound the memory."""
     sys.dont_write_bytecode = True  # see `folder`
     faulthandler.enable(2)  # which says where a crash was
     sys.stdin = Path(os.devnull).open()
     sys.stdout = sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), "utf-8", "replace", write_through=True)
-    with suppress(AttributeError, TypeError, OSError):  # Linux has it: ends with the process that waits for it
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY, kind="RLIMIT_DATA")

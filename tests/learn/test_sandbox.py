@@ -123,6 +123,14 @@ def test_right_code_passes_and_what_it_started_ends_with_it(tmp_path: Path):
     ]
 
 
+def test_a_new_python_checks_where_a_copy_of_this_process_is_not_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    body = "    print(1)\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n"
+    found, said = checked(written(tmp_path, body), "01", seconds=1)
+    assert_tells(said_of(found[0]), "1 s", "interrupted")  # by the clock that both processes see
+    assert said == ["01 prints: 1"]
+
+
 @pytest.mark.slow
 def test_every_lesson_has_its_own_time(tmp_path: Path):
     head = "import time\nimport numpy as np\ncalls = []\n\n\n"
