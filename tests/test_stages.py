@@ -9,7 +9,7 @@ from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, Stage, forward_order, input_key, keys
-from llorch.verify.golden_arrays import SUFFIX
+from llorch.verify.golden_store import SUFFIX
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, unable_of
 
 # The numbers are public interface; here they stand once more, as design states them.

@@ -19,7 +19,7 @@ from benchmarks.diagnosis.styles import Written
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.places import Tokens
 from llorch.verify.expectations.quantised_models import write_model
-from llorch.verify.golden_arrays import SUFFIX, read_arrays
+from llorch.verify.golden_store import SUFFIX, read_arrays
 
 QUANTISED = {
     "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q8_0", "Q5_1": "Q8_1", "Q4_K": "Q8_K", "Q6_K": "Q8_K",

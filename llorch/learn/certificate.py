@@ -18,7 +18,7 @@ from llorch.learn.materials import stub_of
 from llorch.learn.sandbox import Outcome
 from llorch.learn.sources import sources
 from llorch.learn.verdict import BORROWED
-from llorch.verify.golden_arrays import SUFFIX
+from llorch.verify.golden_store import SUFFIX
 
 VERSION = 1
 

@@ -1,11 +1,10 @@
 """What producers showed for a model: taken live, or read from the goldens that were stored.
 
 A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
-Goldens of one producer lie in one file, see `golden_arrays`; names are `<case>/<stage key>`. The truth has one, too.
+Goldens of one producer lie in one file, see `golden_store`; names are `<case>/<stage key>`. The truth has one, too.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,15 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from llorch.builtin import missing_golden
-from llorch.comparison import Difference
 from llorch.config import ModelConfig
 from llorch.engines import Call, LoadPath, Producer, stored_route
-from llorch.files.new_file import new_file
 from llorch.files.tensor_names import inventory
 from llorch.places import Pass
 from llorch.sampling import SamplingSettings
-from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.golden_store import Distances, GoldenStore, plain_distances, read_distances, refused
 
 PRODUCERS = ("llamacpp", "transformers")
 TRUTH = "truth"
@@ -40,8 +36,6 @@ SAMPLINGS: Mapping[str, SamplingSettings] = {
     "penalty": SamplingSettings(temperature=1.0, repetition_penalty=1.4),
     "all": SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
 }
-
-Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # producer -> case -> stage key -> distance
 
 
 @dataclass(frozen=True)
@@ -236,20 +230,16 @@ def save(folder: Path, golden: Golden) -> None:
         folder: Made when absent.
         golden: What to store.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for producer, evidence in golden.evidence.items():
-        write_arrays(folder / f"{producer}{SUFFIX}", evidence.arrays())
-    true = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
-    write_arrays(folder / f"{TRUTH}{SUFFIX}", true)
+    files = {producer: evidence.arrays() for producer, evidence in golden.evidence.items()}
+    files[TRUTH] = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
     record = ({"cannot_judge": golden.cannot_judge} if golden.cannot_judge else {}) | {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
-        "isolated": _plain_distances(golden.truth.isolated),
+        "isolated": plain_distances(golden.truth.isolated),
         "provenance": golden.provenance,
         "tensors": golden.tensors,
         "tokens": [asdict(check) for check in golden.tokens],
     }
-    with new_file(folder / "golden.json") as file:
-        file.write_bytes((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+    GoldenStore(folder).write(record, files)
 
 
 def read(folder: Path) -> Golden:
@@ -265,27 +255,23 @@ def read(folder: Path) -> Golden:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
         ValueError: A part of it is missing.
     """
-    record = _record(folder)
-    unable = unable_of(folder)
+    store = GoldenStore(folder)
+    record, unable = store.record(), unable_of(folder)
     producers = [name for name in PRODUCERS if name not in unable]
-    for name in (*producers, TRUTH):
-        _require_there(folder / f"{name}{SUFFIX}")
+    shown = store.arrays([*producers, TRUTH])
     if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
-        raise ValueError(
-            f"golden {folder / 'golden.json'}: expected the cases near and far, tensors and tokens, got cases "
-            f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
-            "run reference_outputs/regenerate.py"
+        raise refused(
+            store.path,
+            f"expected the cases near and far, tensors and tokens, got cases {sorted(record['cases'])}, "
+            f"{len(record['tensors'])} tensors, {len(record['tokens'])} texts",
         )
     if record.get("isolated", {}).keys() != {*producers}:
-        raise ValueError(
-            f"golden {folder / 'golden.json'}: expected isolated distances for {' and '.join(producers)}, "
-            f"got {sorted(record.get('isolated', {})) or 'none'}; run reference_outputs/regenerate.py"
-        )
-    shown = {name: read_arrays(folder / f"{name}{SUFFIX}") for name in (*producers, TRUTH)}
+        got = sorted(record.get("isolated", {})) or "none"
+        raise refused(store.path, f"expected isolated distances for {' and '.join(producers)}, got {got}")
     steps = shown[TRUTH].pop(STEP_LOGITS)
     made = {name: EngineOutput.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
     return Golden(
-        truth=Truth(made.pop(TRUTH), steps, _distances(record["isolated"])),
+        truth=Truth(made.pop(TRUTH), steps, read_distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
         evidence=made,
         tensors=record["tensors"],
@@ -308,23 +294,12 @@ def unable_of(folder: Path) -> Mapping[str, str]:
         FileNotFoundError: There are no goldens.
         ValueError: A reason is not stated, or no reference engine is left.
     """
-    unable = _record(folder).get("cannot_judge", {})
+    store = GoldenStore(folder)
+    unable = store.record().get("cannot_judge", {})
     if not unable.keys() < {*PRODUCERS} or not all(unable.values()):
-        raise ValueError(
-            f"golden {folder / 'golden.json'}: expected reasons for some of {' and '.join(PRODUCERS)} in cannot_judge, "
-            f"got {unable}; run reference_outputs/regenerate.py"
-        )
+        wanted = f"expected reasons for some of {' and '.join(PRODUCERS)} in cannot_judge"
+        raise refused(store.path, f"{wanted}, got {unable}")
     return unable
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    return json.loads(_require_there(folder / "golden.json").read_text())
-
-
-def _require_there(path: Path) -> Path:
-    if not path.is_file():
-        raise missing_golden(path)
-    return path
 
 
 def sha256(path: Path) -> str:
@@ -334,25 +309,3 @@ def sha256(path: Path) -> str:
         return hashlib.sha256(files.encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _plain_distances(distances: Distances) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Distances as JSON holds them: error and worst element, with four digits; more would be noise."""
-    return {
-        producer: {
-            case: {key: [float(f"{n:.3e}") for n in (d.error, d.worst)] for key, d in found.items()}
-            for case, found in cases.items()
-        }
-        for producer, cases in distances.items()
-    }
-
-
-def _distances(plain: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> Distances:
-    """Invert `_plain_distances`."""
-    return {
-        producer: {
-            case: {key: Difference(error, worst) for key, (error, worst) in found.items()}
-            for case, found in cases.items()
-        }
-        for producer, cases in plain.items()
-    }

@@ -5,23 +5,20 @@ that reference, of which tolerances are made. Scores and probabilities of attent
 context, and whatever is wrong with them shows in the context vectors that are made of them.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llorch.builtin import missing_golden
 from llorch.comparison import Difference, measure
 from llorch.config import ModelConfig
 from llorch.engines import Producer, open_producer
 from llorch.engines.abilities import cannot_judge
 from llorch.files import Weights, open_weights
-from llorch.files.new_file import new_file
 from llorch.places import Pass, token_axis
 from llorch.stages import Stage, key, keys
-from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.golden_store import Distances, GoldenStore, plain_distances, read_distances, refused
 from llorch.verify.tolerances.forward import SCORES
 
 N_LONG = 1200  # tokens: more than any window, chunk or first growth of a cache
@@ -31,9 +28,8 @@ FAR_POSITIONS = (16_390, 131_080)  # beyond 2**14 and 2**17
 _MARGIN = 2e-5  # of router logits, between the last expert that is chosen and the next one; float32 is off by 1e-6
 _TRIES = 200
 _FARTHEST = 5e-3  # of an engine from float64; float32 angles at position 131,080 cost 1.3e-3
-_NAME = "long"
+_NAME, _RECORD = "long", "long.json"
 
-Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # engine -> case -> stage key -> distance
 Trace = Mapping[str, np.ndarray]
 
 
@@ -156,21 +152,12 @@ def _distances(truth: Trace, shown: Trace) -> dict[str, Difference]:
 def save_long(folder: Path, golden: LongGolden) -> None:
     """Write goldens of long contexts; the same content gives the same bytes."""
     arrays = {f"{case}/{name}": array for case, trace in golden.truth.items() for name, array in trace.items()}
-    write_arrays(folder / f"{_NAME}{SUFFIX}", arrays)
-    plain = {
-        engine: {
-            case: {name: [float(f"{n:.3e}") for n in (found.error, found.worst)] for name, found in each.items()}
-            for case, each in cases.items()
-        }
-        for engine, cases in golden.distances.items()
-    }
     record = {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
-        "distances": plain,
+        "distances": plain_distances(golden.distances),
         "weights_sha256": golden.weights_sha256,
     }
-    with new_file(folder / f"{_NAME}.json") as file:
-        file.write_bytes((json.dumps(record, sort_keys=True) + "\n").encode())
+    GoldenStore(folder, _RECORD).write(record, {_NAME: arrays}, indent=None)
 
 
 def read_long(folder: Path) -> LongGolden:
@@ -186,23 +173,15 @@ def read_long(folder: Path) -> LongGolden:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
         ValueError: A case has no engine's distance, of which its tolerances are made.
     """
-    for name in (f"{_NAME}.json", f"{_NAME}{SUFFIX}"):
-        if not (folder / name).is_file():
-            raise missing_golden(folder / name)
-    record = json.loads((folder / f"{_NAME}.json").read_text())
+    store = GoldenStore(folder, _RECORD)
+    record, arrays = store.record(), store.arrays([_NAME])[_NAME]
     truth: dict[str, dict[str, np.ndarray]] = {}
-    for full, array in read_arrays(folder / f"{_NAME}{SUFFIX}").items():
+    for full, array in arrays.items():
         case, name = full.split("/")
         truth.setdefault(case, {})[name] = array
-    distances = {
-        engine: {case: {name: Difference(*pair) for name, pair in each.items()} for case, each in cases.items()}
-        for engine, cases in record["distances"].items()
-    }
+    distances = read_distances(record["distances"])
     cases = {name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()}
     for case in cases:
         if not any(case in found for found in distances.values()):
-            raise ValueError(
-                f"golden {folder}: expected an engine's distance for {case}, got no engine; "
-                "run reference_outputs/regenerate.py"
-            )
+            raise refused(folder, f"expected an engine's distance for {case}, got no engine")
     return LongGolden(cases, truth, distances, record["weights_sha256"])

@@ -21,7 +21,7 @@ from llorch.dumps.mapping import read_mapping
 from llorch.dumps.stage_mapping import stage_dump
 from llorch.files import open_weights
 from llorch.stages import forward_order
-from llorch.verify.golden_arrays import SUFFIX, read_arrays
+from llorch.verify.golden_store import SUFFIX, read_arrays
 
 
 @cache

@@ -14,10 +14,10 @@ import llorch
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
-    "errors", "worker", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture", "config", "builtin",
-    "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward", "families", "sampling",
-    "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate", "train", "bench",
-    "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas",
+    "errors", "worker", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture", "config",
+    "builtin", "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward", "families",
+    "sampling", "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate", "train",
+    "bench", "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas",
     "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}

@@ -23,7 +23,7 @@ from llorch.builtin import EVERY, goldens_folder
 from llorch.comparison import Difference
 from llorch.files import Weights
 from llorch.places import Pass
-from llorch.verify import golden_arrays
+from llorch.verify import golden_store
 from llorch.verify.goldens import PRODUCERS, EngineOutput, Golden, TokenCheck, Truth
 from llorch.verify.long_goldens import read_long
 from llorch.verify.tolerances.forward import Limits
@@ -232,8 +232,8 @@ def test_check_of_a_missing_golden_is_an_error(
 def test_without_check_the_goldens_are_written(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (filters,) = golden_arrays._FILTERS
-    monkeypatch.setattr(golden_arrays, "_FILTERS", [{**filters, "preset": 0}])  # packed fast, and read as any other
+    (filters,) = golden_store._FILTERS
+    monkeypatch.setattr(golden_store, "_FILTERS", [{**filters, "preset": 0}])  # packed fast, and read as any other
     done = command(script, monkeypatch, tmp_path, golden)
     assert done.exit_code == 0
     assert done.stdout.startswith(f"{NAME}: written to {NAME}, ")

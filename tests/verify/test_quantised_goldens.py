@@ -19,7 +19,7 @@ from llorch.places import Pass
 from llorch.stages import input_keys, keys
 from llorch.verify.expectations.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.verify.expectations.quantised_models import MODELS
-from llorch.verify.golden_arrays import SUFFIX
+from llorch.verify.golden_store import SUFFIX
 
 
 @pytest.fixture(scope="module")

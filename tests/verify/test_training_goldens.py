@@ -14,7 +14,7 @@ from refusals import assert_tells, refuses
 
 from llorch.builtin import goldens_folder
 from llorch.numerics import DtypeName
-from llorch.verify import golden_arrays
+from llorch.verify import golden_store
 from llorch.verify.judge import FAIL
 from llorch.verify.training.claims import claims, refuse_far_witnesses, rows, tolerances
 from llorch.verify.training.goldens import FILES, MODELS, TrainingGolden, names, save
@@ -37,7 +37,7 @@ def changed(golden: TrainingGolden, key: str, change: Callable[[np.ndarray], np.
 def test_goldens_are_written_as_the_bytes_that_were_read(
     golden: TrainingGolden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(golden_arrays, "_FILTERS", [{"id": lzma.FILTER_LZMA2, "preset": 0}])  # ten times as fast
+    monkeypatch.setattr(golden_store, "_FILTERS", [{"id": lzma.FILTER_LZMA2, "preset": 0}])  # ten times as fast
     save(tmp_path, golden)
     for name in FILES:
         assert unpacked(tmp_path / name) == unpacked(goldens_folder() / MODEL / name)

@@ -5,26 +5,22 @@ bytes that they are rounded to, `<model>` every stage of one of the models in `q
 There is no tolerance among them: all are derived, see `quantised_limits`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llorch.builtin import missing_golden
 from llorch.engines import stored_route
 from llorch.files.quant import GGMLType
 from llorch.places import Pass
 from llorch.verify.expectations.quantised_models import MODELS
-from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.golden_store import Arrays, GoldenStore, refused
 from llorch.verify.goldens import EngineOutput
 
 FOLDER = "quantised"
 CASE = "near"
 ROUNDED_TO = ("F16", "BF16", "Q8_0", "Q8_1", "Q8_K")
-
-Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -65,11 +61,8 @@ def save(folder: Path, golden: QuantisedGolden) -> None:
         folder: Made when absent.
         golden: What to store.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, arrays in {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces}.items():
-        write_arrays(folder / f"{name}{SUFFIX}", arrays)
     record = {"case": asdict(golden.case), "files": golden.files, "provenance": golden.provenance}
-    (folder / "golden.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    GoldenStore(folder).write(record, {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces})
 
 
 def read(folder: Path) -> QuantisedGolden:
@@ -85,12 +78,9 @@ def read(folder: Path) -> QuantisedGolden:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
         ValueError: A part of one is missing.
     """
-    arrays = ("blocks", "rounding", *MODELS)
-    for name in ("golden.json", *(f"{name}{SUFFIX}" for name in arrays)):
-        if not (folder / name).is_file():
-            raise missing_golden(folder / name)
-    record = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
-    blocks, rounding, *traces = (read_arrays(folder / f"{name}{SUFFIX}") for name in arrays)
+    store = GoldenStore(folder)
+    record = store.record()
+    blocks, rounding, *traces = store.arrays(("blocks", "rounding", *MODELS)).values()
     _require(folder, record, blocks, rounding)
     return QuantisedGolden(
         blocks=blocks,
@@ -110,7 +100,5 @@ def _require(folder: Path, record: Mapping, blocks: Arrays, rounding: Arrays) ->
         | {f"{kind}.rows" for kind in ROUNDED_TO} - rounding.keys()
     )
     if missing:
-        raise ValueError(
-            f"golden {folder}: expected every model, type and rounding, missing: {', '.join(missing[:5])}; "
-            "run reference_outputs/regenerate.py"
-        )
+        message = f"expected every model, type and rounding, missing: {', '.join(missing[:5])}"
+        raise refused(folder, message)

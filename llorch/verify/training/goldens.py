@@ -6,14 +6,12 @@ of adapter files, tolerances and where all this comes from. What PEFT made exact
 nowhere. Names are made from the places of `training.places`, and there is one array for each of these, no other.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llorch.builtin import missing_golden
 from llorch.comparison import Tolerance
 from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
@@ -21,7 +19,7 @@ from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
 from llorch.places import StageRef
 from llorch.train.batch import Batch
-from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.golden_store import SUFFIX, GoldenStore, refused
 from llorch.verify.training.limits import FROM_FILES
 from llorch.verify.training.places import LOADED_BY, PEFT, at, of_tensors, places
 from llorch.verify.training.recipe import LORA, StoredBatch
@@ -142,9 +140,7 @@ def names(n_layers: int) -> Iterator[str]:
 
 def lacking(missing: Collection[str]) -> ValueError:
     """Build the error for arrays that are not among the goldens: a missing golden is a failure, never a pass."""
-    return ValueError(
-        f"golden {FILES[0]}: {len(missing)} arrays missing: {_few(missing)}; run reference_outputs/regenerate.py"
-    )
+    return refused(FILES[0], f"{len(missing)} arrays missing: {_few(missing)}")
 
 
 def _few(found: Collection[str]) -> str:
@@ -165,26 +161,20 @@ def save(folder: Path, golden: TrainingGolden) -> None:
         "rows": [asdict(rows) for rows in golden.rows],
         "tolerances": tolerances["float32"],
     }
-    write_arrays(folder / FILES[0], stored)
-    (folder / FILES[1]).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    GoldenStore(folder, FILES[1]).write(record, {"peft": stored})
 
 
 def read(folder: Path) -> TrainingGolden:
     """Read stored goldens; a missing file, or one without tolerances, batches or files, is a failure, never a pass."""
-    for name in FILES:
-        if not (folder / name).is_file():
-            raise missing_golden(folder / name)
-    record = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
-    arrays = read_arrays(folder / FILES[0])
+    store = GoldenStore(folder, FILES[1])
+    arrays, record = store.arrays(["peft"])["peft"], store.record()
     for name, shape in record["exactly_zero"].items():
         arrays[name] = np.zeros(shape, np.float64 if name.startswith("truth/") else np.float32)
     plain = {"float32": record["tolerances"], **record["half_tolerances"]}
     missing = [f"tolerances in {dtype}" for dtype in WITH_TOLERANCES if not plain.get(dtype)]
     if missing or not record["rows"] or len(record["files"]) != len(ADAPTER_FILES):
-        raise ValueError(
-            f"golden {folder / FILES[1]}: expected batches, files and tolerances, "
-            f"missing: {', '.join(missing) or 'batches or files'}; run reference_outputs/regenerate.py"
-        )
+        lacks = ", ".join(missing) or "batches or files"
+        raise refused(store.path, f"expected batches, files and tolerances, missing: {lacks}")
     return TrainingGolden(
         arrays=arrays,
         rows=[StoredBatch(**rows) for rows in record["rows"]],

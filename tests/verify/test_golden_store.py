@@ -9,7 +9,7 @@ from refusals import refuses
 from safetensors.numpy import load
 
 from llorch.builtin import goldens_folder
-from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.golden_store import SUFFIX, read_arrays, write_arrays
 
 ARRAYS = {
     "near/l0.attn_scores": np.array([[1.5, -np.inf], [-0.0, 2.0**-149]], np.float32),
