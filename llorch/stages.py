@@ -77,6 +77,12 @@ class Stage:
         """Whether every dense model has it."""
         return {"attention", "rope", "dense"}.issuperset(self.needs)
 
+    @property
+    def dense_input(self) -> str:
+        """Its first input in a dense model."""
+        alternatives = self.inputs[0].split("|")
+        return next(name for name in alternatives if name not in BY_NAME or BY_NAME[name].is_dense)
+
     def applies_to(self, config: ModelConfig, layer: int | None = None) -> bool:
         """Whether a layer of a model has the stage; of a stage inside layers without one: whether any layer has."""
         if self.in_layer and layer is None:
@@ -456,6 +462,9 @@ STAGES: tuple[Stage, ...] = (
 
 ATTENTION = "attention"  # stands for scores, probabilities and context as one operation
 BY_NAME: Mapping[str, Stage] = {stage.name: stage for stage in STAGES}
+DENSE_PRODUCTS = tuple(stage for stage in STAGES if stage.matrix and stage.is_dense)  # the last one makes logits
+# Products that engines make as one.
+FUSABLE: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("ffn_gate", "ffn_up"))
 
 
 def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.files import open_weights
-from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, Stage, forward_order, input_key, keys
+from llorch.stages import BY_NAME, CHECKPOINTS, DENSE_PRODUCTS, FUSABLE, STAGES, Stage, forward_order, input_key, keys
 from llorch.verify.golden_store import SUFFIX
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, unable_of
 
@@ -80,6 +80,18 @@ def test_a_stage_has_the_shape_that_engines_give_it(model: str):
 
 def test_query_and_key_norms_belong_to_models_that_have_them(config: ModelConfig):
     assert ("l0.q_norm" in {key for key, _, _ in keys(config)}) == config.qk_norm
+
+
+def test_products_of_dense_models_are_those_of_a_plain_llama():
+    found = {stage.name: (stage.dense_input, stage.matrix) for stage in DENSE_PRODUCTS}
+    assert found == {
+        "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),
+        "attn_out": ("attn_context", "o_proj"), "ffn_gate": ("ffn_norm", "gate_proj"),
+        "ffn_up": ("ffn_norm", "up_proj"), "ffn_out": ("ffn_act", "down_proj"), "logits": ("final_norm", "lm_head"),
+    }  # fmt: skip
+    assert (BY_NAME["q_norm"].dense_input, BY_NAME["final_norm"].dense_input) == ("q_proj", "last_block_out")
+    for names in FUSABLE:  # they read one input
+        assert len({found[name][0] for name in names}) == 1
 
 
 def test_shuffled_keys_are_put_back_in_order_and_foreign_ones_come_last_as_they_came(config: ModelConfig):

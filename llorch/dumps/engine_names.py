@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llorch.config import ModelConfig
-from llorch.stages import BY_NAME, STAGES
+from llorch.stages import BY_NAME, FUSABLE, STAGES
 
 RAW_SCORES = "kq"  # query times key, neither scaled nor masked
 _NODES_BESIDE_THE_TABLE = {
@@ -17,8 +17,8 @@ _PROJECTED = {"Qcur": "q", "Kcur": "k", "Vcur": "v"}
 _MODULES_BESIDE_THE_TABLE = {
     ("self_attn", "output"): ("attn_out",),
     ("mlp", "output"): ("ffn_out",),
-    ("self_attn.qkv_proj", "output"): ("q_proj", "k_proj", "v_proj"),
-    ("mlp.gate_up_proj", "output"): ("ffn_gate", "ffn_up"),
+    ("self_attn.qkv_proj", "output"): FUSABLE[0],
+    ("mlp.gate_up_proj", "output"): FUSABLE[1],
 }
 
 

@@ -31,9 +31,8 @@ from llorch.dumps.stage_dump import Features
 from llorch.errors import FormatError, suggestion
 from llorch.files.mapped import read_regular
 from llorch.places import Tokens
-from llorch.stages import BY_NAME
+from llorch.stages import BY_NAME, FUSABLE
 
-FUSABLE = ("q_proj", "k_proj", "v_proj", "ffn_gate", "ffn_up")
 _NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # as re.escape leaves it
 _MAX_FILE = 1 << 20
 _LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
@@ -138,11 +137,12 @@ def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
         return (), None
     layer = re.fullmatch(r"l([0-9]{1,4})\.(\w+)", value) if isinstance(value, str) else None
     stages = (layer[2],) if layer else stages
-    known = (*BY_NAME, RAW_SCORES) if isinstance(value, str) else FUSABLE
+    fusable = tuple(name for names in FUSABLE for name in names)
+    known = (*BY_NAME, RAW_SCORES) if isinstance(value, str) else fusable
     for stage in stages or (value,):
         if not isinstance(stage, str) or stage not in known or stages.count(stage) > 1:
             near = suggestion(stage, known) if isinstance(stage, str) else ""
-            expected = "a stage (see llorch.stages)" if known is not FUSABLE else f"projections of {', '.join(FUSABLE)}"
+            expected = "a stage (see llorch.stages)" if known is not fusable else f"projections of {', '.join(fusable)}"
             error = names.error("Malformed", pattern, expected, stage)
             raise FormatError(error.code, error.message + near, path=error.path)
     return stages, int(layer[1]) if layer else None

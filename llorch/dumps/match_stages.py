@@ -13,9 +13,9 @@ from llorch.dumps.replay import watch
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.places import Tokens
-from llorch.stages import BY_NAME, STAGES
+from llorch.stages import BY_NAME, FUSABLE, STAGES
 
-_FUSED = {("q_proj", "k_proj", "v_proj"): ("stacked", "groups"), ("ffn_gate", "ffn_up"): ("stacked", "alternating")}
+_FUSED = dict(zip(FUSABLE, (("stacked", "groups"), ("stacked", "alternating")), strict=True))
 _FIRST_OF_LAYER = next(stage.name for stage in STAGES if stage.in_layer)
 _Place = tuple[tuple[str, ...], int | None]
 

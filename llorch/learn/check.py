@@ -19,10 +19,11 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.learn.verdict import BORROWED, LessonVerdict, word_for
+from llorch.stages import CHECKPOINTS, STAGES
 from llorch.verify.judge import FAIL, PASS
+from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 
-FORWARD = ("01", "01b", "02", "03", "04", "05", "05b", "06", "06b", "07", "08")
-TRAINING = ("15", "16", "17", "18", "19", "20")
+FORWARD = tuple(number for number in CHECKPOINTS if number in {stage.checkpoint for stage in STAGES} - {"00"})
 
 
 def check_of(lesson: Lesson) -> Check:

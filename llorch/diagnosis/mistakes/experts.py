@@ -11,14 +11,12 @@ from llorch.ops.linear import linear
 from llorch.ops.rounding import round_activations
 from llorch.ops.routing import linear_by_expert, mixed, router_probs, topk_weights
 from llorch.ops.sigmoid import sigmoid
+from llorch.stages import BY_NAME
 
-PROJECTIONS = {
-    "expert_gate": "experts_gate_proj", "expert_up": "experts_up_proj", "expert_out": "experts_down_proj",
-    "shared_ffn_gate": "shared_gate_proj", "shared_ffn_up": "shared_up_proj",
-}  # fmt: skip
 EXPERT_WIDE, SHARED_WIDE = ("expert_gate", "expert_up"), ("shared_ffn_gate", "shared_ffn_up")
 BY_EXPERT = (*EXPERT_WIDE, "expert_out")
-ACTS = {"expert_act": ("expert_gate", "expert_up"), "shared_ffn_act": ("shared_ffn_gate", "shared_ffn_up")}
+PROJECTIONS = {name: BY_NAME[name].matrix for name in (*BY_EXPERT, *SHARED_WIDE)}
+ACTS = {name: BY_NAME[name].inputs for name in ("expert_act", "shared_ffn_act")}
 
 
 def _plain(config: ModelConfig) -> bool:

@@ -8,11 +8,10 @@ from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.rms_norm import rms_norm
+from llorch.stages import STAGES
 
-NORMS = {
-    "attn_norm": "block_in", "q_norm": "q_proj", "k_norm": "k_proj", "ffn_norm": "attn_residual",
-    "final_norm": "last_block_out",
-}  # fmt: skip  # stage, which is also the name of its gain -> what it normalises
+# stage, which is also the name of its gain -> what it normalises
+NORMS = {stage.name: stage.dense_input for stage in STAGES if stage.function == "llorch.ops.rms_norm.rms_norm"}
 HEAD_NORMS = ("q_norm", "k_norm")
 EVERYWHERE = tuple(NORMS)
 

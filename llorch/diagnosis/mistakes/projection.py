@@ -10,13 +10,9 @@ from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.linear import linear
-from llorch.stages import output_matrix
+from llorch.stages import DENSE_PRODUCTS, output_matrix
 
-PROJECTIONS = {
-    "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),
-    "attn_out": ("attn_gated|attn_context", "o_proj"), "ffn_gate": ("ffn_norm", "gate_proj"),
-    "ffn_up": ("ffn_norm", "up_proj"), "ffn_out": ("ffn_act", "down_proj"),
-}  # fmt: skip  # stage -> input, weight
+PROJECTIONS = {stage.name: (stage.inputs[0], stage.matrix) for stage in DENSE_PRODUCTS if stage.in_layer}
 QKV = ("q_proj", "k_proj", "v_proj")
 
 

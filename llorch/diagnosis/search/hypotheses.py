@@ -24,12 +24,12 @@ from llorch.diagnosis.replay import Change, LayerSetting, Places, Plant
 from llorch.numerics import QuantMethod
 from llorch.ops.rope import frequencies, llama3_factors, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
-from llorch.stages import BY_NAME, STAGES, rope_input
+from llorch.stages import BY_NAME, DENSE_PRODUCTS, STAGES, rope_input
 
 Kind = Literal["mistake", "setting", "honest"]
 ATTENDED = ("q_rope", "k_cache", "attn_probs", "v_cache")  # inputs of attention's two
 PRODUCTS = (*(stage.name for stage in STAGES if stage.matrix), "attn_scores", "attn_context")
-PROJECTED = ("attn_norm", "attn_context", "ffn_norm", "ffn_act", "final_norm")  # inputs of products with a matrix
+PROJECTED = tuple(dict.fromkeys(stage.dense_input for stage in DENSE_PRODUCTS))  # inputs of products with a matrix
 WEIGHTED = tuple(stage.name for stage in STAGES if stage.matrix or stage.name in (*NORMS, "embed"))
 CAPPED = ("attn_scores", "logits")
 SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores", "attn_probs", "topk_ids"))

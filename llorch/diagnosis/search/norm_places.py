@@ -14,15 +14,16 @@ from llorch.errors import GuardFailed
 from llorch.files import Weights
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
-from llorch.stages import BY_NAME, input_key, input_keys, key, keys, matrix_of
+from llorch.stages import BY_NAME, DENSE_PRODUCTS, input_key, input_keys, key, keys, matrix_of
 
 _UNIT = 3e-3  # how far the mean square of a normalised row is from 1, in bfloat16 too
 _SAME = 1e-3  # relative error of the same array in another dtype
 _CLOSE = 0.1  # relative error of a product, from what it is made of
 _ROWS = 8  # are enough to tell
 _PRODUCTS = {
-    "attn_norm": ("k_proj", "q_proj", "v_proj"), "ffn_norm": ("ffn_gate", "ffn_up"), "final_norm": ("logits",),
-}  # fmt: skip
+    norm: tuple(sorted(stage.name for stage in DENSE_PRODUCTS if stage.inputs == (norm,)))
+    for norm in ("attn_norm", "ffn_norm", "final_norm")
+}
 
 
 @dataclass(frozen=True)

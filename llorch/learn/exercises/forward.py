@@ -22,7 +22,7 @@ from llorch.ops.rope import frequencies as our_frequencies
 from llorch.ops.rope import rope as our_rope
 from llorch.ops.rope import scale_frequencies
 from llorch.ops.swiglu import swiglu as our_swiglu
-from llorch.stages import STAGES
+from llorch.stages import DENSE_PRODUCTS, STAGES
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
@@ -228,7 +228,7 @@ ROPE = Exercise(
 )  # fmt: skip
 LINEAR = Exercise(
     name="linear", reference=lambda x, weight, bias: our_linear(x, weight, bias), returns=("y",),
-    stages=("q_proj", "k_proj", "v_proj", "attn_out", "ffn_gate", "ffn_up", "ffn_out", "logits"),
+    stages=tuple(stage.name for stage in DENSE_PRODUCTS),
     replaces="llorch.ops.linear.linear", adapt=_linear_adapted,
 )  # fmt: skip
 QKV = Exercise(

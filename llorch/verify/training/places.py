@@ -10,6 +10,7 @@ import numpy as np
 from llorch.lora.adapter import LORA_A, LORA_B
 from llorch.lora.config import LAYER_TARGETS
 from llorch.places import StageRef
+from llorch.stages import DENSE_PRODUCTS
 from llorch.verify.training.recipe import MERGED, SCHEDULES, SHARED_INPUT, SMOOTHINGS, STATE, STEPS_ALONE, STEPS_SHOWN
 from llorch.verify.training.stages import BY_GROUP
 
@@ -18,10 +19,7 @@ PEFT, LLAMACPP, TRANSFORMERS = ("peft", "llamacpp", "transformers")
 LOADED_BY = {  # kind -> whom
     "peft_folder": PEFT, "merged_folder": TRANSFORMERS, "lora_gguf": LLAMACPP, "merged_gguf": LLAMACPP,
 }  # fmt: skip
-INPUT_OF = {  # matrix -> the stage that goes into it
-    "q_proj": "attn_norm", "k_proj": "attn_norm", "v_proj": "attn_norm", "o_proj": "attn_context",
-    "gate_proj": "ffn_norm", "up_proj": "ffn_norm", "down_proj": "ffn_act",
-}  # fmt: skip
+INPUT_OF = {stage.matrix: stage.dense_input for stage in DENSE_PRODUCTS if stage.in_layer}
 HELD_LIKE = {  # what isolated stages are fed -> the group whose limits it is held to when it is made again
     **dict.fromkeys((*INPUT_OF.values(), "block_in", "last_block_out"), "lora_delta"), "given": "gradient",
 }  # fmt: skip
