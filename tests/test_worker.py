@@ -12,7 +12,8 @@ import pytest
 import worker_programs
 from command_line import REPOSITORY
 
-from llorch.worker import DEVNULL, PIPE, Channel, Worker, last_line, python, ready, run, signal_name
+from llorch.channel import Channel, ready
+from llorch.worker import DEVNULL, PIPE, Worker, last_line, python, run, signal_name
 from tests.tokenizer.test_template_process import ends_within, running
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="NOT RUN: no fork here")
@@ -196,7 +197,8 @@ PARENT = """
 import os, signal, sys, time
 sys.path.insert(0, {support!r})
 import worker_programs
-from llorch.worker import PIPE, Worker, python, ready, run
+from llorch.channel import ready
+from llorch.worker import PIPE, Worker, python, run
 {start}
 print(worker.pid, flush=True)
 {end}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.worker import Channel
+from llorch.channel import Channel
 
 _OWN = ("builtins", "llorch.errors")  # modules whose exceptions arrive as what they are
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from llorch.channel import Channel, own_channel, ready
 from llorch.errors import LeftOut, MissingExtra, printable
 from llorch.learn.calling import named
 from llorch.learn.check import check
@@ -35,7 +36,7 @@ from llorch.learn.lessons import BY_NUMBER, Lesson
 from llorch.learn.verdict import NOT_RUN, LessonVerdict
 from llorch.threads import limited
 from llorch.verify.judge import FAIL, PASS
-from llorch.worker import PIPE, Channel, Worker, limit_memory, own_channel, python, ready, signal_name
+from llorch.worker import PIPE, Worker, limit_memory, python, signal_name
 
 SECONDS = 10.0  # that the code of a learner may take for a lesson
 MEMORY = 4 << 30  # bytes
@@ -98,20 +99,20 @@ def outcomes(
     """
     rest = list(numbers)
     while rest:
-        worker = _Worker(source, (mode, seconds, teeth), say)
+        checker = _Checker(source, (mode, seconds, teeth), say)
         try:
-            if isinstance(said := worker.answer("import"), Exception):
+            if isinstance(said := checker.answer("import"), Exception):
                 raise said
             if said is None:
-                yield from (worker.ended(number, " while your files were imported") for number in rest)
+                yield from (checker.ended(number, " while your files were imported") for number in rest)
                 return
             is_up = True
             while rest and is_up:
-                found = worker.answer(number := rest.pop(0))
+                found = checker.answer(number := rest.pop(0))
                 is_up = found is not None
-                yield found or worker.ended(number)
+                yield found or checker.ended(number)
         finally:
-            worker.end()
+            checker.end()
 
 
 def warm(lesson: Lesson) -> None:
@@ -120,7 +121,7 @@ def warm(lesson: Lesson) -> None:
         check(lesson, Implementation("the reference", {part.name: part.reference for part in lesson.parts}))
 
 
-class _Worker:
+class _Checker:
     """The process, from outside."""
 
     def __init__(self, source: str, how: tuple[Mode, float, bool], say: Say) -> None:

@@ -1,8 +1,8 @@
 """The process that renders chat templates: `main` answers the requests of template_process.py.
 
 A template is a program that came with a file. It runs in jinja's sandbox, which keeps it from everything but its data,
-and in a process of its own, which keeps what it costs within limits. The process imports jinja2, `llorch.worker` and
-the standard library only and so starts in about 70 ms.
+and in a process of its own, which keeps what it costs within limits. The process imports jinja2, the worker and the
+standard library only and so starts in about 70 ms.
 
 A frame is JSON. The first one names the limits and is answered when all is ready; each further one is a request. A
 template that takes too much processor time ends the process, by an alarm that nothing in it can hold up, and so does
@@ -27,7 +27,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llorch.worker import Channel, limit_memory
+from llorch.channel import Channel
+from llorch.worker import limit_memory
 
 _OUT_OF_MEMORY = 4  # exit status
 _MAX_REASON = 500  # characters; a template may refuse a conversation with a text of its own

@@ -14,11 +14,11 @@ import llorch
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
-    "errors", "worker", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture", "config",
-    "builtin", "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward", "families",
-    "sampling", "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate", "train",
-    "bench", "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve", "atlas",
-    "__init__", "cli", "__main__",
+    "errors", "channel", "worker", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture",
+    "config", "builtin", "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward",
+    "families", "sampling", "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate",
+    "train", "bench", "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve",
+    "atlas", "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top
@@ -120,6 +120,20 @@ def test_only_the_command_line_prints():
 
 def test_what_prints_is_found():
     assert prints("print(1)\nimport sys\nsys.stderr.write('')\nprint = 3\nx.print()") == [1, 3]
+
+
+def test_only_the_worker_and_the_launcher_of_ranks_start_processes():
+    starts = re.compile(
+        r"\bos\.(fork|spawn|exec|posix_spawn|system|popen)|torch\.(distributed\.launcher|multiprocessing)\b"
+    )
+    found = set()
+    for path, source in SOURCES.items():
+        if re.search(r"subprocess|multiprocessing|ProcessPool|os\.|launcher", source):  # else it need not be parsed
+            names = {name for name, _ in imported_modules(source, package_of(path))}
+            modules = {name.split(".")[0] for name in names if not name.startswith("multiprocessing.connection")}
+            if modules & {"subprocess", "multiprocessing", "pty"} or starts.search(source) or "ProcessPool" in source:
+                found.add(path)
+    assert found == {"llorch/worker.py", "llorch/pytorch/distributed/launch.py"}
 
 
 def test_every_module_is_in_a_room():

@@ -5,7 +5,8 @@ import subprocess
 import sys
 import time
 
-from llorch.worker import Channel, end_with_parent, limit_memory, own_channel
+from llorch.channel import Channel, own_channel
+from llorch.worker import end_with_parent, limit_memory
 
 
 def echo() -> None:

@@ -13,7 +13,7 @@ import pytest
 from fetch_vocabularies import TEMPLATES
 from vocabularies import real_vocabulary
 
-from llorch import worker
+from llorch import channel, worker
 from llorch.tokenizer import template_worker
 from llorch.tokenizer.template_process import RESIDENT
 from llorch.tokenizer.template_worker import answer
@@ -28,6 +28,7 @@ SOURCES = {
     name: value for name, value in vars(chat_models).items() if isinstance(value, str) and not name.startswith("_")
 }
 MAX_TEXT = 4 << 20
+LIGHT = ("llorch.channel", "llorch.worker")  # with the standard library only
 
 
 def requests(source: str) -> list[dict[str, Any]]:
@@ -84,8 +85,9 @@ def test_the_process_imports_jinja_the_worker_and_the_standard_library_only():
         names = (name for name, _ in imported_modules(Path(str(module.__file__)).read_text(), package))
         return {name for name in names if name.split(".")[0] in ("llorch", "numpy")}
 
-    assert {name.rpartition(".")[0] for name in heavy(template_worker, "llorch.tokenizer")} == {"llorch.worker"}
-    assert heavy(worker, "llorch") == set()
+    assert {name.rpartition(".")[0] for name in heavy(template_worker, "llorch.tokenizer")} == {*LIGHT}
+    assert {name.rpartition(".")[0] for name in heavy(worker, "llorch")} == {"llorch.channel"}
+    assert heavy(channel, "llorch") == set()
 
 
 def test_a_rendering_costs_little_more_than_in_this_process():
