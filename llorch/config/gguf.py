@@ -16,19 +16,13 @@ from llorch.config.scaling import FactorScaling, LinearScaling, RopeScaling, Yar
 from llorch.config_reader import Fields
 from llorch.errors import FormatError
 
-_O_BIAS = ("llama",)  # llama.cpp reads attn_output.bias for no other family of these
 # llama.cpp reads these of YaRN for other architectures only; a file that needs one would be computed wrongly.
 _IGNORED_OF_YARN = {
     "yarn_ext_factor": (1.0, -1.0), "yarn_attn_factor": (1.0,), "yarn_beta_fast": (32.0,), "yarn_beta_slow": (1.0,),
     "yarn_log_multiplier": (0.0,),
 }  # fmt: skip
-_READ_OF_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # for mistral3
+_READ_OF_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # where it reads YaRN
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
-CHUNK_OF_LLAMA4 = 8192
-TEMPERATURE_OF_LLAMA4 = Temperature(scale=0.1, floor=8192, offset=1)
-ROPE_INTERVAL = 4  # every fourth layer of Llama 4 and SmolLM3 has none
-NO_HEAD_NORM = 128  # experts of a Llama 4 that llama.cpp takes for the one without head norm
-
 
 # Keys that hold a number for each layer in some files, as llama.cpp allows it.
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -57,8 +51,8 @@ def read(
         n_layers = _n_layers(fields, family)
         context = fields.integer("context_length")
         experts = _experts(fields, family)
-        temperature = _temperature(fields, name, context)
-        layers = _layers(fields, name, n_layers, context, experts, temperature)
+        temperature = _temperature(fields, family, context)
+        layers = _layers(fields, family, n_layers, context, experts, tempered=temperature is not None)
         return {
             "family": name,
             "hidden_size": hidden_size,
@@ -70,10 +64,10 @@ def read(
             "vocab_size": vocab_size,
             "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
             "rope_theta": fields.number("rope.freq_base", default=10000.0),
-            "rope_scaling": _scaling(fields, name, rope_factors),
+            "rope_scaling": _scaling(fields, family, name, rope_factors),
             "max_position_embeddings": context,
             "qkv_bias": family.qkv_bias if family.qkv_bias is not None else _has_bias(layers, tensor_names),
-            "o_bias": name in _O_BIAS and "blk.0.attn_output.bias" in tensor_names,
+            "o_bias": family.reads_o_bias and "blk.0.attn_output.bias" in tensor_names,
             "qk_norm": family.qk_norm,
             "tie_word_embeddings": "output.weight" not in tensor_names,
             "layers": one_for_each(layers),
@@ -121,9 +115,9 @@ def _has_bias(layers: list[Layer], tensor_names: Container[str]) -> bool:
 def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
     if not family.experts:
         fields.refuse("expert_count", unless=(0,), default=0)
-    if not family.hybrid:
+    if not family.predicts:
         fields.refuse("nextn_predict_layers", unless=(0,), default=0)
-    if not family.adjacent_pairs and 0 < fields.integer("attention.sliding_window", default=0) < fields.integer(
+    if family.chunk is None and 0 < fields.integer("attention.sliding_window", default=0) < fields.integer(
         "context_length"
     ):
         window = fields.integer("attention.sliding_window")
@@ -135,7 +129,7 @@ def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
 
 def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
     width = fields.integer("rope.dimension_count", default=head_dim)
-    if width != head_dim and not family.hybrid:
+    if width != head_dim and family.rotary_share is None:
         message = f"config: rope.dimension_count must be head_dim = {head_dim}, got {width}"
         raise FormatError("OutOfRange", message)
     return 0 if width == head_dim else width
@@ -163,7 +157,7 @@ def _numbers(fields: Fields, key: str) -> list[int]:
 def _n_layers(fields: Fields, family: Family) -> int:
     """Layers of the model, without those behind them that predict further tokens."""
     n_layers = fields.integer("block_count")
-    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.hybrid else 0
+    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.predicts else 0
     if extra and extra >= n_layers:
         raise fields.error("Inconsistent", "nextn_predict_layers", f"fewer than block_count = {n_layers}", extra)
     return n_layers - extra
@@ -176,9 +170,9 @@ def _experts(fields: Fields, family: Family) -> Experts | None:
     used = fields.integer("expert_used_count", low=1)
     fields.refuse("expert_weights_scale", unless=(0.0, 1.0), default=0.0)
     fields.refuse("expert_group_count", unless=(0, 1), default=0)
-    gating = _SIGMOID if family.adjacent_pairs else _SOFTMAX
+    gating = _SIGMOID if family.scaled_inputs else _SOFTMAX
     fields.refuse("expert_gating_func", unless=(0, gating), default=0)
-    if family.adjacent_pairs:
+    if family.scaled_inputs:
         size = fields.integer("expert_feed_forward_length", low=1)
         return Experts(
             n_experts=n_experts, n_experts_per_token=used, expert_size=size, shared_size=size,
@@ -194,7 +188,7 @@ def _experts(fields: Fields, family: Family) -> Experts | None:
         shared = fields.integer("expert_shared_feed_forward_length" if has_shared else "feed_forward_length")
     return Experts(
         n_experts=n_experts, n_experts_per_token=used, expert_size=size, shared_size=shared,
-        shared_gate=family.shared, norm_topk_prob=family.norm_topk_prob,
+        shared_gate=family.shared_gate, norm_topk_prob=family.norm_topk_prob,
     )  # fmt: skip
 
 
@@ -217,24 +211,41 @@ def _delta_net(fields: Fields) -> DeltaNet:
 
 
 def _layers(
-    fields: Fields, name: str, n_layers: int, context: int, experts: Experts | None, temperature: Temperature | None
+    fields: Fields, family: Family, n_layers: int, context: int, experts: Experts | None, *, tempered: bool
 ) -> list[Layer]:
-    family = FAMILIES[name]
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes
-    if name == "llama4":
-        assert experts is not None
-        return _layers_of_llama4(fields, n_layers, context, experts)
+    with_experts = _with_experts(fields, family, n_layers) if experts is not None else [False] * n_layers
+    _refuse_other_chunks(fields, family)
+    head_norm = family.head_norm and experts is not None and experts.n_experts != family.no_head_norm
     recurrent = _recurrent(fields, n_layers) if family.hybrid else [False] * n_layers
+    rope = [not family.rope_interval or (i + 1) % family.rope_interval != 0 for i in range(n_layers)]
+    chunk = family.chunk if family.chunk is not None and context > family.chunk else None
     return [
         Layer(
             mixer="delta_net" if recurrent[i] else "attention",
-            experts=experts is not None,
-            rope=name != "smollm3" or (i + 1) % ROPE_INTERVAL != 0,
-            tempered=temperature is not None,
+            experts=with_experts[i],
+            rope=rope[i],
+            head_norm=head_norm and rope[i],
+            tempered=tempered and not (family.tempered == "unrotated" and rope[i]),
+            chunk=chunk if rope[i] else None,
         )
         for i in range(n_layers)
     ]
+
+
+def _with_experts(fields: Fields, family: Family, n_layers: int) -> list[bool]:
+    if family.sparse != "listed":
+        return [True] * n_layers
+    step = fields.integer("interleave_moe_layer_step", low=0)
+    return [step > 0 and (i + 1) % step == 0 for i in range(n_layers)]
+
+
+def _refuse_other_chunks(fields: Fields, family: Family) -> None:
+    if family.chunk is not None:
+        interval = family.rope_interval
+        fields.refuse("attention.sliding_window_pattern", unless=(interval,), default=interval)
+        fields.refuse("attention.sliding_window", unless=(family.chunk,), default=family.chunk)
 
 
 def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
@@ -248,43 +259,24 @@ def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
     return [bool(one) for one in listed[:n_layers]]
 
 
-def _layers_of_llama4(fields: Fields, n_layers: int, context: int, experts: Experts) -> list[Layer]:
-    step = fields.integer("interleave_moe_layer_step", low=0)
-    fields.refuse("attention.sliding_window_pattern", unless=(ROPE_INTERVAL,), default=ROPE_INTERVAL)
-    fields.refuse("attention.sliding_window", unless=(CHUNK_OF_LLAMA4,), default=CHUNK_OF_LLAMA4)
-    made = []
-    for i in range(n_layers):
-        rope = (i + 1) % ROPE_INTERVAL != 0
-        made.append(
-            Layer(
-                experts=step > 0 and (i + 1) % step == 0,
-                rope=rope,
-                head_norm=rope and experts.n_experts != NO_HEAD_NORM,
-                tempered=not rope,
-                chunk=CHUNK_OF_LLAMA4 if rope and context > CHUNK_OF_LLAMA4 else None,
-            )
-        )
-    return made
-
-
-def _temperature(fields: Fields, name: str, context: int) -> Temperature | None:
-    if name == "llama4":
-        return TEMPERATURE_OF_LLAMA4
-    scale = fields.number("attention.temperature_scale", default=0.0, low=0.0) if name == "ministral3" else 0.0
+def _temperature(fields: Fields, family: Family, context: int) -> Temperature | None:
+    if family.tempered != "beta":
+        return family.temperature
+    scale = fields.number("attention.temperature_scale", default=0.0, low=0.0)
     if not scale:
         return None
     floor = fields.integer("rope.scaling.original_context_length", default=context, low=1)
     return Temperature(scale=scale, floor=floor, offset=0)
 
 
-def _scaling(fields: Fields, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
+def _scaling(fields: Fields, family: Family, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
     """Scaling as llama.cpp reads it: linear when the type is absent, and a factor of 0 means none."""
     kind = fields.text("rope.scaling.type", default="linear")
     factor = fields.number("rope.scaling.factor", default=fields.number("rope.scale_linear", default=0.0)) or 1.0
     if kind not in ("none", "linear", "yarn"):
         raise fields.error("Unsupported", "rope.scaling.type", "none, linear or yarn", kind)
     if rope_factors is not None:
-        if not FAMILIES[name].factors:
+        if not family.factors:
             raise fields.error(
                 "Unexpected", "rope_freqs.weight", "frequency factors only for the llama architecture", name
             )
@@ -298,11 +290,11 @@ def _scaling(fields: Fields, name: str, rope_factors: np.ndarray | None) -> Rope
         return None
     if factor < 1:
         raise fields.error("OutOfRange", "rope.scaling.factor", "at least 1.0", factor)
-    return _yarn(fields, name, factor) if kind == "yarn" else LinearScaling(factor=factor)
+    return _yarn(fields, family, factor) if kind == "yarn" else LinearScaling(factor=factor)
 
 
-def _yarn(fields: Fields, name: str, factor: float) -> YarnScaling:
-    read = _READ_OF_YARN if name == "ministral3" else ()
+def _yarn(fields: Fields, family: Family, factor: float) -> YarnScaling:
+    read = _READ_OF_YARN if family.reads_yarn else ()
     for key, ignored in _IGNORED_OF_YARN.items():
         if key not in read:
             fields.refuse(f"rope.scaling.{key}", unless=ignored, default=ignored[0])

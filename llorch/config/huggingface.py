@@ -7,6 +7,7 @@ Source: transformers `configuration_*.py` and `modeling_rope_utils.py`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,6 @@ _LACKED = {  # key to the values that llorch computes; the first is that of an a
     "n_group": (None, 1), "topk_group": (None, 1), "scoring_func": (None, "softmax"),
     "routed_scaling_factor": (None, 1.0), "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
 }  # fmt: skip
-_YARN_OF_MINISTRAL = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
 
 
 def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
@@ -41,15 +38,15 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
     fields = _text_part(whole)
     name = _family(fields.text("model_type"), path)
     family = FAMILIES[name]
-    _refuse_variants(fields, family, is_llama=name == "llama")
+    _refuse_variants(fields, family)
     n_heads = fields.integer("num_attention_heads", low=1)
     hidden_size = fields.integer("hidden_size", low=1)
     context = fields.integer("max_position_embeddings", default=family.context)
-    bias = fields.boolean("attention_bias", default=False)
-    qkv_bias = fields.boolean("qkv_bias", default=True) if name == "qwen2_moe" else _stated(family.qkv_bias, bias)
+    bias, (key, default) = fields.boolean("attention_bias", default=False), family.bias_key
+    qkv_bias = _stated(family.qkv_bias, fields.boolean(key, default=default))
     with fields.naming_the_file():
         head_dim = head_width(fields, "head_dim", hidden_size, n_heads, family.head_dim)
-        rope = _rope(fields, name)
+        rope = _rope(fields, family)
         rotary_dim = _rotary_dim(fields, rope, family, head_dim)
         experts = _experts(fields, family)
         layers = _layers(fields, family, context, has_experts=experts is not None)
@@ -77,7 +74,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
             "attention_gate": family.hybrid,
             "rotary_dim": rotary_dim,
             "adjacent_pairs": family.adjacent_pairs,
-            "temperature": _temperature(fields, rope, name, context) if tempered else None,
+            "temperature": _temperature(fields, rope, family, context) if tempered else None,
             "part_of_whole": whole.text("model_type") in BY_WHOLE,
         }
 
@@ -137,48 +134,59 @@ def _n_kv_heads(fields: Fields, n_heads: int, default: int | None) -> int:
     return fields.integer("num_key_value_heads", default=default, low=1)
 
 
-def _refuse_variants(fields: Fields, family: Family, *, is_llama: bool) -> None:
+def _refuse_variants(fields: Fields, family: Family) -> None:
     fields.refuse_null(*_NEVER_NULL)
-    if not is_llama:
+    if not family.null_head_dim:
         fields.refuse_null("head_dim")
     for key, known in _LACKED.items():
         fields.refuse(key, unless=known, default=known[0])
-    if family.norm_topk_prob is not None and family.hybrid and family.sections:  # no key of Qwen3.5
+    if family.experts and family.norm_topk_prob_default is None:
         fields.refuse("norm_topk_prob", unless=(True,), default=True)
     if not family.window:
         fields.refuse("use_sliding_window", unless=(False,), default=False)
-    if not family.hybrid:
+    if family.rotary_share is None:
         fields.refuse("partial_rotary_factor", unless=(1, None), default=None)
 
 
 def _intermediate_size(fields: Fields, family: Family, experts: Experts | None) -> int:
-    if family.adjacent_pairs:  # Llama 4, whose intermediate_size is that of an expert
-        return fields.integer("intermediate_size_mlp")
-    return fields.integer("intermediate_size", **({} if experts is None else {"default": experts.expert_size}))
+    key = family.keys.get(usual := "intermediate_size", usual)
+    default = {} if experts is None or key != usual else {"default": experts.expert_size}
+    return fields.integer(key, **default)
 
 
 def _experts(fields: Fields, family: Family) -> Experts | None:
     if not family.experts:
         return None
-    if family.adjacent_pairs:
-        size = fields.integer("intermediate_size", low=1)
-        return Experts(
-            n_experts=fields.integer("num_local_experts", low=1),
-            n_experts_per_token=fields.integer("num_experts_per_tok", default=1, low=1),
-            expert_size=size, shared_size=size, norm_topk_prob=False, scaled_inputs=True,
-        )  # fmt: skip
-    count = "num_local_experts" if fields.has("num_local_experts") and not fields.has("num_experts") else "num_experts"
-    n_experts = fields.integer(count, low=0)
+    count, size = (family.keys.get(usual, usual) for usual in ("num_experts", "moe_intermediate_size"))
+    if fields.has("num_local_experts") and not fields.has(count):
+        count = "num_local_experts"
+    n_experts = fields.integer(count, low=1 if family.scaled_inputs else 0)
     if n_experts == 0:
         return None
+    used = family.n_experts_per_token
+    default = {} if used is None else {"default": used}
     return Experts(
         n_experts=n_experts,
-        n_experts_per_token=fields.integer("num_experts_per_tok", low=1),
-        expert_size=fields.integer("moe_intermediate_size", low=1),
-        shared_size=fields.integer("shared_expert_intermediate_size", low=1) if family.shared else 0,
-        shared_gate=family.shared,
-        norm_topk_prob=fields.boolean("norm_topk_prob", default=family.hybrid),
+        n_experts_per_token=fields.integer("num_experts_per_tok", low=1, **default),
+        expert_size=(expert_size := fields.integer(size, low=1)),
+        shared_size=_shared_size(fields, family, expert_size),
+        shared_gate=family.shared_gate,
+        norm_topk_prob=_normalises(fields, family),
+        scaled_inputs=family.scaled_inputs,
     )
+
+
+def _shared_size(fields: Fields, family: Family, expert_size: int) -> int:
+    if not family.shared:
+        return 0
+    return fields.integer("shared_expert_intermediate_size", low=1) if family.shared_gate else expert_size
+
+
+def _normalises(fields: Fields, family: Family) -> bool:
+    if family.scaled_inputs:  # a sigmoid of each logit is its weight
+        return False
+    default = family.norm_topk_prob_default
+    return True if default is None else fields.boolean("norm_topk_prob", default=default)
 
 
 def _delta_net(fields: Fields) -> DeltaNet:
@@ -195,20 +203,22 @@ def _layers(fields: Fields, family: Family, context: int, *, has_experts: bool) 
     n_layers = fields.integer("num_hidden_layers")
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes
-    if family.adjacent_pairs:
-        return _layers_of_llama4(fields, n_layers, context)
-    experts = _with_experts(fields, n_layers, sparse=not family.sections) if has_experts else [False] * n_layers
-    rope = _with_rope(fields, n_layers) if family.classes == "SmolLM3" else [True] * n_layers
+    rope = _with_rope(fields, n_layers, family.rope_interval) if family.rope_interval else [True] * n_layers
+    experts = _with_experts(fields, n_layers, family.sparse) if has_experts else [False] * n_layers
     kinds = _kinds(fields, family, n_layers, rope)
     window = fields.integer("sliding_window", low=1) if "sliding_attention" in kinds else None
-    tempered = family.classes == "Ministral3" and _beta(fields) != 0
+    chunk = _chunk(fields, family) if "chunked_attention" in kinds else None
+    head_norm = family.head_norm and fields.boolean("use_qk_norm", default=True)
+    tempered = _tempered(fields, family, rope)
     return [
         Layer(
             mixer="delta_net" if kind == "linear_attention" else "attention",
             experts=experts[i],
             rope=rope[i],
-            tempered=tempered,
+            head_norm=head_norm and rope[i],
+            tempered=tempered[i],
             window=window if kind == "sliding_attention" and window is not None and window < context else None,
+            chunk=chunk if kind == "chunked_attention" and chunk is not None and chunk < context else None,
         )
         for i, kind in enumerate(kinds)
     ]
@@ -220,8 +230,11 @@ def _kinds(fields: Fields, family: Family, n_layers: int, rope: list[bool]) -> l
         interval = fields.integer("full_attention_interval", default=4, low=1)
         made = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n_layers)]
         return _listed(fields, "layer_types", made, ("linear_attention", "full_attention"))
+    if family.chunk is not None:
+        made = ["chunked_attention" if one else "full_attention" for one in rope]
+        return _listed(fields, "layer_types", made, ("chunked_attention", "full_attention"))
     made = ["sliding_attention" if there else "full_attention" for there in _windowed(fields, family, rope)]
-    takes_list = family.window in ("late", "every_other") or family.classes == "SmolLM3"
+    takes_list = family.window in ("late", "every_other", "unrotated")
     wanted = ("full_attention", "sliding_attention") if takes_list and _has_window(fields, family) else None
     kinds = _listed(fields, "layer_types", made, wanted)
     if wanted is None and kinds != made:
@@ -232,66 +245,69 @@ def _kinds(fields: Fields, family: Family, n_layers: int, rope: list[bool]) -> l
 def _has_window(fields: Fields, family: Family) -> bool:
     if not family.window:
         return False
-    asked = family.window == "given" or fields.boolean("use_sliding_window", default=False)
-    if family.window == "given" and not fields.is_null("sliding_window") and not fields.has("sliding_window"):
-        return family.classes == "Mistral"  # 4096, unless null
-    return asked and fields.has("sliding_window")
+    if family.window in ("given", "required"):
+        absent = not fields.is_null("sliding_window") and not fields.has("sliding_window")
+        return family.window == "required" if absent else fields.has("sliding_window")
+    return fields.boolean("use_sliding_window", default=False) and fields.has("sliding_window")
 
 
 def _windowed(fields: Fields, family: Family, rope: list[bool]) -> list[bool]:
     n_layers = len(rope)
     if not _has_window(fields, family):
         return [False] * n_layers
-    if family.classes == "SmolLM3":
+    if family.window == "unrotated":
         return [not one for one in rope]
-    if family.window in ("asked", "given"):
+    if family.window in ("asked", "given", "required"):
         return [True] * n_layers
-    late = fields.integer("max_window_layers", default=80 if family.classes == "Qwen2_5_VL" else 28)
+    late = fields.integer("max_window_layers", default=family.max_window_layers)
     if family.window == "late":
         return [i >= late for i in range(n_layers)]
     return [(i + 1) % 2 == 1 and i < late for i in range(n_layers)]
 
 
-def _with_experts(fields: Fields, n_layers: int, *, sparse: bool) -> list[bool]:
+def _with_experts(fields: Fields, n_layers: int, sparse: str) -> list[bool]:
+    if sparse == "listed":
+        return _with_listed_experts(fields, n_layers)
     dense = _numbers(fields, "mlp_only_layers")
     step = fields.integer("decoder_sparse_step", default=1, low=1)
-    if not sparse and (dense or step != 1):  # no keys of Qwen3.5
+    if not sparse and (dense or step != 1):
         raise fields.error(
             "Unsupported", "mlp_only_layers", "no dense layer (transformers has no dense layer in this family)", dense
         )
     return [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
 
 
-def _with_rope(fields: Fields, n_layers: int) -> list[bool]:
-    interval = fields.integer("no_rope_layer_interval", default=4, low=1)
+def _with_listed_experts(fields: Fields, n_layers: int) -> list[bool]:
+    step = fields.integer("interleave_moe_layer_step", default=1, low=1)
+    moe = _numbers(fields, "moe_layers") if fields.has("moe_layers") else [*range(step - 1, n_layers, step)]
+    if any(not 0 <= i < n_layers for i in moe):
+        raise fields.error("Inconsistent", "moe_layers", f"layers from 0 to {n_layers - 1}", moe)
+    return [i in moe for i in range(n_layers)]
+
+
+def _with_rope(fields: Fields, n_layers: int, usual: int) -> list[bool]:
+    interval = fields.integer("no_rope_layer_interval", default=usual, low=1)
     listed = _numbers(fields, "no_rope_layers") or [int((i + 1) % interval != 0) for i in range(n_layers)]
     if len(listed) < n_layers or not {*listed} <= {0, 1}:
         raise fields.error("Inconsistent", "no_rope_layers", f"0 or 1 for each of {n_layers} layers", listed)
     return [bool(one) for one in listed[:n_layers]]
 
 
-def _layers_of_llama4(fields: Fields, n_layers: int, context: int) -> list[Layer]:
-    rope = _with_rope(fields, n_layers)
-    step = fields.integer("interleave_moe_layer_step", default=1, low=1)
-    moe = _numbers(fields, "moe_layers") if fields.has("moe_layers") else [*range(step - 1, n_layers, step)]
-    if any(not 0 <= i < n_layers for i in moe):
-        raise fields.error("Inconsistent", "moe_layers", f"layers from 0 to {n_layers - 1}", moe)
-    made = ["chunked_attention" if one else "full_attention" for one in rope]
-    kinds = _listed(fields, "layer_types", made, ("chunked_attention", "full_attention"))
-    chunk = fields.integer("attention_chunk_size", default=8192, low=1) if "chunked_attention" in kinds else None
-    if chunk is not None:
-        fields.refuse_null("attention_chunk_size")
-    head_norm = fields.boolean("use_qk_norm", default=True)
-    return [
-        Layer(
-            experts=i in moe,
-            rope=rope[i],
-            head_norm=head_norm and rope[i],
-            tempered=_tunes(fields) and not rope[i],
-            chunk=chunk if kind == "chunked_attention" and chunk is not None and chunk < context else None,
-        )
-        for i, kind in enumerate(kinds)
-    ]
+def _chunk(fields: Fields, family: Family) -> int:
+    chunk = fields.integer("attention_chunk_size", default=family.chunk, low=1)
+    fields.refuse_null("attention_chunk_size")
+    return chunk
+
+
+def _tempered(fields: Fields, family: Family, rope: list[bool]) -> list[bool]:
+    match family.tempered:
+        case "beta":
+            return [_beta(fields, family) != 0] * len(rope)
+        case "unrotated":
+            tunes = _tunes(fields)
+            return [tunes and not one for one in rope]
+        case "":
+            return [False] * len(rope)
 
 
 def _tunes(fields: Fields) -> bool:
@@ -329,14 +345,14 @@ def _listed(fields: Fields, key: str, made: list[str], known: tuple[str, ...] | 
     return listed
 
 
-def _rope(fields: Fields, name: str) -> Fields | None:
+def _rope(fields: Fields, family: Family) -> Fields | None:
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new is not None and old is not None and new.values != old.values:
         # transformers takes the old key then, and with it the default theta: never what the author meant.
         raise fields.error("Inconsistent", "rope_scaling", "the values of rope_parameters", old.values)
     rope = new or old
     if rope is None:
-        return Fields(_YARN_OF_MINISTRAL, fields.path) if name == "ministral3" else None
+        return None if family.rope_parameters is None else Fields(family.rope_parameters, fields.path)
     rope.refuse_null(*_NEVER_NULL_IN_ROPE)
     for key, value in rope.values.items():
         if isinstance(value, Mapping):
@@ -355,11 +371,11 @@ def _rotary_dim(fields: Fields, rope: Fields | None, family: Family, head_dim: i
     """Width of the part that RoPE turns, 0 for all of it."""
     if rope is not None and family.sections == "halves":
         _refuse_sections(rope, head_dim)
-    if not family.hybrid:
+    if family.rotary_share is None:
         if rope is not None:
             rope.refuse("partial_rotary_factor", unless=(1, None), default=None)
         return 0
-    default = fields.number("partial_rotary_factor", default=0.25)
+    default = fields.number("partial_rotary_factor", default=family.rotary_share)
     share = default if rope is None else rope.number("partial_rotary_factor", default=default)
     if not 0 < share <= 1:
         raise fields.error("OutOfRange", "partial_rotary_factor", "above 0, at most 1", share)
@@ -373,18 +389,18 @@ def _refuse_sections(rope: Fields, head_dim: int) -> None:
         raise rope.error("Inconsistent", "mrope_section", f"numbers with the sum {head_dim // 2}", sections)
 
 
-def _beta(fields: Fields) -> float:
-    rope = _rope(fields, "ministral3")
+def _beta(fields: Fields, family: Family) -> float:
+    rope = _rope(fields, family)
     return 0.0 if rope is None else rope.number("llama_4_scaling_beta", low=0.0)
 
 
-def _temperature(fields: Fields, rope: Fields | None, name: str, context: int) -> Temperature | None:
-    if name == "llama4":
-        floor = fields.integer("floor_scale", default=8192, low=1)
-        return Temperature(scale=fields.number("attn_scale", default=0.1), floor=floor, offset=1)
-    if rope is not None:  # of Ministral 3
+def _temperature(fields: Fields, rope: Fields | None, family: Family, context: int) -> Temperature | None:
+    if (usual := family.temperature) is not None:
+        floor = fields.integer("floor_scale", default=usual.floor, low=1)
+        return replace(usual, scale=fields.number("attn_scale", default=usual.scale), floor=floor)
+    if rope is not None:
         floor = rope.integer("original_max_position_embeddings", default=context, low=1)
-        return Temperature(scale=_beta(fields), floor=floor, offset=0)
+        return Temperature(scale=_beta(fields, family), floor=floor, offset=0)
     return None
 
 

@@ -11,12 +11,9 @@ Source: llama.cpp `src/models/{llama,llama4,mistral3,qwen2,qwen2moe,qwen3moe,qwe
 import math
 from collections.abc import Iterator
 
+from llorch.architecture import Temperature
 from llorch.config import FAMILIES, ModelConfig
-from llorch.config.gguf import CHUNK_OF_LLAMA4, NO_HEAD_NORM, ROPE_INTERVAL, TEMPERATURE_OF_LLAMA4
-
-_O_BIAS = ("llama",)  # of these families llama.cpp reads attn_output.bias
-_AS_WIDE = ("qwen2", "qwen2_moe", "qwen2_5_vl")  # as the model all heads together have to be
-_UNTIED = ("qwen2_moe",)
+from llorch.config.families import Family
 
 
 def cannot_express(config: ModelConfig, n_tokens: int | None = None) -> str:
@@ -25,59 +22,71 @@ def cannot_express(config: ModelConfig, n_tokens: int | None = None) -> str:
 
 
 def _reasons(config: ModelConfig, n_tokens: int) -> Iterator[str]:
-    layers, experts = [config.layer(i) for i in range(config.n_layers)], config.experts
+    layers, experts, family = [config.layer(i) for i in range(config.n_layers)], config.experts, FAMILIES[config.family]
     window = min((layer.window for layer in layers if layer.window is not None), default=n_tokens)
     if window < n_tokens:
         yield f"llama.cpp reads no sliding_window for {config.family}, this configuration has {window}"
-    if config.family in ("smollm3", "llama4") and [layer.rope for layer in layers] != _every_fourth(len(layers)):
+    interval = family.rope_interval
+    if interval and [layer.rope for layer in layers] != [(i + 1) % interval != 0 for i in range(len(layers))]:
         yield f"llama.cpp skips RoPE in every fourth layer of {config.family}, no_rope_layers has other layers"
-    normalises = FAMILIES[config.family].norm_topk_prob
+    normalises = family.norm_topk_prob
     if experts is not None and normalises is not None and experts.norm_topk_prob != normalises:
         said = str(experts.norm_topk_prob).lower()
         yield f"llama.cpp hard-codes norm_topk_prob for {config.family}, this configuration has {said}"
     if normalises is not None and not all(layer.experts for layer in layers):
         yield f"llama.cpp has experts in all layers of {config.family}, mlp_only_layers or decoder_sparse_step differ"
-    if config.family == "llama4":
-        yield from _reasons_of_llama4(config, n_tokens)
-    yield from _reasons_of_shapes(config)
+    if family.chunk is not None:
+        yield from _reasons_of_chunks(config, family.chunk, n_tokens)
+    if family.temperature is not None:
+        yield from _reasons_of_temperature(config, family.temperature, n_tokens)
+    if family.sparse == "listed":
+        yield from _reasons_of_lists(config, family)
+    yield from _reasons_of_shapes(config, family)
 
 
-def _reasons_of_shapes(config: ModelConfig) -> Iterator[str]:
-    family, net = config.family, config.delta_net
+def _reasons_of_shapes(config: ModelConfig, family: Family) -> Iterator[str]:
+    net = config.delta_net
     if net is not None and net.key_head_dim != net.value_head_dim:
         yield (
             f"llama.cpp expects delta nets with keys as wide as values, linear_key_head_dim is {net.key_head_dim}, "
             f"linear_value_head_dim {net.value_head_dim}"
         )
-    if config.o_bias and family not in _O_BIAS:
-        yield f"llama.cpp reads a bias of attn_output only for the llama family, got {family}"
-    if config.q_width != config.hidden_size and family in _AS_WIDE:
-        yield f"llama.cpp expects {family} heads with a total width of {config.hidden_size}, got {config.q_width}"
-    if config.tie_word_embeddings and family in _UNTIED:
-        yield f"llama.cpp expects an output matrix for {family}, this configuration has tie_word_embeddings"
+    if config.o_bias and not family.reads_o_bias:
+        yield f"llama.cpp reads a bias of attn_output only for the llama family, got {config.family}"
+    width = config.hidden_size
+    if config.q_width != width and family.same_width:
+        yield f"llama.cpp expects {config.family} heads with a total width of {width}, got {config.q_width}"
+    if config.tie_word_embeddings and family.untied:
+        yield f"llama.cpp expects an output matrix for {config.family}, this configuration has tie_word_embeddings"
 
 
-def _every_fourth(n_layers: int) -> list[bool]:
-    return [(i + 1) % ROPE_INTERVAL != 0 for i in range(n_layers)]
-
-
-def _reasons_of_llama4(config: ModelConfig, n_tokens: int) -> Iterator[str]:
+def _reasons_of_chunks(config: ModelConfig, theirs: int, n_tokens: int) -> Iterator[str]:
     layers = [config.layer(i) for i in range(config.n_layers)]
     for chunk in (layer.chunk or math.inf for layer in layers if layer.rope):
-        if chunk != CHUNK_OF_LLAMA4 and min(chunk, CHUNK_OF_LLAMA4) < n_tokens:
+        if chunk != theirs and min(chunk, theirs) < n_tokens:
             said = "none" if chunk == math.inf else chunk
-            yield f"llama.cpp hard-codes attention_chunk_size {CHUNK_OF_LLAMA4}, this configuration has {said}"
-    ours, theirs = config.temperature, TEMPERATURE_OF_LLAMA4
+            yield f"llama.cpp hard-codes attention_chunk_size {theirs}, this configuration has {said}"
+
+
+def _reasons_of_temperature(config: ModelConfig, theirs: Temperature, n_tokens: int) -> Iterator[str]:
+    layers, ours = [config.layer(i) for i in range(config.n_layers)], config.temperature
     same = ours == theirs and all(layer.tempered != layer.rope for layer in layers)
     if not same and n_tokens >= min(theirs.floor, theirs.floor if ours is None else ours.floor):
-        yield "llama.cpp hard-codes floor_scale 8192 and attn_scale 0.1, this configuration has other values"
+        yield (
+            f"llama.cpp hard-codes floor_scale {theirs.floor} and attn_scale {theirs.scale}, this configuration has "
+            "other values"
+        )
+
+
+def _reasons_of_lists(config: ModelConfig, family: Family) -> Iterator[str]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
     if config.experts is None:
-        yield "llama.cpp cannot run Llama 4 without experts"
+        yield f"llama.cpp cannot run {config.family} without experts"
         return
-    norms = config.experts.n_experts != NO_HEAD_NORM
+    norms = config.experts.n_experts != family.no_head_norm
     if any(layer.rope and layer.head_norm != norms for layer in layers):
         yield (
-            f"llama.cpp normalises heads unless there are {NO_HEAD_NORM} experts, use_qk_norm differs for "
+            f"llama.cpp normalises heads unless there are {family.no_head_norm} experts, use_qk_norm differs for "
             f"{config.experts.n_experts} experts"
         )
     step = next((i + 1 for i, layer in enumerate(layers) if layer.experts), 0)

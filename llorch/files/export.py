@@ -260,7 +260,7 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     _add_rope(writer, config)
     _add_experts(writer, config)
     _add_delta_net(writer, config)
-    if config.family == "ministral3" and config.temperature is not None:
+    if FAMILIES[config.family].tempered == "beta" and config.temperature is not None:
         writer.add_attn_temperature_scale(config.temperature.scale)
         if not isinstance(config.rope_scaling, YarnScaling):  # which has said it
             writer.add_rope_scaling_orig_ctx_len(config.temperature.floor)
@@ -276,7 +276,7 @@ def _add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_expert_count(experts.n_experts)
     writer.add_expert_used_count(experts.n_experts_per_token)
     writer.add_expert_feed_forward_length(experts.expert_size)
-    if config.family == "llama4":
+    if FAMILIES[config.family].sparse == "listed":
         first = next((i for i in range(config.n_layers) if config.layer(i).experts), -1)
         writer.add_interleave_moe_layer_step(first + 1)
     elif experts.shared_size:
@@ -309,7 +309,7 @@ def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
             writer.add_rope_scaling_type(RopeScalingType.YARN)
             writer.add_rope_scaling_factor(yarn.factor)
             writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
-            _add_yarn(writer, yarn, reads_all=config.family == "ministral3")
+            _add_yarn(writer, yarn, reads_all=FAMILIES[config.family].reads_yarn)
 
 
 def _add_yarn(writer: GGUFWriter, yarn: YarnScaling, *, reads_all: bool) -> None:

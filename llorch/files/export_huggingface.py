@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.architecture import Experts
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
-from llorch.config.families import FamilyName
-from llorch.config.gguf import CHUNK_OF_LLAMA4, TEMPERATURE_OF_LLAMA4
+from llorch.config.families import Family, FamilyName
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
@@ -29,7 +29,6 @@ from llorch.ops.rope import frequencies, llama3_factors
 SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger
 
 DTYPES: dict[GGMLType, str] = {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}
-_WITHOUT_EYES: Mapping[str, FamilyName] = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 # Contexts of pre-training that are tried to explain frequency factors: 8192 as in Llama 3, then other powers of two.
 _CONTEXTS = (8192, *(2**exponent for exponent in range(5, 21)))
 
@@ -65,9 +64,9 @@ def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
 def written_family(config: ModelConfig) -> FamilyName:
     """Return the family that is written for the text part alone.
 
-    For a family in `_WITHOUT_EYES` it is the text family with the same computation.
+    For a family with a column `written_as` it is the text family with the same computation.
     """
-    return _WITHOUT_EYES.get(config.family, config.family)
+    return FAMILIES[config.family].written_as or config.family
 
 
 def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) -> dict[str, object]:
@@ -95,23 +94,16 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         "torch_dtype": DTYPES[ggml_type],
         "use_cache": True,
     }
-    if family.o_bias is None:
-        values["attention_bias"] = config.qkv_bias
-    if name in ("llama", "smollm3"):
-        values["mlp_bias"] = False
-    if name == "qwen2_moe":
-        values["qkv_bias"] = config.qkv_bias
-    if name == "mistral":
-        values["sliding_window"] = None
-    if name == "smollm3":
-        values["pad_token_id"] = None  # transformers has one that small vocabularies have not
-        values["no_rope_layers"] = [int(config.layer(i).rope) for i in range(config.n_layers)]
-    return values | _experts(config) | _delta_net(config) | (_llama4(config) if name == "llama4" else {})
+    if family.qkv_bias is None:
+        values[family.bias_key[0]] = config.qkv_bias
+    return values | {**family.written} | _experts(config, family) | _delta_net(config) | _positions(config, family)
 
 
-def _experts(config: ModelConfig) -> dict[str, object]:
-    if (experts := config.experts) is None or config.family == "llama4":
+def _experts(config: ModelConfig, family: Family) -> dict[str, object]:
+    if (experts := config.experts) is None:
         return {}
+    if family.sparse == "listed":
+        return _listed_experts(config, experts)
     values: dict[str, object] = {
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.n_experts_per_token,
@@ -137,25 +129,32 @@ def _delta_net(config: ModelConfig) -> dict[str, object]:
     }
 
 
-def _llama4(config: ModelConfig) -> dict[str, object]:
-    layers = [config.layer(i) for i in range(config.n_layers)]
-    experts = config.experts
-    assert experts is not None
+def _listed_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
+    with_experts = [i for i in range(config.n_layers) if config.layer(i).experts]
     return {
         "intermediate_size": experts.expert_size,
         "intermediate_size_mlp": config.intermediate_size,
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.n_experts_per_token,
-        "moe_layers": [i for i, layer in enumerate(layers) if layer.experts],
-        "interleave_moe_layer_step": next((i + 1 for i, layer in enumerate(layers) if layer.experts), 1),
-        "no_rope_layers": [int(layer.rope) for layer in layers],
-        "layer_types": ["chunked_attention" if layer.rope else "full_attention" for layer in layers],
-        "attention_chunk_size": CHUNK_OF_LLAMA4,
-        "use_qk_norm": any(layer.head_norm for layer in layers),
-        "attn_temperature_tuning": True,
-        "floor_scale": TEMPERATURE_OF_LLAMA4.floor,
-        "attn_scale": TEMPERATURE_OF_LLAMA4.scale,
+        "moe_layers": with_experts,
+        "interleave_moe_layer_step": with_experts[0] + 1 if with_experts else 1,
     }
+
+
+def _positions(config: ModelConfig, family: Family) -> dict[str, object]:
+    """Name the layers without RoPE, and what else a layer does by the position."""
+    layers, values = [config.layer(i) for i in range(config.n_layers)], dict[str, object]()
+    if family.rope_interval:
+        values["no_rope_layers"] = [int(layer.rope) for layer in layers]
+    if family.chunk is not None:
+        values["layer_types"] = ["chunked_attention" if layer.rope else "full_attention" for layer in layers]
+        values["attention_chunk_size"] = family.chunk
+    if family.head_norm:
+        values["use_qk_norm"] = any(layer.head_norm for layer in layers)
+    if family.temperature is not None:
+        floor, scale = family.temperature.floor, family.temperature.scale
+        values |= {"attn_temperature_tuning": True, "floor_scale": floor, "attn_scale": scale}
+    return values
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -204,12 +203,12 @@ def _array_of(weights: Weights, tensor: Tensor) -> np.ndarray:
 def _rope(config: ModelConfig, path: Path) -> dict[str, object]:
     """RoPE in the keys that transformers 4 has, too; of families that it has not in the newer one."""
     theta, scaling, kind = shortest(config.rope_theta), _rope_scaling(config, path), written_family(config)
-    if FAMILIES[kind].hybrid:
+    if FAMILIES[kind].rotary_share is not None:
         values: dict[str, object] = {"rope_theta": theta, "partial_rotary_factor": config.rotated / config.head_dim}
         if FAMILIES[kind].sections:
             values["mrope_section"] = rope_sections(config.rotated // 2, FAMILIES[kind].sections)
         return {"rope_parameters": values | (scaling or {"rope_type": "default"})}
-    if kind == "ministral3":
+    if FAMILIES[kind].tempered == "beta":
         beta = 0.0 if config.temperature is None else shortest(config.temperature.scale)
         original = config.max_position_embeddings if config.temperature is None else config.temperature.floor
         values = {"rope_theta": theta, "llama_4_scaling_beta": beta, "original_max_position_embeddings": original}

@@ -74,7 +74,7 @@ def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
     """Tensors of the blocks behind the last layer, which predict further tokens."""
     names = {name for name in file.tensors if re.match(r"blk\.(\d+)\.", name)}
     extra = {name for name in names if int(name.split(".")[1]) >= config.n_layers}
-    if extra and FAMILIES[config.family].hybrid:
+    if extra and FAMILIES[config.family].predicts:
         logger.info("%s: ignored %d tensors for the prediction of further tokens", file.path, len(extra))
         return extra
     return set()
@@ -155,7 +155,7 @@ def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
 def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> set[str]:
     """Tensors that are no part of the model of text; said, as far as they are numbers that somebody trained."""
     ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
-    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].hybrid else ()))
+    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].predicts else ()))
     others = {name for name in folder.tensors if name.startswith(prefixes)}
     if others:
         logger.info("%s: ignored %d tensors outside the text part", folder.path, len(others))

@@ -131,7 +131,7 @@ class Weight:
 def inventory(config: ModelConfig) -> dict[str, Weight]:
     """Every weight of a model by canonical name, in the order of the forward pass inside a layer."""
     family, weights = FAMILIES[config.family], {}
-    words = {"mlp": family.mlp, "router": "router" if family.adjacent_pairs else "gate", "ffn_norm": family.ffn_norm}
+    words = {"mlp": family.mlp, "router": family.router, "ffn_norm": family.ffn_norm}
     layers: list[int | None] = [None, *range(config.n_layers)]
     for layer in layers:
         traits = config.traits(layer)
@@ -178,11 +178,11 @@ def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -
     net = config.delta_net
     if family.zero_centred and short.endswith("norm") and short != "delta_norm":
         return replace(weight, in_huggingface=Layout(form="less_one"))
-    if family.adjacent_pairs and short.startswith("experts_"):
+    if family.turned_experts and short.startswith("experts_"):
         return _fused(weight, short, turned=True)
-    if net is None or not family.hybrid:
+    if net is None:
         return weight
-    tiled = bool(family.sections)
+    tiled = not family.joined
     weight = replace(weight, in_gguf=in_gguf(short, net, config.hidden_size, tiled=tiled))
     match short:
         case "conv":
