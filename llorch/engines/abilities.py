@@ -16,8 +16,9 @@ def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
         return ""
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
         return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {config.rms_norm_eps}, not {L2_EPS}"
-    if config.family == "qwen2_5_vl":  # a fault, not a choice: a later version of its file reads the key
-        return "llama.cpp does not read attention.layer_norm_rms_epsilon for qwen2vl, so its norms use an epsilon of 0"
+    if not FAMILIES[config.family].reads_eps:  # a fault, not a choice: a later version of its file reads the key
+        gguf = FAMILIES[config.family].gguf
+        return f"llama.cpp does not read attention.layer_norm_rms_epsilon for {gguf}, so its norms use an epsilon of 0"
     if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
         sections, left = (", ".join(map(str, listed)) for listed in (config.rope_sections, pairs))
         return f"llama.cpp does not rotate pairs {left} of a head in a text: rope.dimension_sections is {sections}"
@@ -26,7 +27,7 @@ def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
 
 def not_a_number(engine: str, family: str, stage: str) -> str:
     """Explain a known NaN of an engine in a stage, as the end of a message; empty if none is known."""
-    if (engine, family, stage) == ("llamacpp", "qwen2_moe", "shared_gate"):  # src/models/qwen2moe.cpp
+    if (engine, stage) == ("llamacpp", "shared_gate") and FAMILIES[family].divided_gate:
         return "; llama.cpp computes sigmoid(x) as silu(x) / x, and x is 0 for one token"
     return ""
 

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from llorch.architecture import DeltaNet
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 
 B_AND_A = "b_and_a"  # of Qwen3-Next: of every key head its b, then its a
-TILED = ("qwen3_5", "qwen3_5_moe")
 Rule = tuple[str, str, str | None, str | None]
 
 
@@ -25,7 +24,7 @@ def delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
     """Stage, operation, name without its layer, and source of the nodes of one layer."""
     yield "qkv_in", "MUL_MAT", None, "blk.{i}.attn_qkv.weight"
     yield "z_in", "MUL_MAT", "z", "blk.{i}.attn_gate.weight"
-    if config.family == "qwen3_next":
+    if FAMILIES[config.family].joined:
         yield B_AND_A, "MUL_MAT", "linear_attn_mixed_ba", "blk.{i}.ssm_ba.weight"
         yield "beta", "SIGMOID", None, "b-{i} (cont)"
     else:
@@ -82,7 +81,7 @@ def _channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarra
 
 def _heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> np.ndarray:
     """Bring the axis of value heads into Hugging Face's order."""
-    if config.family not in TILED:
+    if FAMILIES[config.family].joined:  # others are tiled
         return array
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     tiled = array.reshape(*before, -1, net.n_key_heads, *after)

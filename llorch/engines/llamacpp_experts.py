@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from llorch.architecture import Experts
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.engines.llamacpp_delta_net import Rule
 
 
@@ -46,10 +46,10 @@ def _shared_rules(config: ModelConfig) -> Iterator[Rule]:
     yield "shared_ffn_up", "MUL_MAT", None, "blk.{i}.ffn_up_shexp.weight"
     yield "shared_ffn_act", "SWIGLU", "ffn_swiglu", None
     yield "shared_out", "MUL_MAT", None, "blk.{i}.ffn_down_shexp.weight"
-    if config.family == "llama4":
+    if FAMILIES[config.family].merged_out:
         yield "moe_out", "ADD", "ffn_moe_out_merged", None
         return
-    if config.family == "qwen2_moe":
+    if FAMILIES[config.family].divided_gate:
         yield "shared_gate", "DIV", "ffn_shexp_gate", None  # silu(x) / x
     else:
         yield "shared_gate", "SIGMOID", "shared_expert_gate_sigmoid", None

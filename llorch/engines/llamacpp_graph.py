@@ -53,7 +53,8 @@ def _layer_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
     if hybrid:
         yield "ffn_norm", "MUL", "attn_post_norm", "blk.{i}.post_attention_norm.weight"
     else:  # Llama 4 gives that name to what attention made
-        yield "ffn_norm", "MUL", None if config.family == "llama4" else "ffn_norm", "blk.{i}.ffn_norm.weight"
+        name = "ffn_norm" if FAMILIES[config.family].named_norm else None
+        yield "ffn_norm", "MUL", name, "blk.{i}.ffn_norm.weight"
     yield from expert_rules(config) if "experts" in config.traits(layer) else _FEED_FORWARD_RULES
     yield "block_out", "ADD", "l_out", None
 

@@ -33,7 +33,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.architecture import Experts
 from llorch.comparison import Difference, distance
-from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.config import FAMILIES, FactorScaling, Family, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.engines.child import tell
 from llorch.engines.float64_everywhere import float64_everywhere
 from llorch.engines.interface import OURS, Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
@@ -56,22 +56,16 @@ from llorch.sampling import SamplingSettings
 from llorch.stages import ATTENTION, key, keys
 from llorch.threads import limited, n_threads_for
 
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
-    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
-    "llama4": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
-    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
-    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
-    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-    "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
-    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
-}
+
+def _classes_of(family: Family) -> tuple[Any, Any]:
+    """Return the classes of a configuration and a model; of the whole where the text part has none."""
+    stem, alone = family.classes, family.written_as is None
+    config = f"{stem}TextConfig" if family.text_of and alone else f"{stem}Config"
+    model = f"{stem}ForCausalLM" if alone else f"{stem}ForConditionalGeneration"
+    return getattr(transformers, config), getattr(transformers, model)
+
+
+CLASSES: dict[str, tuple[Any, Any]] = {name: _classes_of(family) for name, family in FAMILIES.items()}
 AS_CONFIG = "as config.json says"
 # What the converter of llama.cpp turned into rope_freqs.weight: Llama 3.1, Llama 3.2.
 PUBLISHED_LLAMA3 = tuple(
@@ -182,7 +176,9 @@ class Transformers:
         """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
         # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
-        cache = _cache_from(first_position, self.config.n_layers) if self.config.family == "llama4" else None
+        cache = (
+            _cache_from(first_position, self.config.n_layers) if FAMILIES[self.config.family].counts_by_cache else None
+        )
         with self._arithmetic():
             shown = self._model(self._ids(ids), position_ids=positions, use_cache=True, past_key_values=cache)
         return as_array(shown.logits[0])
@@ -389,9 +385,8 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
 
 def _settings(config: ModelConfig) -> dict[str, Any]:
     """Hyperparameters by transformers' names, as we read them."""
-    no_bias = dict.fromkeys(("qwen2", "mistral", "ministral3"))
-    name = (no_bias | {"qwen2_moe": "qkv_bias"}).get(config.family, "attention_bias")
-    biases = {name: config.qkv_bias} if name else {}
+    family = FAMILIES[config.family]
+    biases = {family.bias_key[0]: config.qkv_bias} if family.qkv_bias is None else {}
     return (
         biases
         | _experts_settings(config.experts)
@@ -408,7 +403,7 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": config.tie_word_embeddings,
         }
-        | _of_family(config)
+        | _of_family(config, family)
     )
 
 
@@ -424,34 +419,33 @@ def _experts_settings(experts: Experts | None) -> dict[str, Any]:
     }
 
 
-def _of_family(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings of a family for windows and layers without RoPE, and Llama 4's names for experts."""
-    layers = [config.layer(i) for i in range(config.n_layers)]
-    rotated = {"no_rope_layers": [int(layer.rope) for layer in layers]}
-    match config.family:
-        case "ministral3":  # whose GGUF files have no window
-            return {"sliding_window": None, "pad_token_id": None}
-        case "smollm3":
-            return rotated | {"pad_token_id": None}
-        case "llama4":
-            experts, temperature = config.experts, config.temperature
-            assert experts is not None
-            tuned = {} if temperature is None else {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
-            return (
-                rotated
-                | tuned
-                | {
-                    "intermediate_size": experts.expert_size,
-                    "intermediate_size_mlp": config.intermediate_size,
-                    "num_local_experts": experts.n_experts,
-                    "num_experts_per_tok": experts.n_experts_per_token,
-                    "moe_layers": [i for i, layer in enumerate(layers) if layer.experts],
-                    "attention_chunk_size": next((layer.chunk for layer in layers if layer.chunk), 8192),
-                    "attn_temperature_tuning": temperature is not None,
-                    "use_qk_norm": any(layer.head_norm for layer in layers),
-                }
-            )
-    return {}
+def _of_family(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the settings for RoPE by layer, temperatures, chunks and norms of heads, and what the family adds."""
+    layers, temperature, settings = [config.layer(i) for i in range(config.n_layers)], config.temperature, {}
+    if family.rope_interval:
+        settings["no_rope_layers"] = [int(layer.rope) for layer in layers]
+    if family.temperature is not None and temperature is not None:
+        settings |= {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
+    if family.sparse == "listed":
+        settings |= _listed_experts(config)
+    if family.chunk is not None:
+        settings["attention_chunk_size"] = next((layer.chunk for layer in layers if layer.chunk), family.chunk)
+    if family.temperature is not None:
+        settings["attn_temperature_tuning"] = temperature is not None
+    if family.head_norm:
+        settings["use_qk_norm"] = any(layer.head_norm for layer in layers)
+    return settings | {**family.told}
+
+
+def _listed_experts(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return {
+        "intermediate_size": config.experts.expert_size,
+        "intermediate_size_mlp": config.intermediate_size,
+        "num_local_experts": config.experts.n_experts,
+        "num_experts_per_tok": config.experts.n_experts_per_token,
+        "moe_layers": [i for i in range(config.n_layers) if config.layer(i).experts],
+    }
 
 
 def _hybrid_settings(config: ModelConfig) -> dict[str, Any]:
@@ -504,7 +498,7 @@ def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, o
     1e-8.
     """
     theta: dict[str, object] = {"rope_theta": config.rope_theta}
-    if config.family == "ministral3":
+    if FAMILIES[config.family].tempered == "beta":
         theta["llama_4_scaling_beta"] = 0.0 if config.temperature is None else config.temperature.scale
     if config.delta_net is not None:
         theta["partial_rotary_factor"] = config.rotated / config.head_dim

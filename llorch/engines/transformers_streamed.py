@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from llorch.config import FAMILIES
 from llorch.files import Weights
 from llorch.files.layerwise import Lockstep, Turn
 from llorch.files.tensor_names import Weight, inventory
@@ -117,7 +118,8 @@ class OurTensors:
         if (place := name.split("."))[4:5] == ["experts"]:
             stacks = [self._weights.read(f"layers.{place[2]}.experts_{one}") for one in _JOINED[place[-1]]]
             stack = torch.from_numpy(np.concatenate(stacks, axis=1)).to(self._dtype)
-            return stack.mT.contiguous() if place[3] == "feed_forward" else stack  # Llama 4 has (in, out)
+            turned = FAMILIES[self._weights.config.family].turned_experts == "modules"
+            return stack.mT.contiguous() if turned else stack
         first, *others = self._parts[name]
         array = self._as_theirs(first)
         for weight in others:  # of Qwen3-Next, whose rows take turns
