@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.config_reader import Fields
 from llorch.errors import FormatError
 from llorch.files.strict_json import read_json
 from llorch.lora.config import ALL_LINEAR, LoraConfig, modules, pattern_of, patterns_of
-from llorch.lora.targets import AS_IN_VERSION_4, OF_EXPERTS, LoraTarget
+from llorch.lora.targets import OF_EXPERTS, LoraTarget
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
 
     Gate and up are one parameter in transformers 5. It gets the sum of both ranks, and alpha in proportion.
     """
-    if model.family not in AS_IN_VERSION_4:
+    if not FAMILIES[model.family].old_expert_names:
         return config
     if isinstance(config.target_modules, str):
         message = f"target_modules: expected a list of names for {model.family}, got {config.target_modules!r:.60}"

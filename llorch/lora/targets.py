@@ -46,7 +46,6 @@ from llorch.config import FAMILIES, ModelConfig
 from llorch.files.export_huggingface import written_family
 from llorch.files.tensor_names import Weight, interleave, inventory, path_in_whole, prefixes_of
 
-AS_IN_VERSION_4 = ("qwen3_moe", "qwen3_next")  # families of which PEFT takes names of modules for those of experts
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names
 ROUTERS = ("gate", "router")
 
@@ -142,8 +141,8 @@ def alone(targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
 
 def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[LoraTarget]:
     traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
-    mlp = FAMILIES[config.family].mlp
-    as_parameter = ".weight" if config.family in AS_IN_VERSION_4 else ""
+    family = FAMILIES[config.family]
+    mlp, as_parameter = family.mlp, ".weight" if family.old_expert_names else ""
 
     def plain(short: str, path: str) -> LoraTarget:
         return _plain(weights[ours + short], theirs + path)
@@ -152,7 +151,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         return [weights[ours + short] for short in shorts]
 
     if "delta_net" in traits:
-        if config.family == "qwen3_next":
+        if family.joined:
             for short, of in (("in_proj_qkvz", ("in_qkv", "in_z")), ("in_proj_ba", ("in_b", "in_a"))):
                 yield _joined(f"{theirs}linear_attn.{short}", short, named(*of))
         else:
@@ -168,7 +167,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         ("gate_up_proj", ("experts_gate_proj", "experts_up_proj")),
         ("down_proj", ("experts_down_proj",)),
     ):
-        turned = weights[ours + "experts_down_proj"].in_huggingface.turned
+        turned = family.turned_experts == "modules"
         yield _experts(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
     if "shared" in traits:
         for short in OF_EXPERTS:

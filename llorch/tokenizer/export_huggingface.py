@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llorch.config import FAMILIES
 from llorch.config_reader import Fields
 from llorch.errors import FormatError
 from llorch.tokenizer.byte_level import PRE_TOKENIZERS
@@ -38,7 +39,7 @@ _ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2",
     "gpt-4o": "llama4",
 }  # fmt: skip
-_WORDS_OF_TRANSFORMERS = {"qwen2": "qwen2", "qwen3_5_moe": "qwen35"}  # by family, whatever tokenizer.json says
+_FIXED_WORDS = {family.words for family in FAMILIES.values()} - {""}
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # in GGUF keys, in those of transformers
 _TEXT = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
 
@@ -69,7 +70,7 @@ def translate_vocabulary(
     else:
         kept = Fields(metadata, path).text(SPACE_PREFIX, default="")
         parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else kept)
-    wanted = _WORDS_OF_TRANSFORMERS.get(family)
+    wanted = FAMILIES[family].words
     if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
         notes.append("transformers keeps combining marks with the letters, like Qwen 3.5; the file does not")
     elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
@@ -97,10 +98,10 @@ def translate_vocabulary(
 def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json | None:
     if kept.text(NORMALIZER, default="") == "NFC":
         return {"type": "NFC"}
-    if family in _WORDS_OF_TRANSFORMERS:
+    if FAMILIES[family].words:
         notes.append(f"transformers composes characters first (NFC) for every {family}, llama.cpp does not")
         return {"type": "NFC"}
-    if _ALIASES.get(pre, pre) in _WORDS_OF_TRANSFORMERS.values():
+    if _ALIASES.get(pre, pre) in _FIXED_WORDS:
         notes.append("the folder does not compose characters (NFC), like llama.cpp; Qwen's released tokenizer does")
     return None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.builtin import find_data
+from llorch.config import FAMILIES
 from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
 from llorch.files.strict_json import read_settings
@@ -245,7 +246,7 @@ def _left_out(weights: Weights) -> list[str]:
 
     This loss keeps routers from always choosing the same experts.
     """
-    if weights.config.experts is None or weights.config.family == "llama4":  # of which transformers computes none
+    if weights.config.experts is None or not FAMILIES[weights.config.family].aux_loss:
         return []
     whole = read_settings(Path(weights.path) / "config.json")
     text = whole.get("text_config")

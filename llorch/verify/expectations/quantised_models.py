@@ -52,7 +52,7 @@ class ModelRecipe:
             hidden_size=256,
             intermediate_size=512,
             n_layers=2,
-            n_heads=8 if self.family == "qwen2" else 24,
+            n_heads=8 if family.same_width else 24,
             n_kv_heads=2,
             head_dim=32,
             vocab_size=96,
