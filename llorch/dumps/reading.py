@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.dumps.layout import (
     PAIRED,
     DumpLayout,
@@ -122,7 +122,7 @@ class StageReader:
             self._by_shape.setdefault(" ".join(named.stages), read.form)
         if "seq" in named.table and named.array.tokens is None and read.tokens is not None:
             self._last_only.append(named.array.name)
-        if named.by_llamacpp and self.config.family == "llama" and named.stages[0] in PAIRED:
+        if named.by_llamacpp and FAMILIES[self.config.family].paired_rows and named.stages[0] in PAIRED:
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
         name, stored = named.array.name, named.array.stored

@@ -122,6 +122,15 @@ NO_ARRAY = np.zeros(1, np.float32)
 QWEN = "micro-qwen2"  # three layers, with biases
 
 
+@pytest.mark.parametrize("model", ["micro-llama", "micro-smollm3", "micro-ministral3"])
+def test_nodes_of_llamacpp_in_the_pairs_of_its_files_are_put_in_order(model: str):
+    weights = weights_of(model)
+    ids, trace = golden_trace(model, "llamacpp")
+    rows = trace["l0.q_rope"]
+    paired = interleave(rows.reshape(len(ids), -1).T, weights.config.n_heads).T.reshape(rows.shape)
+    check(stage_dump(raw_dump([raw_array("Qcur-0", paired, op="ROPE")], ids), weights.config), trace)
+
+
 def test_nodes_whose_pairs_were_put_in_order_are_left_as_they_are():
     weights = weights_of("micro-llama")
     ids, trace = golden_trace("micro-llama", "transformers")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.files.tensor_names import interleave, undo_interleave
@@ -96,8 +96,8 @@ def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
     return linear(x, columns.reshape(weight.shape), bias)
 
 
-def _is_llama(config: ModelConfig) -> bool:
-    return config.family == "llama"
+def _has_paired_rows(config: ModelConfig) -> bool:
+    return FAMILIES[config.family].paired_rows
 
 
 PROJECTION: tuple[Mistake[StageInputs], ...] = (
@@ -150,20 +150,20 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
         "queries, then all keys, then all values.",
     ),
     Mistake(
-        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=_is_llama,
+        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=_has_paired_rows,
         wrong=lambda s, stage: _reordered(s, stage, lambda rows: interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k are in the interleaved order of Llama GGUF files; bring them to half-split order, "
         "or rotate neighbouring pairs.",
     ),
     Mistake(
         name="qk-rows-reordered-needlessly", stages=("q_proj", "k_proj"),
-        applies_to=lambda config: not _is_llama(config),
+        applies_to=lambda config: not _has_paired_rows(config),
         wrong=lambda s, stage: _reordered(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k were reordered as for a Llama GGUF file; Qwen files are in half-split order.",
     ),
     Mistake(
         name="k-rows-reordered-by-query-heads", stages=("k_proj",), wrong=keys_reordered_by_query_heads,
-        applies_to=lambda config: _is_llama(config) and config.kv_width % (2 * config.n_heads) == 0,
+        applies_to=lambda config: _has_paired_rows(config) and config.kv_width % (2 * config.n_heads) == 0,
         diagnosis="Rows of k were reordered with the number of query heads; with grouped heads k has n_kv_heads.",
     ),
     Mistake(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
 
 Function = Callable[..., Any]
@@ -138,7 +138,7 @@ def one_alpha(right: Function) -> Function:
 
 def interleaves(config: ModelConfig) -> bool:
     """Tell if GGUF files of a family hold rows of q and k in pairs."""
-    return config.family == "llama"
+    return FAMILIES[config.family].paired_rows
 
 
 ADAPTER: tuple[TrainingMistake, ...] = (

@@ -81,3 +81,10 @@ def test_a_mistake_of_a_second_pass_is_no_suspect_in_a_first():
     first = {mistake.name for mistake in mistakes_of("q_rope", config, 0, n_cached=0)}
     second = {mistake.name for mistake in mistakes_of("q_rope", config, 0, n_cached=4)}
     assert second - first == {"rope-position-restarts", "rope-position-counts-steps"}
+
+
+@pytest.mark.parametrize("model", ["micro-llama", "micro-mistral", "micro-smollm3", "micro-ministral3"])
+def test_rows_in_the_order_of_the_file_are_a_suspect_where_files_have_pairs(model: str):
+    suspects = {mistake.name for mistake in mistakes_of("k_proj", weights_of(model).config, 0, n_cached=0)}
+    assert "qk-rows-left-interleaved" in suspects
+    assert "qk-rows-reordered-needlessly" not in suspects

@@ -1,0 +1,85 @@
+"""A family is a row: no code outside the table `llorch/config/families.py` asks which family a model is of."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llorch.config import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+TABLE = "llorch/config/families.py"
+# Adapters run in the environments of other engines, without llorch: they ask for the engine's own model types. The
+# inputs of the atlas are another table.
+ELSEWHERE = ("llorch/atlas/engines/", "llorch/atlas/inputs.py")
+NAMES = {
+    name
+    for key, family in FAMILIES.items()
+    for name in (key, f"{key}_text", family.gguf, family.classes, family.text_of, f"{family.classes}ForCausalLM")
+    if name
+}
+WORDS = {  # words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp
+    f"llorch/tokenizer/{module}.py": set(words.split())
+    for module, words in {
+        "export_gguf": "llama", "gguf_vocabulary": "llama", "export_huggingface": "qwen2 qwen35",
+        "byte_level": "qwen2 qwen35 llama4", "pipeline": "qwen2 qwen35 llama4",
+    }.items()
+}  # fmt: skip
+
+
+def named(source: str) -> set[str]:
+    """Find the families that conditions of a module name: comparisons, cases, look-ups, and tables by family."""
+    tree = ast.parse(source)
+    return {name for node in ast.walk(tree) for part in conditions(node) for name in names_in(part)}
+
+
+def conditions(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.Compare():
+            yield from (node.left, *node.comparators)
+        case ast.match_case(pattern=pattern):
+            yield pattern
+        case ast.Call(func=ast.Attribute(attr="startswith" | "endswith" | "get"), args=args):
+            yield from args
+        case ast.Subscript(slice=index):
+            yield index
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
+            yield from looked_up(value)
+
+
+def looked_up(value: ast.expr) -> Iterator[ast.expr]:
+    """Yield the parts of a collection by which a condition may find a family in it."""
+    match value:
+        case ast.Tuple(elts=parts) | ast.Set(elts=parts) | ast.List(elts=parts):
+            yield from parts
+        case ast.Dict(keys=keys):
+            yield from (key for key in keys if key is not None)
+
+
+def names_in(part: ast.AST) -> Iterator[str]:
+    yield from (node.value for node in ast.walk(part) if isinstance(node, ast.Constant) and node.value in NAMES)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if config.family == "smollm3": ...', 'ok = family.classes in ("SmolLM3", "Ministral3")',
+        'match kind:\n    case "llama4" | "other": ...', 'NO_BIAS = ("qwen2", "mistral")',
+        'WITHOUT_EYES: Mapping[str, str] = {"qwen2_5_vl": "other"}',
+        'bias = {"qwen2_moe": 1}["qwen2_moe"]', 'key = table.get("qwen3_next")', 'if kind.startswith("qwen3_5"): ...',
+    ],
+)  # fmt: skip
+def test_a_condition_that_names_a_family_is_found(line: str):
+    assert named(line)
+
+
+def test_data_that_names_a_family_is_no_condition():
+    assert named('shape = make(family="llama")\nraise Refused("qwen2")') == set()
+
+
+def test_no_condition_outside_the_table_names_a_family():
+    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "llorch").rglob("*.py")}
+    judged = {name: path for name, path in files.items() if name != TABLE and not name.startswith(ELSEWHERE)}
+    found = {name: named(path.read_text(encoding="utf-8")) for name, path in judged.items()}
+    assert {name: families for name, families in found.items() if families} == WORDS
