@@ -90,12 +90,12 @@ def _require_vocab_size(fields: Fields, n_rows: int) -> None:
 
 def _one_for_all_layers(metadata: Mapping[str, object], arch: str, path: str | Path) -> Mapping[str, object]:
     """Put one number in the place of a list that has an equal number for each layer; refuse a list of others."""
-    values, n_layers = dict(metadata), metadata.get(f"{arch}.block_count")
+    values, fields = dict(metadata), Fields(metadata, path, prefix=f"{arch}.")
     for key in (f"{arch}.{name}" for name in _PER_LAYER):
         listed = values.get(key)
         if not isinstance(listed, np.ndarray):
             continue
-        if len(listed) != n_layers:
+        if len(listed) != (n_layers := fields.integer("block_count")):
             message = (
                 f"{key}: expected one number, or one number for each of {n_layers} layers, got {len(listed)} numbers"
             )
@@ -311,4 +311,5 @@ def _yarn(fields: Fields, family: Family, factor: float) -> YarnScaling:
 
 def _own(fields: Fields, read: tuple[str, ...], key: str) -> float:
     usual = _IGNORED_OF_YARN[key][0]
-    return fields.number(f"rope.scaling.{key}", default=usual, low=0.0) if key in read else usual
+    low = 0.0 if key == "yarn_log_multiplier" else 1e-6  # no number of turns is a length of zero
+    return fields.number(f"rope.scaling.{key}", default=usual, low=low) if key in read else usual
