@@ -24,14 +24,13 @@ from llorch.files.export_huggingface import (
     huggingface_size,
     write_json,
     write_safetensors,
-    written_family,
 )
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.files.quantised import is_quantised
 from llorch.files.strict_json import read_settings
-from llorch.files.tensor_names import inventory
+from llorch.files.tensor_names import inventory, written_family
 from llorch.files.tensor_storage import Layout
 from llorch.hub.reference import name_of
 from llorch.output_paths import (

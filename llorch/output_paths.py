@@ -15,11 +15,10 @@ from llorch.config import FAMILIES, ModelConfig
 from llorch.config.families import BY_GGUF
 from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
-from llorch.files.export_huggingface import written_family
 from llorch.files.folder import require_inside
 from llorch.files.new_file import existing_folder, folders_above
 from llorch.files.quantised import SETTINGS
-from llorch.files.tensor_names import inventory
+from llorch.files.tensor_names import inventory, written_family
 from llorch.tokenizer.chat_templates import MORE_TEMPLATES, template_files
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"

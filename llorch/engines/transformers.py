@@ -48,9 +48,9 @@ from llorch.engines.transformers_streamed import (
     without_weights,
 )
 from llorch.files import Weights, open_weights
-from llorch.files.export_huggingface import written_family
 from llorch.files.layerwise import fits
 from llorch.files.quantised import QuantisedFolder
+from llorch.files.tensor_names import written_family
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
 from llorch.stages import ATTENTION, key, keys

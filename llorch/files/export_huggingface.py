@@ -16,14 +16,14 @@ import numpy as np
 
 from llorch.architecture import Experts
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
-from llorch.config.families import Family, FamilyName
+from llorch.config.families import Family
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
 from llorch.files.export import assembled, rope_sections
 from llorch.files.quant import GGMLType
 from llorch.files.safetensors import header_bytes
-from llorch.files.tensor_names import Tensor, huggingface_tensors, inventory
+from llorch.files.tensor_names import Tensor, huggingface_tensors, inventory, written_family
 from llorch.ops.rope import frequencies, llama3_factors
 
 SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger
@@ -59,14 +59,6 @@ def write_safetensors(
 def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
     """Predict the bytes of all tensors."""
     return sum(encoded_size(weight.shape, ggml_type) for weight in inventory(config).values())
-
-
-def written_family(config: ModelConfig) -> FamilyName:
-    """Return the family that is written for the text part alone.
-
-    For a family with a column `written_as` it is the text family with the same computation.
-    """
-    return FAMILIES[config.family].written_as or config.family
 
 
 def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) -> dict[str, object]:

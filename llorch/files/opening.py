@@ -13,7 +13,7 @@ from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
 from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.strict_json import read_json
-from llorch.files.tensor_names import Weight, as_found, inventory, path_alone
+from llorch.files.tensor_names import Weight, found_in, path_alone
 from llorch.files.weights import Slot, Weights
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ def _open_gguf(path: Path) -> Weights:
     file = open_gguf(path)
     try:
         config = _gguf_config(file)
-        slots = {name: _in_gguf(as_found(weight, file.tensors), file) for name, weight in inventory(config).items()}
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        slots = {name: _in_gguf(weight, file) for name, weight in found_in(shapes, config).items()}
         ignored = {_ROPE_FACTORS} | _predicting(file, config)
         _check_tensors(slots, file, ignored=ignored, family=config.family)
     except BaseException:
@@ -106,7 +107,8 @@ def _open_huggingface(path: Path) -> Weights:
     folder = QuantisedFolder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
     try:
         plain = _by_path(folder)
-        slots = {name: _in_folder(as_found(weight, plain), plain) for name, weight in inventory(config).items()}
+        shapes = {path: folder.tensors[name].shape for path, name in plain.items()}
+        slots = {name: _in_folder(weight, plain) for name, weight in found_in(shapes, config).items()}
         ignored = _not_text(folder, config, sees="text_config" in values or values["model_type"] in BY_WHOLE)
         head = plain.get("lm_head.weight")
         if config.tie_word_embeddings and head is not None:

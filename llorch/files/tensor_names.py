@@ -16,13 +16,13 @@ Source: llama.cpp gguf-py/gguf/tensor_mapping.py and conversion of LlamaModel (`
 modeling_llama.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
 
-from llorch.config import FAMILIES, Family, ModelConfig
+from llorch.config import FAMILIES, Family, FamilyName, ModelConfig
 from llorch.files.tensor_storage import AS_IS, Layout, in_gguf, joined
 
 
@@ -222,6 +222,14 @@ class Tensor:
     expert: int | None = None
 
 
+def written_family(config: ModelConfig) -> FamilyName:
+    """Return the family that is written for the text part alone.
+
+    For a family with a column `written_as` it is the text family with the same computation.
+    """
+    return FAMILIES[config.family].written_as or config.family
+
+
 def gguf_tensors(config: ModelConfig) -> list[Tensor]:
     """List the tensors of a GGUF file."""
     return _joined((weight.gguf, weight.in_gguf, weight) for weight in inventory(config).values())
@@ -229,6 +237,7 @@ def gguf_tensors(config: ModelConfig) -> list[Tensor]:
 
 def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
     """List the tensors of a Hugging Face folder of the text alone; experts as transformers writes them."""
+    config = replace(config, family=written_family(config))
     tensors = _joined((weight.huggingface, weight.in_huggingface, weight) for weight in inventory(config).values())
     return [one for tensor in tensors for one in _each_expert(tensor)]
 
@@ -248,8 +257,13 @@ def _each_expert(tensor: Tensor) -> list[Tensor]:
     return [Tensor(tensor.name.format(e=e), tuple(shape), tensor.weights, e) for e in range(n_experts)]
 
 
-def as_found(weight: Weight, names: Container[str]) -> Weight:
-    """Adapt a weight to the tensors of a file where converters disagree: joined experts, the oldest Qwen3-Next."""
+def found_in(names: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Weight]:
+    """Return the inventory, adapted to the tensors of a file, whose names have shapes here."""
+    return {name: _as_found(weight, names) for name, weight in inventory(config).items()}
+
+
+def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]]) -> Weight:
+    """Adapt a weight where converters disagree: joined experts, the oldest Qwen3-Next."""
     short = weight.name.rpartition(".")[2]
     if short.startswith("experts_"):
         if not weight.in_huggingface.turned and weight.huggingface.format(e=0) not in names:
