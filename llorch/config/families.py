@@ -11,7 +11,7 @@ from llorch.architecture import Temperature
 
 FamilyName = Literal[
     "llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "smollm3",
-    "ministral3", "llama4", "qwen2_5_vl", "qwen3_vl",
+    "ministral3", "llama4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
 ]  # fmt: skip
 
 
@@ -171,6 +171,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": Family(
         gguf="qwen3vl", classes="Qwen3VL", context=128000, rope_theta=5e5, sections="interleaved", text_of="qwen3_vl",
         written_as="qwen3", **_BESIDE_EYES, **_QWEN3,
+    ),
+    "qwen3_vl_moe": Family(
+        gguf="qwen3vlmoe", classes="Qwen3VLMoe", n_kv_heads=16, context=128000, rope_theta=5e5, qk_norm=True,
+        experts=True, sparse="step", norm_topk_prob_default=None, norm_topk_prob=True, turned_experts="files",
+        sections="interleaved", text_of="qwen3_vl_moe", written_as="qwen3_moe", **_BESIDE_EYES,
     ),
 }  # fmt: skip
 BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.text_of} | {

@@ -178,7 +178,7 @@ def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -
     net = config.delta_net
     if family.zero_centred and short.endswith("norm") and short != "delta_norm":
         return replace(weight, in_huggingface=Layout(form="less_one"))
-    if family.turned_experts and short.startswith("experts_"):
+    if family.turned_experts == "modules" and short.startswith("experts_"):
         return _fused(weight, short, turned=True)
     if net is None:
         return weight
@@ -259,15 +259,17 @@ def _each_expert(tensor: Tensor) -> list[Tensor]:
 
 def found_in(names: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Weight]:
     """Return the inventory, adapted to the tensors of a file, whose names have shapes here."""
-    return {name: _as_found(weight, names) for name, weight in inventory(config).items()}
+    family = FAMILIES[config.family]
+    return {name: _as_found(weight, names, family) for name, weight in inventory(config).items()}
 
 
-def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]]) -> Weight:
+def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]], family: Family) -> Weight:
     """Adapt a weight where converters disagree: joined experts, the oldest Qwen3-Next."""
     short = weight.name.rpartition(".")[2]
     if short.startswith("experts_"):
         if not weight.in_huggingface.turned and weight.huggingface.format(e=0) not in names:
-            fused = _fused(weight, short, turned=False)
+            turned = family.turned_experts == "files" and not _is_straight(weight, short, names)
+            fused = _fused(weight, short, turned=turned)
             weight = fused if fused.huggingface in names else weight
         joined_name = weight.gguf.replace(f"ffn_{short.split('_')[1]}_exps", "ffn_gate_up_exps")
         if weight.gguf not in names and joined_name in names:
@@ -276,6 +278,19 @@ def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]]) -> Weight:
     if short in ("in_qkv", "in_z") and weight.gguf not in names and legacy in names:
         weight = replace(weight, gguf=legacy, in_gguf=weight.in_huggingface)
     return weight
+
+
+def _is_straight(weight: Weight, short: str, names: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell if both tensors of all experts are (experts, out, in), as transformers 5 writes them for every family.
+
+    The shape of one may be the same both ways, never that of both.
+    """
+    prefix, (n_experts, n_out, n_in) = weight.huggingface.partition("experts.")[0], weight.shape
+    size, hidden = (n_in, n_out) if short == "experts_down_proj" else (n_out, n_in)
+    return (
+        names.get(f"{prefix}experts.gate_up_proj") == (n_experts, 2 * size, hidden)
+        and names.get(f"{prefix}experts.down_proj") == (n_experts, hidden, size)
+    )  # fmt: skip
 
 
 def undo_interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:

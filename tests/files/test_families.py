@@ -15,7 +15,7 @@ from llorch.ops.rope import rope_tables
 
 pytestmark = pytest.mark.live
 SEES_TOO = ("qwen3_5", "qwen3_5_moe", "llama4")
-WITHOUT_EYES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "mistral": "llama"}
+WITHOUT_EYES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "mistral": "llama"}
 # Another name, rounded, or no matter.
 UNSAID = ("family", "rms_norm_eps", "rope_theta", "temperature", "rope_sections", "part_of_whole")
 

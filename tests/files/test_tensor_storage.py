@@ -62,6 +62,13 @@ LLAMA4 = {name: array for name, array in ATTENTION.items() if not name.endswith(
 OF_LLAMA4: dict[str, object] = CONFIG | {
     "model_type": "llama4_text", "num_local_experts": EXPERTS, "intermediate_size": SIZE, "intermediate_size_mlp": 16,
 }  # fmt: skip
+# Of Qwen3-VL-MoE transformers 4 wrote the turned form, transformers 5 writes the other.
+OF_VL: dict[str, object] = {"model_type": "qwen3_vl_moe", "text_config": CONFIG | {"model_type": "qwen3_vl_moe_text"}}
+TURNED = {name: np.ascontiguousarray(array.swapaxes(1, 2)) for name, array in FUSED.items()}
+VL, VL_TURNED = (
+    {name.replace("model.", "model.language_model."): array for name, array in (QWEN | experts).items()}
+    for experts in (FUSED, TURNED)
+)
 
 
 def folder(path: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, object] = CONFIG) -> Path:
@@ -72,8 +79,9 @@ def folder(path: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, o
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("tensors", "config"), [(QWEN | EACH, CONFIG), (QWEN | FUSED, CONFIG), (LLAMA4, OF_LLAMA4)],
-    ids=["one for each", "one for all", "turned"],
+    ("tensors", "config"),
+    [(QWEN | EACH, CONFIG), (QWEN | FUSED, CONFIG), (LLAMA4, OF_LLAMA4), (VL_TURNED, OF_VL), (VL, OF_VL)],
+    ids=["one for each", "one for all", "turned", "turned beside eyes", "beside eyes"],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_experts_are_the_same_matrices_however_they_are_stored(tmp_path: Path, tensors, config, dtype, packed):
@@ -94,6 +102,31 @@ def test_experts_are_the_same_matrices_however_they_are_stored(tmp_path: Path, t
         if part == "down" and packed and dtype is np.float16:
             np.testing.assert_allclose(one.forward(x), x @ whole[3].T, rtol=1e-5, atol=1e-5)
     assert weights.stored_bytes("layers.0.experts_up_proj") == PARTS["up"].size * np.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("size", [HIDDEN, HIDDEN // 2], ids=["square down", "square gate and up"])
+def test_one_square_tensor_of_experts_has_the_order_of_the_other(tmp_path: Path, size: int, *, turned: bool):
+    gate, up, down = random(EXPERTS, size, HIDDEN), random(EXPERTS, size, HIDDEN), random(EXPERTS, HIDDEN, size)
+    joined_up, order = np.concatenate([gate, up], 1), (0, 2, 1) if turned else (0, 1, 2)
+    stacks = {"gate_up_proj": joined_up, "down_proj": down}
+    experts = {f"{MLP}.experts.{name}": np.ascontiguousarray(array.transpose(order)) for name, array in stacks.items()}
+    text = CONFIG | {"model_type": "qwen3_vl_moe_text", "moe_intermediate_size": size}
+    weights = open_weights(folder(tmp_path, QWEN | experts, text))
+    for part, stack in (("gate", gate), ("up", up), ("down", down)):
+        assert np.array_equal(weights.array(f"layers.0.experts_{part}_proj"), stack)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+def test_no_other_family_has_experts_of_both_orders(tmp_path: Path, family: str):
+    if family == "llama4_text":  # the order of the other one, each
+        straight = {name: np.ascontiguousarray(a.swapaxes(1, 2)) if a.ndim == 3 else a for name, a in LLAMA4.items()}
+        source = folder(tmp_path, straight, OF_LLAMA4)
+    else:
+        source = folder(tmp_path, QWEN | TURNED)
+    mlp = "feed_forward" if family == "llama4_text" else "mlp"
+    with refuses("Shape", f"{LAYER}{mlp}.experts.down_proj", where=source):
+        open_weights(source)
 
 
 def test_only_experts_that_are_asked_for_are_decoded(tmp_path: Path):

@@ -53,6 +53,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", _DENSE | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}}),
     "qwen3_vl": ("Qwen3VL", _DENSE | {"head_dim": 16, "rope_parameters": _MROPE | {
         "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _DENSE | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE | {
+        "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}}),
 }  # fmt: skip
 _VISION_ONLY = {"qwen2_5_vl": {"fullatt_block_indexes": [0]}}  # the others: _DEEPSTACK
 
@@ -84,7 +86,21 @@ def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, *
     _randomise(model, np.random.default_rng(seed))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
+    if family == "qwen3_vl_moe":
+        turn_experts(path)
     return path
+
+
+def turn_experts(path: Path) -> None:
+    """Store experts as in published folders, which transformers 4 wrote: (experts, in, out)."""
+    from safetensors.numpy import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors = {
+        name: np.ascontiguousarray(array.swapaxes(1, 2)) if ".experts." in name else array
+        for name, array in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
 
 
 _LLAMA4_VISION = {
