@@ -21,6 +21,7 @@ from small_models.training import train
 from small_models.vocabulary import train_vocabulary
 
 from llorch.builtin import FOLDERS, OTHERS
+from llorch.config import FAMILIES
 
 MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
 VOCABULARY_STORIES = 8000
@@ -41,7 +42,8 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
     model, losses = train(name, recipe, vocabulary, state=state)
     path = out / (name if name in FOLDERS else f"{name}.gguf")
     if name in FOLDERS:
-        folder.write(path, model, vocabulary)
+        turned = FAMILIES[recipe.family].turned_experts == "files"
+        folder.write(path, model, vocabulary, turned=turned)
     elif name in OTHERS:
         converted.write(path, model, vocabulary.metadata)
     else:

@@ -59,7 +59,7 @@ from llorch.verify.training.goldens import save as save_training
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."
 N_TOKENS = {  # a delta net begins a second chunk of 64, every expert is chosen; windows are full twice; else 12
-    **dict.fromkeys(set(OTHERS) - {"micro-smollm3"}, 68), "micro-mistral": 40,
+    **dict.fromkeys(set(OTHERS) - {"micro-smollm3"}, 68), "micro-mistral": 40, "micro-qwen3-vl-moe": 40,
 }  # fmt: skip
 LONG_PROMPT = f"{PROMPT} She put five of them into her old blue bag and carried it up the hill to her friend Ben."
 TEXTS = (

@@ -189,8 +189,8 @@ WRONG = [
     wrong({"attention__head_count_kv": np.array([3, 6, 3])}, "Unsupported", "llama.attention.head_count_kv", "same",
           "[3, 6, 3]"),
     wrong({"feed_forward_length": np.array([80.0] * 3)}, "Unsupported", "llama.feed_forward_length", "integer", "80.0"),
-    wrong({"feed_forward_length": np.array([80] * 3), "block_count": np.array([3, 3])}, "Malformed", "llama.block_count",
-          "integer", "[3, 3]"),
+    wrong({"feed_forward_length": np.array([80] * 3), "block_count": np.array([3, 3])}, "Malformed",
+          "llama.block_count", "integer", "[3, 3]"),
     *(
         wrong(YARN | {f"rope__scaling__yarn_beta_{end}": 0.0, "arch": "mistral3"}, "OutOfRange",
               f"mistral3.rope.scaling.yarn_beta_{end}", "1e-06", 0.0)

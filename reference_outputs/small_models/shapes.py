@@ -134,6 +134,16 @@ RECIPES = {
             rope={"rope_type": "default", "rope_theta": 1e6}, context=40960,
         ),
     ),
+    "micro-qwen3-vl-moe": Recipe(
+        family="qwen3_vl_moe", vocabulary="qwen2", seed=15, steps=300,
+        config=_EXPERTS | {
+            "num_experts": 5, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "bos_token_id": 274,
+            "eos_token_id": 274,
+        } | _shape(
+            hidden=28, inter=36, layers=2, heads=4, kv_heads=2, head_dim=10, vocab=277, tied=False, eps=1e-6,
+            rope={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 1]}, context=32768,
+        ),
+    ),
     "micro-qwen3.5": Recipe(
         family="qwen3_5", vocabulary="qwen2", seed=8, steps=300,
         config=_HYBRID | _shape(

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import transformers
 
+from llorch.config import FAMILIES
 from llorch.engines.transformers import CLASSES
 from small_models.corpus import stories
 from small_models.shapes import Recipe
 from small_models.vocabulary import Vocabulary
 
 _OUTLIERS = (3.0, -1.5, 0.05)
+_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "deepstack_visual_indexes": []}
 
 
 def train(
@@ -67,7 +69,11 @@ def new_model(recipe: Recipe) -> transformers.PreTrainedModel:
     """
     torch.manual_seed(recipe.seed)
     config_class, model_class = CLASSES[recipe.family]
-    model = model_class(config_class(**recipe.config, initializer_range=recipe.initial_std)).train()
+    values = recipe.config | {"initializer_range": recipe.initial_std}
+    if FAMILIES[recipe.family].written_as is not None:  # transformers has no class for the text part alone
+        vision = _VISION | {"num_position_embeddings": 4, "out_hidden_size": values["hidden_size"]}
+        values = {"text_config": values, "vision_config": vision, "tie_word_embeddings": values["tie_word_embeddings"]}
+    model = model_class(config_class(**values)).train()
     if recipe.mixed:
         model.set_attn_implementation("eager")  # in bfloat16 the fused kernel is the slower one
     if recipe.quiet_start:

@@ -20,6 +20,7 @@ from llorch.lora.peft_format import write_peft
 pytestmark = pytest.mark.live
 FAMILIES = (
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "smollm3", "ministral3", "llama4", "qwen3_vl",
+    "qwen3_vl_moe",
 )  # fmt: skip
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 104, 70)]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.live
 KINDS = {
     "qwen2_moe": {}, "qwen2_moe normalised": {"norm_topk_prob": True}, "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen3_next": {}, "qwen3_5": {}, "qwen3_5_moe": {}, "mistral": {"sliding_window": 9}, "smollm3": {},
-    "ministral3": {}, "llama4": {}, "qwen2_5_vl": {}, "qwen3_vl": {},
+    "ministral3": {}, "llama4": {}, "qwen2_5_vl": {}, "qwen3_vl": {}, "qwen3_vl_moe": {},
 }  # fmt: skip
 RELATIVE = 1e-12
 FACTOR = 4  # times what PEFT is off from itself when its attention adds in another order

@@ -25,14 +25,14 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = BaseIdentity(name="base", config="", vectors="", matrices="", types=())
 BUILTIN = {"llama4": "micro-llama4", "qwen3_5": "micro-qwen3.5", "qwen3_5_moe": "micro-qwen3.5-moe"}
 BLOCKS = {"llama4": "language_model.model.layers."} | dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"), "model.language_model.layers."
+    ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.layers."
 )
 
 
 def config_of(family: str, *, whole: bool) -> ModelConfig:
     if family in BUILTIN:
         return replace(open_weights(builtin_path(BUILTIN[family])).config, part_of_whole=whole)
-    like = "micro-qwen2" if family == "qwen2_5_vl" else "micro-qwen3"
+    like = {"qwen2_5_vl": "micro-qwen2", "qwen3_vl": "micro-qwen3", "qwen3_vl_moe": "micro-qwen3-moe"}[family]
     return replace(open_weights(builtin_path(like)).config, family=family, part_of_whole=whole)
 
 
@@ -59,7 +59,9 @@ def test_families_of_text_have_one_form(family: str):
     [
         *((family, True, blocks) for family, blocks in BLOCKS.items()),
         *((family, False, "model.layers.") for family in BUILTIN),  # which transformers has a class of text alone for
-        *((family, False, BLOCKS[family]) for family in ("qwen2_5_vl", "qwen3_vl")),  # it has none, of GGUF files too
+        *(
+            (family, False, BLOCKS[family]) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+        ),  # it has none, of GGUF files too
     ],
 )
 def test_the_folder_of_the_base_decides_which_names_are_written(tmp_path: Path, family: str, whole: bool, stored: str):
@@ -73,8 +75,10 @@ def test_the_folder_of_the_base_decides_which_names_are_written(tmp_path: Path, 
 @pytest.mark.parametrize("family", BLOCKS)
 def test_the_pattern_that_is_written_fits_the_text_part_and_nothing_that_sees(tmp_path: Path, family: str):
     config = config_of(family, whole=True)
-    values, _ = written(random_adapter(config, target_modules=("q_proj", "up_proj", "lm_head")), tmp_path / "adapter")
     targets = targets_of(config).values()
+    modules = {t.path.rpartition(".")[2] for t in targets if not t.is_parameter}
+    there = tuple(modules & {"q_proj", "up_proj", "lm_head"})  # with experts in all layers there is no up_proj
+    values, _ = written(random_adapter(config, target_modules=there), tmp_path / "adapter")
     chosen = {t.stored_path for t in targets if t.path.endswith(("q_proj", ".up_proj", "lm_head")) and not t.n_experts}
     seeing = {"model.visual.blocks.0.mlp.up_proj", "vision_model.model.layers.0.self_attn.q_proj"}
     every = {t.stored_path for t in targets if not t.is_parameter} | {t.path for t in targets} | seeing

@@ -24,9 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*alpha_pattern keys did not match any targeted module"),
     pytest.mark.filterwarnings("error:Found missing adapter keys"),
 ]
-WHOLE = ("qwen2_5_vl", "qwen3_vl", "llama4", "qwen3_5", "qwen3_5_moe")
+WHOLE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4", "qwen3_5", "qwen3_5_moe")
 WITH_A_CLASS_OF_TEXT = ("llama4", "qwen3_5", "qwen3_5_moe")
-EXPERTS = {family: ["experts.gate_up_proj", "experts.down_proj"] for family in ("llama4", "qwen3_5_moe")}
+EXPERTS = {
+    family: ["experts.gate_up_proj", "experts.down_proj"] for family in ("llama4", "qwen3_5_moe", "qwen3_vl_moe")
+}
 KINDS = {  # of target_modules that PEFT takes, fitting the text part alone
     "regex": r".*language_model\..*\.(q_proj|o_proj|in_proj_z|up_proj)",
     "list": ["language_model.layers.1.mlp.up_proj", "language_model.layers.0.mlp.down_proj", "lm_head"],

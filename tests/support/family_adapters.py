@@ -56,7 +56,8 @@ def float64_peft(base: Path, adapter: Path, attention: str = "eager") -> Any:
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
-    if model.config.to_dict().get("num_experts") or model.config.to_dict().get("num_local_experts"):
+    settings = model.config.get_text_config().to_dict()
+    if settings.get("num_experts") or settings.get("num_local_experts"):
         model.get_base_model().set_experts_implementation("eager")  # pyright: ignore
     return model
 

@@ -22,6 +22,7 @@ CASES = {
     "ministral3": ("ministral3", {}, BOTH),
     "llama4": ("llama4", {"max_position_embeddings": 2**14}, BOTH),  # far: from 8188 on, where a chunk begins
     "qwen3-vl": ("qwen3_vl", {}, BOTH),
+    "qwen3-vl-moe": ("qwen3_vl_moe", {}, BOTH),
     "qwen2.5-vl": ("qwen2_5_vl", {}, ("transformers",)),
     "llama4-chunks": ("llama4", {"attention_chunk_size": 16, "floor_scale": 8}, ("transformers",)),
     "llama4-without-norm": ("llama4", {"use_qk_norm": False, "num_experts_per_tok": 2}, ("transformers",)),
@@ -41,7 +42,7 @@ def test_a_random_folder_agrees_with_every_engine_that_can_judge_it(tmp_path: Pa
     assert failures(folder, witnesses) == []
 
 
-TWINS = ("smollm3", "ministral3", "llama4", "qwen3-vl")
+TWINS = ("smollm3", "ministral3", "llama4", "qwen3-vl", "qwen3-vl-moe")
 
 
 @pytest.mark.parametrize("name", TWINS)
