@@ -1,12 +1,14 @@
 """Known mistakes in the backward pass of experts and delta nets show, by far, in the gradients of the adapter."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from families import random_folder
 from family_adapters import SMALL, family_adapter
 from planted_training import models_of
 
-from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
@@ -37,7 +39,7 @@ UNSHOWN = [mistake for mistake in TRAINING if not models_of(mistake)]
 
 
 @pytest.mark.parametrize("mistake", UNSHOWN, ids=lambda mistake: mistake.name)
-def test_a_mistake_moves_a_gradient_by_far(mistake: TrainingMistake, models: dict[str, Weights]):
+def test_a_mistake_moves_a_gradient_by_far(mistake: Mistake[Any], models: dict[str, Weights]):
     shown = [weights for weights in models.values() if mistake.applies_to(weights.config)]
     assert shown
     for weights in shown:

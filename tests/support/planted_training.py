@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import takewhile
+from typing import Any
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.comparison import Difference, Tolerance
+from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.planting import planted
-from llorch.diagnosis.mistakes.training import TrainingMistake
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
 from llorch.verify.judge import FAIL, Comparison
@@ -31,13 +32,13 @@ def weights_of(model: str) -> Weights:
     return open_weights(builtin_path(model))
 
 
-def models_of(mistake: TrainingMistake) -> list[str]:
+def models_of(mistake: Mistake[Any]) -> list[str]:
     """Models with training goldens that can have a mistake; none of experts and delta nets, which no dense one has."""
     return [model for model in MODELS if mistake.applies_to(weights_of(model).config)]
 
 
 @cache
-def rows_with(mistake: TrainingMistake | None, model: str) -> list[Comparison]:
+def rows_with(mistake: Mistake[Any] | None, model: str) -> list[Comparison]:
     """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
     weights, golden, last = weights_of(model), training_golden_of(model), mistake.checkpoints[-1] if mistake else "20"
     with planted(*([] if mistake is None else [mistake])):

@@ -108,7 +108,7 @@ def test_mistake_after_the_logits_goes_red_and_is_named(mistake: Mistake[Sampler
         last = suite.limits("near").last_row()
         tolerance = {"argmax": EXACT, "probabilities": suite.softmax_limit(), "selected_logits": last}[step]
         inputs, want = sampler_case(model, producer, step, case)
-        wrong = mistake.wrong(inputs, step)
+        wrong = mistake.result(inputs, step)
         assert measure(wrong, want).over(tolerance) >= VISIBLE, where
         made = sampler_variants(step, inputs, weights_of(model).config)
         assert named_by(wrong, made, tolerance) == [mistake.name], where
@@ -158,4 +158,4 @@ def greedy(model: str) -> np.ndarray:
 @cache
 def texts(model: str) -> Variants:
     loop = GenerationInputs(weights_of(model), golden_of(model).cases["near"].ids, len(greedy(model)))
-    return Variants(right_loop(loop), [(mistake, mistake.wrong(loop, "generation")) for mistake in GENERATION])
+    return Variants(right_loop(loop), [(mistake, mistake.result(loop, "generation")) for mistake in GENERATION])

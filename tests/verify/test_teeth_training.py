@@ -21,7 +21,7 @@ from planted_training_torch import AS_TRAINER, PLANTED
 from torch_targets import on
 
 from checkpoints.generated.pages import FOLDER, page
-from llorch.diagnosis.mistakes import MISTAKES, TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes import MISTAKES, TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import owner_of, replaced
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.numerics import DtypeName
@@ -53,7 +53,7 @@ def limits_are_derived_once() -> Iterator[None]:
 SHOWN = [mistake for mistake in TRAINING if models_of(mistake)]  # the others: `tests/families/test_teeth_training.py`
 
 
-def by_name(mistake: TrainingMistake) -> str:
+def by_name(mistake: Mistake[Any]) -> str:
     return "_".join((*(f"checkpoint_{number}" for number in mistake.checkpoints), mistake.name))
 
 
@@ -66,7 +66,7 @@ def by_name(mistake: TrainingMistake) -> str:
     "checkpoint_20_export-one-alpha",
 )
 @pytest.mark.parametrize("mistake", SHOWN, ids=by_name)
-def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(mistake: TrainingMistake):
+def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(mistake: Mistake[Any]):
     owner, name = owner_of(mistake.part)
     assert callable(getattr(owner, name))
     assert set(mistake.stages) <= BY_GROUP.keys()

@@ -4,10 +4,12 @@
 `GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix,
 `QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `diagnosis`
 injects them where an engine is wrong, tests inject every one of them (`variants`). `TRAINING` are functions that
-replace llorch's.
+replace llorch's. `mistake` is the one type; `in_stage` makes a stage's array from a wrong function, `planting` puts the
+function into the running code. `llorch.learn.typed` makes what a learner types, and tests what torch runs.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from llorch.diagnosis.mistakes.attention import ATTENTION
 from llorch.diagnosis.mistakes.block import BLOCK
@@ -30,8 +32,7 @@ from llorch.diagnosis.mistakes.quantised_rounding import ROUNDINGS
 from llorch.diagnosis.mistakes.rope import ROPE
 from llorch.diagnosis.mistakes.sampling import SAMPLING, SamplerInputs
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.diagnosis.mistakes.training import TRAINING, TrainingMistake
-from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.diagnosis.mistakes.training import TRAINING
 
 __all__ = [
     "AFTER_LOGITS",
@@ -47,7 +48,6 @@ __all__ = [
     "Mistake",
     "QuantisedInputs",
     "SamplerInputs",
-    "TrainingMistake",
     "checkpoint_of",
     "of_checkpoint",
 ]
@@ -58,15 +58,7 @@ STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
 )  # fmt: skip
 QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
 
-MISTAKES: Mapping[
-    str,
-    Mistake[StageInputs]
-    | Mistake[SamplerInputs]
-    | Mistake[GenerationInputs]
-    | Mistake[QuantisedInputs]
-    | Mistake[QuantisedMatrix]
-    | TrainingMistake,
-] = {
+MISTAKES: Mapping[str, Mistake[Any]] = {
     mistake.name: mistake
     for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
 }

@@ -1,15 +1,19 @@
-"""Known mistake: a wrong variant of one or more stages, with a name and a sentence for the person who made it.
+"""Known mistake: a right function, the wrong one that people write instead of it, a name and a sentence for them.
 
-The right op and the wrong variant read the same inputs, so a result that equals the wrong variant's names its mistake.
+The right and the wrong function read the same inputs, so a result that equals the wrong function's names its mistake.
+A step of training is a chain in which one wrong line moves every later number, so a mistake of training is put into the
+running code in the place of a function of llorch, and the checkpoint of `stages` goes red first.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.in_stage import IN_STAGE
+from llorch.diagnosis.mistakes.planting import Replacement
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.stages import BY_NAME
 from llorch.verify.training.stages import TRAINING_STAGES
@@ -19,6 +23,7 @@ Wrong = Callable[[StageInputs, str], np.ndarray]  # of a stage of the table
 AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # -> checkpoint
 IN_TRAINING = {stage.name: stage.checkpoint for stage in TRAINING_STAGES}
 IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of
+ONE_STEP = ("plain",)  # the runs of training that show most of its mistakes
 
 
 def every_model(config: ModelConfig) -> bool:
@@ -33,22 +38,46 @@ def every_layer(config: ModelConfig, layer: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake(Generic[Inputs]):
-    """One known mistake."""
+    """One known mistake: the wrong function that people write in the place of a right one.
 
-    name: str  # kebab-case, unique
-    stages: tuple[str, ...]  # where it strikes: of the table, one of `AFTER_LOGITS`, or some of `IN_PRODUCTS`
-    diagnosis: str  # what was done and what is right, in one sentence
-    # makes the wrong array from the inputs of the right op and the name of the stage
-    wrong: Callable[[Inputs, str], np.ndarray]
-    also: tuple[Callable[[Inputs, str], np.ndarray], ...] = ()  # other code with this mistake that differs at an edge
-    reads: tuple[str, ...] = ()  # stages beside the inputs of the right op
-    # inputs that show it: `near`, `far`, `long` (more tokens than a layer sees, which no golden has), names in
-    # `SAMPLINGS`, types of a matrix, or a case of its checkpoint
+    Attributes:
+        name: Kebab-case, unique.
+        stages: Stages that it makes wrong, the first where it shows first: of the table, of training, one of
+            `AFTER_LOGITS`, or some of `IN_PRODUCTS`.
+        diagnosis: The mistake and the right way, in one sentence.
+        part: The function that it takes the place of: one that a lesson has learners write (`rms_norm`), or one of
+            llorch (`llorch.train.adamw.moved`). Empty: the whole computation of a stage.
+        wrong: Makes the wrong function from the right one; without a part, makes the wrong array from the inputs of
+            a stage and its name.
+        also: Other ways to make the array, of code with this mistake that differs at an edge.
+        along: Second function of llorch that mostly goes wrong too, and its replacement: gradients, which others
+            derive from the forward pass, and the other use of a setting.
+        reads: Stages that it reads in addition to the inputs of the right stage.
+        cases: Inputs that show it: `near`, `far`, `long` (more tokens than a layer sees, which no golden has), names
+            in `SAMPLINGS`, types of a matrix, a case of its checkpoint, or runs of training.
+        rounds: It rounds to few bits; values on the edge between two of them are left over.
+        after_cached: It shows only in a pass that continues a cache.
+        applies_to: Tells if it can be made with a configuration.
+        in_layers: Tells if it can be made in a layer.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    diagnosis: str
+    wrong: Callable[..., Any]
+    part: str = ""
+    also: tuple[Callable[[Inputs, str], np.ndarray], ...] = ()
+    along: tuple[str, Replacement] | None = None
+    reads: tuple[str, ...] = ()
     cases: tuple[str, ...] = ("near", "far")
-    rounds: bool = False  # it rounds to few bits: what is left of it are values on the edge between two of them
-    after_cached: bool = False  # it shows only in a pass that continues a cache
-    applies_to: Callable[[ModelConfig], bool] = every_model  # whether it can be made with a configuration
-    in_layers: Callable[[ModelConfig, int], bool] = every_layer  # in which layers
+    rounds: bool = False
+    after_cached: bool = False
+    applies_to: Callable[[ModelConfig], bool] = every_model
+    in_layers: Callable[[ModelConfig, int], bool] = every_layer
+
+    def result(self, inputs: Inputs, stage: str) -> np.ndarray:
+        """Make the wrong array of a stage from the inputs of the right one."""
+        return IN_STAGE[self.part](self.wrong, inputs, stage) if self.part else self.wrong(inputs, stage)
 
     def first_layer(self, stage: str, config: ModelConfig) -> int | None:
         """Return the first layer of a model in which the mistake changes a stage; None if the stage is in no layer."""

@@ -2,15 +2,29 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake, Wrong
+Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a right function: the wrong one
+
+
+class Plantable(Protocol):
+    """A mistake that replaces a function of llorch."""
+
+    @property
+    def part(self) -> str:
+        """The function, `llorch.train.adamw.moved`."""
+        ...
+
+    @property
+    def wrong(self) -> Replacement:
+        """Makes the wrong function from the right one."""
+        ...
 
 
 @contextmanager
-def planted(*mistakes: TrainingMistake) -> Iterator[None]:
+def planted(*mistakes: Plantable) -> Iterator[None]:
     """Run with mistakes in the code, one upon the other; what was there is back at the end, whatever happens.
 
     The whole process has them meanwhile: nothing else may compute.
@@ -22,7 +36,7 @@ def planted(*mistakes: TrainingMistake) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(part: str, wrong: Wrong) -> Iterator[None]:
+def replaced(part: str, wrong: Replacement) -> Iterator[None]:
     """Put a wrong function wherever the right one, `llorch.train.adamw.moved`, is found under its own name."""
     owner, name = owner_of(part)
     right = getattr(owner, name)

@@ -346,4 +346,4 @@ def wrong_readings(stored: Packed) -> Iterator[tuple[Mistake[QuantisedMatrix], n
     for mistake in QUANTISED_FOLDERS:
         if isinstance(stored, QuantisedMatrix) and stored.ggml_type.name.startswith(mistake.cases):
             with np.errstate(all="ignore"):
-                yield mistake, mistake.wrong(stored, "decode")
+                yield mistake, mistake.result(stored, "decode")

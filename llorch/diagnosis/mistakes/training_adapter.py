@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from llorch.config import FAMILIES, ModelConfig
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
 
 Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
@@ -141,73 +141,87 @@ def interleaves(config: ModelConfig) -> bool:
     return FAMILIES[config.family].paired_rows
 
 
-ADAPTER: tuple[TrainingMistake, ...] = (
-    TrainingMistake(
+ADAPTER: tuple[Mistake[Any], ...] = (
+    Mistake(
         name="lora-scaled-twice", stages=("lora_delta",), part=DELTA, wrong=scaled_twice,
         along=(BACK, scaled_twice),
+        cases=ONE_STEP,
         diagnosis="The product was multiplied by the scale twice, alpha^2 / r^2; it is scaled once.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-not-scaled", stages=("lora_delta",), part=DELTA, wrong=not_scaled,
         along=(BACK, not_scaled),
+        cases=ONE_STEP,
         diagnosis="B A x was added without its scale; multiply it by alpha / r.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-alpha-not-divided", stages=("lora_delta",), part=SCALING, wrong=alpha_not_divided,
+        cases=ONE_STEP,
         diagnosis="The scale is alpha itself; it is alpha divided by the rank.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-rank-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=rank_of_default,
+        cases=ONE_STEP,
         diagnosis="Alpha was divided by the rank of the configuration; rank_pattern gives this matrix another rank.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-alpha-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=alpha_of_default,
+        cases=ONE_STEP,
         diagnosis="All matrices got the same alpha; alpha_pattern gives some another, which vLLM ignores, too.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-rslora-ignored", stages=("lora_delta",), part=SCALING, wrong=rslora_ignored, cases=("rslora",),
         diagnosis="Alpha was divided by the rank; with use_rslora it is divided by the root of the rank.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-a-transposed", stages=("lora_delta",), part=DELTA, wrong=a_transposed,
         along=(BACK, a_transposed_back),
+        cases=ONE_STEP,
         diagnosis="A was read as (in, r), MLX's order; PEFT stores it as (r, in).",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-b-transposed", stages=("lora_delta",), part=DELTA, wrong=b_transposed,
         along=(BACK, b_transposed_back),
+        cases=ONE_STEP,
         diagnosis="B was read as (r, out), MLX's order; PEFT stores it as (out, r).",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-dropout-at-evaluation", stages=("lora_delta",), part=DELTA, wrong=dropped_at_evaluation,
+        cases=ONE_STEP,
         diagnosis="Parts of the adapter's input were dropped; dropout is for training steps and off everywhere else.",
     ),
-    TrainingMistake(
+    Mistake(
         name="lora-delta-missing", stages=("lora_delta",), part=DELTA, wrong=delta_missing,
         along=(BACK, delta_missing),
+        cases=ONE_STEP,
         diagnosis="The adapter has no effect: its names did not match, or it is not active.",
     ),
-    TrainingMistake(
+    Mistake(
         name="merge-twice", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_twice,
+        cases=ONE_STEP,
         diagnosis="The adapter was added to weights into which it was merged before.",
     ),
-    TrainingMistake(
+    Mistake(
         name="merge-without-scale", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_unscaled,
+        cases=ONE_STEP,
         diagnosis="B A was added to the weight; add scaling * B A.",
     ),
-    TrainingMistake(
+    Mistake(
         name="merge-subtracted", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_subtracted,
+        cases=ONE_STEP,
         diagnosis="The product was subtracted from the weight, as in unmerging; merging adds it.",
     ),
-    TrainingMistake(
+    Mistake(
         name="export-b-rows-not-permuted", stages=("adapter_file", "exported_logits"), applies_to=interleaves,
         part="llorch.lora.targets.interleave", wrong=rows_not_permuted,
+        cases=ONE_STEP,
         diagnosis="B of q and k has the rows of Hugging Face; files of the llama family hold them in pairs, and "
         "llama.cpp says nothing of the difference.",
     ),
-    TrainingMistake(
+    Mistake(
         name="export-one-alpha", stages=("adapter_file", "exported_logits"),
         part="llorch.lora.gguf_format.common_alpha", wrong=one_alpha,
+        cases=ONE_STEP,
         diagnosis="One alpha was written for all matrices; where rank-stabilised LoRA or alpha_pattern give them other "
         "scales, the scale is multiplied into B and no alpha is written.",
     ),

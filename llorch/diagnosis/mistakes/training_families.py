@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
 
 Function = Callable[..., Any]
 OPS = "llorch.ops."
@@ -94,15 +94,19 @@ def has_delta_net(config: ModelConfig) -> bool:
     return config.delta_net is not None
 
 
-def _gradient(
-    name: str, part: str, wrong: Function, of: Callable[[ModelConfig], bool], diagnosis: str
-) -> TrainingMistake:
-    return TrainingMistake(
-        name=f"gradient-{name}", stages=("gradient",), part=part, wrong=wrong, diagnosis=diagnosis, applies_to=of
+def _gradient(name: str, part: str, wrong: Function, of: Callable[[ModelConfig], bool], diagnosis: str) -> Mistake[Any]:
+    return Mistake(
+        name=f"gradient-{name}",
+        stages=("gradient",),
+        part=part,
+        wrong=wrong,
+        diagnosis=diagnosis,
+        cases=ONE_STEP,
+        applies_to=of,
     )
 
 
-OF_FAMILIES: tuple[TrainingMistake, ...] = (
+OF_FAMILIES: tuple[Mistake[Any], ...] = (
     _gradient(
         "router-left-out", OPS + "routing.router_probs_backward", nothing, has_experts,
         "The router got no gradient; its weights multiply the outputs of the experts.",

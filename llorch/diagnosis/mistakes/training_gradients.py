@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
 from llorch.diagnosis.mistakes.training_adapter import not_scaled
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
 from llorch.ops.linear import linear_backward
 from llorch.ops.rms_norm import root_mean_square
 
@@ -141,11 +141,11 @@ def is_grouped(config: ModelConfig) -> bool:
     return config.n_heads > config.n_kv_heads
 
 
-def _gradient(name: str, part: str, wrong: Function, diagnosis: str, **more: Any) -> TrainingMistake:
-    return TrainingMistake(name=name, stages=("gradient",), part=part, wrong=wrong, diagnosis=diagnosis, **more)
+def _gradient(name: str, part: str, wrong: Function, diagnosis: str, **more: Any) -> Mistake[Any]:
+    return Mistake(name=name, stages=("gradient",), part=part, wrong=wrong, cases=ONE_STEP, diagnosis=diagnosis, **more)
 
 
-GRADIENTS: tuple[TrainingMistake, ...] = (
+GRADIENTS: tuple[Mistake[Any], ...] = (
     _gradient(
         "gradient-softmax-term-missing", OPS + "attention.attention_probs_backward", softmax_diagonal,
         "The gradient was only multiplied by the probabilities; also subtract the sum of the product over the keys.",

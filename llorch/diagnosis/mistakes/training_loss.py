@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
 from llorch.train.batch import IGNORED, Batch
 
 Function = Callable[..., Any]
@@ -131,59 +131,64 @@ def last_batch_only(right: Function) -> Function:
     return lambda weights, adapter, batches, **how: right(weights, adapter, batches[-1:], **how)
 
 
-LOSSES: tuple[TrainingMistake, ...] = (
-    TrainingMistake(
+LOSSES: tuple[Mistake[Any], ...] = (
+    Mistake(
         name="loss-labels-not-shifted", stages=("token_losses", "loss"), wrong=not_shifted,
         part="llorch.ops.cross_entropy.shifted",
+        cases=ONE_STEP,
         diagnosis="Each row of logits was compared with its own token; it predicts the next token.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-labels-shifted-twice", stages=("token_losses", "loss"), wrong=shifted_twice,
         part="llorch.ops.cross_entropy.shifted",
+        cases=ONE_STEP,
         diagnosis="Labels that were shifted already were shifted again by the loss; shift them in one place.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-prompt-not-masked", stages=("token_losses", "loss"), part=DOCUMENTS, wrong=prompt_learned,
+        cases=ONE_STEP,
         diagnosis="The prompt was learned too; only labels other than -100 count.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-smoothing-missing", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_missing,
         along=(BACK, smoothing_missing),
         cases=("smoothed",),
         diagnosis="Label smoothing has no effect on the loss.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-smoothing-over-ignored", stages=("loss",), part=LOSS, wrong=smoothing_over_ignored,
         along=(BACK, smoothing_over_ignored_back),
         cases=("smoothed",),
         diagnosis="The uniform part of label smoothing was summed over positions that are not learned; it belongs to "
         "those that are.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-smoothing-added", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_added,
         along=(BACK, smoothing_added_back),
         cases=("smoothed",),
         diagnosis="The uniform part was added to the whole loss of the label; that loss has the weight 1 - e.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-divided-by-all-tokens", stages=("loss",), part=LOSS, wrong=divided_by_all,
+        cases=ONE_STEP,
         diagnosis="The sum was divided by all tokens; divide it by the learned tokens.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-in-bits", stages=("token_losses", "loss"), part=LOSS, wrong=in_bits,
         along=(BACK, in_bits_back),
+        cases=ONE_STEP,
         diagnosis="The logarithm is to the base of 2; losses are in nats.",
     ),
-    TrainingMistake(
+    Mistake(
         name="accumulation-mean-of-means", stages=("loss_curve",), part=STEP, wrong=mean_of_means, cases=("curve",),
         diagnosis="Each micro-batch was divided by its own tokens and the means were averaged; the sum over the whole "
         "step is divided once, by all its learned tokens.",
     ),
-    TrainingMistake(
+    Mistake(
         name="accumulation-not-divided", stages=("loss_curve",), part=STEP, wrong=summed_means, cases=("curve",),
         diagnosis="The means of the micro-batches were added up; the loss grows with their number.",
     ),
-    TrainingMistake(
+    Mistake(
         name="accumulation-last-batch-only", stages=("loss_curve",), part=STEP, wrong=last_batch_only,
         cases=("curve",),
         diagnosis="Only the last micro-batch of a step counts: gradients were cleared before each of them.",

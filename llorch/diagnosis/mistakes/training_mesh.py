@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
 from llorch.diagnosis.mistakes.training_loss import STEP
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.lora.adapter import LORA_A, LORA_B
 from llorch.ops.lora import lora_backward
@@ -136,7 +136,7 @@ def _n_trained(batches: Sequence[Batch]) -> int:
     return sum(batch.n_trained for batch in batches)
 
 
-def _of_loss(n_ranks: int) -> Iterator[TrainingMistake]:
+def _of_loss(n_ranks: int) -> Iterator[Mistake[Any]]:
     for how, deal in DEALS.items():
         yield _mistake(
             "mesh-mean-of-rank-means", "loss", STEP, mean_of_rank_means(n_ranks, deal),
@@ -145,7 +145,7 @@ def _of_loss(n_ranks: int) -> Iterator[TrainingMistake]:
         )  # fmt: skip
 
 
-def _of_gradients(n_ranks: int) -> Iterator[TrainingMistake]:
+def _of_gradients(n_ranks: int) -> Iterator[Mistake[Any]]:
     for rank, (how, deal) in product(range(n_ranks), DEALS.items()):
         yield _mistake(
             "mesh-gradient-not-summed", "gradient", STEP, gradient_of_one_rank(n_ranks, deal, rank),
@@ -165,7 +165,7 @@ def _of_gradients(n_ranks: int) -> Iterator[TrainingMistake]:
     )  # fmt: skip
 
 
-def _of_norm(n_ranks: int) -> Iterator[TrainingMistake]:
+def _of_norm(n_ranks: int) -> Iterator[Mistake[Any]]:
     yield _mistake(
         "mesh-norm-counts-copies", "grad_norm", CLIP, norm_of_copies(n_ranks),
         f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a replicated gradient "
@@ -173,10 +173,10 @@ def _of_norm(n_ranks: int) -> Iterator[TrainingMistake]:
     )  # fmt: skip
 
 
-def _mistake(name: str, stage: str, part: str, wrong: Function, diagnosis: str) -> TrainingMistake:
-    return TrainingMistake(name=name, stages=(stage,), part=part, wrong=wrong, diagnosis=diagnosis)
+def _mistake(name: str, stage: str, part: str, wrong: Function, diagnosis: str) -> Mistake[Any]:
+    return Mistake(name=name, stages=(stage,), part=part, wrong=wrong, cases=ONE_STEP, diagnosis=diagnosis)
 
 
-MESH: tuple[TrainingMistake, ...] = tuple(
+MESH: tuple[Mistake[Any], ...] = tuple(
     mistake for n_ranks in N_RANKS for of in (_of_loss, _of_gradients, _of_norm) for mistake in of(n_ranks)
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.training_mistake import TrainingMistake
+from llorch.diagnosis.mistakes.mistake import Mistake
 
 Function = Callable[..., Any]
 ADAMW = "llorch.train.adamw."
@@ -169,14 +169,12 @@ def _mistake(
     *,
     cases: tuple[str, ...] = ("step 1", "step 2"),
     along: tuple[str, Function] | None = None,
-) -> TrainingMistake:
+) -> Mistake[Any]:
     cases = ("linear", "cosine") if part == RATE else cases
-    return TrainingMistake(
-        name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, cases=cases, along=along
-    )
+    return Mistake(name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, cases=cases, along=along)
 
 
-OPTIMIZER: tuple[TrainingMistake, ...] = (
+OPTIMIZER: tuple[Mistake[Any], ...] = (
     _mistake(
         "clip-ignored", OF_MOMENTS, CLIP, clip_ignored,
         "Gradients above the largest norm went into the update as they are.",

@@ -80,7 +80,7 @@ def sampler_variants(step: str, inputs: SamplerInputs, config: ModelConfig) -> V
         Right and wrong results.
     """
     known = [mistake for mistake in SAMPLING if step in mistake.stages and mistake.applies_to(config)]
-    return Variants(RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])
+    return Variants(RIGHT[step](inputs), [(mistake, mistake.result(inputs, step)) for mistake in known])
 
 
 def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
@@ -94,7 +94,7 @@ def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
         Right and wrong results.
     """
     known = [mistake for mistake in QUANTISED if step in mistake.stages and inputs.kind.name in mistake.cases]
-    return Variants(quantised.RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])
+    return Variants(quantised.RIGHT[step](inputs), [(mistake, mistake.result(inputs, step)) for mistake in known])
 
 
 def mistakes_of(stage: str, config: ModelConfig, layer: int | None, *, n_cached: int) -> list[Mistake[StageInputs]]:
@@ -112,4 +112,4 @@ def mistakes_of(stage: str, config: ModelConfig, layer: int | None, *, n_cached:
 def made_wrong(mistake: Mistake[StageInputs], inputs: StageInputs, stage: str) -> np.ndarray:
     """Compute the wrong array, in the dtype of the run; ids are int64."""
     dtype = np.int64 if BY_NAME[stage].is_choice else inputs.dtype
-    return np.ascontiguousarray(mistake.wrong(inputs, stage), dtype=dtype)
+    return np.ascontiguousarray(mistake.result(inputs, stage), dtype=dtype)

@@ -62,7 +62,7 @@ def _folder_matrix(mistake: Mistake[QuantisedMatrix], weights: Weights, name: st
     if not stored.ggml_type.name.startswith(mistake.cases):
         return None
     with np.errstate(all="ignore"):
-        return mistake.wrong(stored, "decode").astype(weights.dtype)
+        return mistake.result(stored, "decode").astype(weights.dtype)
 
 
 def _matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> np.ndarray | None:
@@ -73,7 +73,7 @@ def _matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> n
     rows = packed.raw.reshape(slot.shape[0], -1)
     inputs = QuantisedInputs(packed.ggml, rows, slot.shape, np.empty((0, slot.shape[1]), np.float32))
     with np.errstate(all="ignore"):
-        made = mistake.wrong(inputs, "decode").astype(weights.dtype)
+        made = mistake.result(inputs, "decode").astype(weights.dtype)
     return undo_interleave(made, slot.interleaved_heads) if slot.interleaved_heads else made
 
 

@@ -110,9 +110,11 @@ def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
         if mistake.after_cached and not inputs.has_past:
             return array
         try:
-            return mistake.wrong(inputs, stage)
+            return mistake.result(inputs, stage)
         except (AttributeError, IndexError, TypeError):  # a matrix that multiplies itself has no rows to be moved
-            return mistake.wrong(replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage)
+            return mistake.result(
+                replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage
+            )
 
     return Change(dict.fromkeys(places, Plant(wrong, mistake.reads)))
 

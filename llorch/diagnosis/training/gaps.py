@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llorch.config import ModelConfig
-from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, possible
 from llorch.diagnosis.training.judge import TrainingJudge
@@ -35,7 +36,7 @@ def could_not_show(
     base, reasons = replay.run(), _reasons(dump, adapter)
     rows, first = judge.rows(base), min(step.number for step in dump.steps if step.batches)
 
-    def shows(mistake: TrainingMistake, until: Key | None) -> bool:
+    def shows(mistake: Mistake[Any], until: Key | None) -> bool:
         made = replay.run((Planted(mistake, along=True),), until=until).arrays
         seen = [row for row in rows if row.key in made]
         return any(judge.apart(row, made[row.key], base.arrays[row.key]) >= VISIBLE for row in seen)
@@ -46,7 +47,7 @@ def could_not_show(
     return hidden, []
 
 
-def _reason(mistake: TrainingMistake, dump: TrainingDump, reasons: Mapping[str, Sequence[str]]) -> str:
+def _reason(mistake: Mistake[Any], dump: TrainingDump, reasons: Mapping[str, Sequence[str]]) -> str:
     group = group_of(mistake)
     shown = {of for step in dump.steps for of, _ in step.shown}
     if not shown & {*FLOW[FLOW.index(group) :]}:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes import TRAINING, Mistake
+from llorch.diagnosis.mistakes.mistake import ONE_STEP
 from llorch.diagnosis.mistakes.training_adapter import SCALING
 from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, mean_of_means
 from llorch.diagnosis.mistakes.training_mesh import MESH
@@ -55,13 +56,13 @@ class ScaledMistakes:
     name: str
     group: str
     starts: Sequence[float]
-    make: Callable[[float], TrainingMistake]
+    make: Callable[[float], Mistake[Any]]
     said: Callable[[float], tuple[str, str]]
     setting: str = ""
     most: float = math.inf
 
 
-def group_of(mistake: TrainingMistake) -> str:
+def group_of(mistake: Mistake[Any]) -> str:
     """Return the quantity of a step in which a mistake shows first."""
     first = mistake.stages[0]
     if mistake.part == CLIP:
@@ -69,7 +70,7 @@ def group_of(mistake: TrainingMistake) -> str:
     return "loss" if mistake.part == DOCUMENTS else IN_FLOW.get(first, first)  # losses are compared where one learns
 
 
-def possible(config: ModelConfig) -> list[TrainingMistake]:
+def possible(config: ModelConfig) -> list[Mistake[Any]]:
     """List the known mistakes that a step of a model can have and that can be made again."""
     replayed = (m for m in TRAINING if m.stages[0] not in OUTSIDE and m.name not in (*RANDOM, *DIVISORS))
     return [m for m in (*replayed, *MORE) if m.applies_to(config)]
@@ -83,7 +84,7 @@ def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[T
             yield TrainingHypothesis(planted, mistake.name, mistake.diagnosis)
 
 
-def ways(mistake: TrainingMistake, in_gap: bool, wrong: str) -> Iterator[Planted]:
+def ways(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[Planted]:
     """Yield the parts of a step in which a mistake may be made, if the quantities before the gap are right."""
     backs = (True, False) if mistake.along else (False,)
     if group_of(mistake) not in IN_FORWARD:
@@ -133,19 +134,19 @@ def told(what: str, right: float, shown: Callable[[float], float] = float) -> Ca
     return say
 
 
-def scaled(factor: float) -> TrainingMistake:
+def scaled(factor: float) -> Mistake[Any]:
     """Multiply every scale of the adapter by a factor."""
     wrong = lambda right: lambda config, target: right(config, target) * factor  # noqa: E731
     return _made("lora-scaling", "lora_delta", SCALING, wrong)
 
 
-def smoothed(share: float) -> TrainingMistake:
+def smoothed(share: float) -> Mistake[Any]:
     """Use another label smoothing."""
     wrong = lambda right: lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": share})  # noqa: E731
     return replace(_made("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
 
 
-def normalised(factor: float) -> TrainingMistake:
+def normalised(factor: float) -> Mistake[Any]:
     """Multiply the loss of a step and its gradients by a factor."""
 
     def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,21 +159,21 @@ def normalised(factor: float) -> TrainingMistake:
     return _made("loss-normalisation", "loss", STEP, wrong)
 
 
-def in_clip(max_norm: float) -> TrainingMistake:
+def in_clip(max_norm: float) -> Mistake[Any]:
     """Use another largest norm."""
     return _made(
         "max-grad-norm", "first_moment", CLIP, lambda right: lambda grads, **_: right(grads, max_norm=max_norm)
     )
 
 
-def in_update(**other: Any) -> TrainingMistake:
+def in_update(**other: Any) -> Mistake[Any]:
     """Use other settings of AdamW."""
     wrong = lambda right: lambda *arrays, **how: right(*arrays, **how | other)  # noqa: E731
     return _made("adamw", "first_moment" if "betas" in other else "parameters", UPDATE, wrong)
 
 
-def _made(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> TrainingMistake:
-    return TrainingMistake(name=name, stages=(stage,), part=part, wrong=wrong, diagnosis="")
+def _made(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> Mistake[Any]:
+    return Mistake(name=name, stages=(stage,), part=part, wrong=wrong, cases=ONE_STEP, diagnosis="")
 
 
 def mean_of_rows(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,18 +235,21 @@ DIVISORS: Mapping[str, tuple[str, Callable[[Sequence[Batch]], int]]] = {
     "loss-summed": ("by nothing", lambda batches: 1),
 }
 MORE = (  # known, but in no checkpoint's library
-    TrainingMistake(
+    Mistake(
         name="lora-rslora-not-asked-for", stages=("lora_delta",), part=SCALING, wrong=rslora_turned,
+        cases=ONE_STEP,
         diagnosis="Alpha was divided by the root of the rank; without use_rslora it is divided by the rank.",
     ),
-    TrainingMistake(
+    Mistake(
         name="loss-mean-of-rows", stages=("loss",), part=STEP, wrong=mean_of_rows,
+        cases=ONE_STEP,
         diagnosis="Each row was divided by its own tokens and the means were averaged; the sum over the whole step is "
         "divided once, by all its learned tokens.",
     ),
     *(
-        TrainingMistake(
+        Mistake(
             name=name, stages=("loss",), part=STEP, wrong=divided(count),
+            cases=ONE_STEP,
             diagnosis=f"The sum of the losses was divided {said}; it is divided by the learned tokens of the step.",
         )
         for name, (said, count) in DIVISORS.items()

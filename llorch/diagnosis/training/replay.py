@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llorch.cache import KVCache
-from llorch.diagnosis.mistakes import TrainingMistake
+from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.planting import planted, replaced
 from llorch.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
 from llorch.families import forward
@@ -40,7 +40,7 @@ _OPTIMIZER = "llorch.train.adamw."
 class Planted:
     """A mistake, and in which part of a step it is made; `along`: with what mostly goes wrong with it."""
 
-    mistake: TrainingMistake
+    mistake: Mistake[Any]
     where: Where = "both"
     along: bool = False
 

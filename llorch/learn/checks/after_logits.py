@@ -80,7 +80,7 @@ class AfterLogitsCheck(ABC):
         known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
         read = [self.inputs(each) for each in wrong]
         for mistake in known:
-            ways = (mistake.wrong, *mistake.also)
+            ways = (mistake.result, *mistake.also)
             lefts = (min(_left(each, way(s, self.stage)) for way in ways) for each, s in zip(wrong, read, strict=True))
             if (worst := _worst_within(lefts)) is not None:
                 yield Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, worst)

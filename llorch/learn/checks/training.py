@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llorch.comparison import times_over
-from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import planted, replaced
 from llorch.diagnosis.training.hypotheses import RANDOM
 from llorch.diagnosis.verdict import Suspect
@@ -166,7 +167,7 @@ class CheckpointRun:
             row = file_row(self.model, kind, table, self.golden.files[kind])
             yield LessonComparison(replace(row, backend=BACKEND), None, None)
 
-    def explained(self, theirs: TrainingOutput, mistake: TrainingMistake) -> Suspect | None:
+    def explained(self, theirs: TrainingOutput, mistake: Mistake[Any]) -> Suspect | None:
         """Return a known mistake if llorch's code with it gives the same results everywhere; else None.
 
         A run that also has `mistake.along`, the fault that mostly comes with this mistake, counts as well.
@@ -200,7 +201,7 @@ def _shortened(claim: Expectation) -> Expectation:
 
 
 @contextmanager
-def _with(mistake: TrainingMistake, along: bool) -> Iterator[None]:
+def _with(mistake: Mistake[Any], along: bool) -> Iterator[None]:
     with ExitStack() as planting:
         planting.enter_context(planted(mistake))
         if along and mistake.along:

@@ -1,8 +1,10 @@
 """Wrong functions in the place of right ones: wherever these are used, and never for longer than they are wanted."""
 
+from typing import Any
+
 import pytest
 
-from llorch.diagnosis.mistakes import MISTAKES, TrainingMistake
+from llorch.diagnosis.mistakes import MISTAKES, Mistake
 from llorch.diagnosis.mistakes.planting import planted
 from llorch.lora.config import LoraConfig
 from llorch.train import adamw
@@ -11,8 +13,8 @@ from llorch.verify.training import runner
 MISSING, LATE = "adamw-decay-missing", "adamw-step-counted-late"
 
 
-def of(*names: str) -> list[TrainingMistake]:
-    return [mistake for name in names if isinstance(mistake := MISTAKES[name], TrainingMistake)]
+def of(*names: str) -> list[Mistake[Any]]:
+    return [MISTAKES[name] for name in names]
 
 
 def test_users_of_a_function_have_the_wrong_one_too():

@@ -77,7 +77,7 @@ def matrices(name: str) -> Mapping[str, QuantisedMatrix]:
 def read_with(mistake: str, name: str) -> Arrays:
     with np.errstate(all="ignore"):
         return {
-            tensor: BY_NAME[mistake].wrong(matrix, "decode")
+            tensor: BY_NAME[mistake].result(matrix, "decode")
             if matrix.ggml_type.name.startswith(BY_NAME[mistake].cases)
             else matrix.decode()
             for tensor, matrix in matrices(name).items()

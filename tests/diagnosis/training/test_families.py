@@ -1,6 +1,7 @@
 """Training dumps of experts and delta nets: what was left out of a gradient is named, at the first tensor it spoils."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from family_adapters import family_adapter
 from planted_training import models_of, weights_of
 from without_gaps import without_gaps
 
-from llorch.diagnosis.mistakes import TRAINING, TrainingMistake
+from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import planted
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Finding
@@ -21,11 +22,11 @@ ROWS = StoredBatch([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10
 FIRST = {"micro-qwen2-moe": "l1.", "micro-qwen3-moe": "l1.", "micro-qwen3.5": "l0."}  # the last layer that has it
 
 
-def able(mistake: TrainingMistake) -> str:
+def able(mistake: Mistake[Any]) -> str:
     return next(model for model in MODELS if mistake.applies_to(weights_of(model).config))
 
 
-def found_in(model: str, folder: Path, *mistakes: TrainingMistake) -> list[Finding]:
+def found_in(model: str, folder: Path, *mistakes: Mistake[Any]) -> list[Finding]:
     """Findings in a dump of one step, its ids, loss and gradients."""
     weights, batch = weights_of(model), ROWS.batch()
     adapter = family_adapter(weights.config)
@@ -49,7 +50,7 @@ def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.ci_cases("*-router-left-out", "*-gate-as-constant", "*-state-cut-*", "*-conv-*")
 @pytest.mark.parametrize("mistake", [pytest.param(each, id=each.name) for each in TRAINING if not models_of(each)])
-def test_a_mistake_in_a_gradient_is_named(mistake: TrainingMistake, tmp_path: Path):
+def test_a_mistake_in_a_gradient_is_named(mistake: Mistake[Any], tmp_path: Path):
     (finding,) = found_in(able(mistake), tmp_path, mistake)
     assert [suspect.name for suspect in finding.suspects] == [mistake.name]
     assert finding.key.startswith(FIRST[able(mistake)])
