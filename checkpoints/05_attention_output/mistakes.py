@@ -7,17 +7,8 @@ def mixed(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.einsum("htc,hcd->htd", probs, np.repeat(v, len(probs) // len(v), axis=0))
 
 
-def values_tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
-    v = np.tile(v, (len(probs) // len(v), 1, 1))
-    return (probs @ v).transpose(1, 0, 2).reshape(probs.shape[1], -1)
-
-
 def joined_as_they_lie(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     return mixed(probs, v).reshape(probs.shape[1], -1)
-
-
-def joined_with_heads_last(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return np.moveaxis(mixed(probs, v), 0, -1).reshape(probs.shape[1], -1)
 
 
 def read_as_inputs_by_outputs(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
@@ -34,9 +25,7 @@ def never_filled(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | N
 
 WRONG = {
     "attention_context": {
-        "groups-tiled-for-values": values_tiled,
         "heads-joined-without-transpose": joined_as_they_lie,
-        "heads-joined-interleaved": joined_with_heads_last,
     },
     "attention_output": {
         "weight-dimensions-not-reversed": read_as_inputs_by_outputs,

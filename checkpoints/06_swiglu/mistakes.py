@@ -1,7 +1,5 @@
 """Wrong code for the feed-forward part, by the name of the known mistake."""
 
-import math
-
 import numpy as np
 
 
@@ -13,46 +11,8 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x * sigmoid(x)
 
 
-def curve_on_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return gate * silu(up)
-
-
-def curve_on_both(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return silu(gate) * silu(up)
-
-
-def curve_on_the_product(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return silu(gate * up)
-
-
-def curve_twice(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    gate = silu(gate)  # "the projection has its activation"
-    return silu(gate) * up
-
-
-def sigmoid_for_silu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return sigmoid(gate) * up
-
-
-def relu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return np.where(gate > 0, gate, 0) * up
-
-
-def gelu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    normal = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), otypes=[np.float32])
-    return gate * normal(gate) * up
-
-
 def gelu_of_gpt2(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return 0.5 * gate * (1 + np.tanh(np.float32(0.7978845608) * (gate + 0.044715 * gate * gate * gate))) * up
-
-
-def gelu_quick(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return gate / (1 + np.exp(-1.702 * gate)) * up
-
-
-def up_forgotten(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return silu(gate)
 
 
 def gate_and_up_exchanged(
@@ -82,16 +42,7 @@ def never_filled(h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down
 
 WRONG = {
     "swiglu": {
-        "swiglu-silu-on-up": curve_on_up,
-        "swiglu-silu-on-both": curve_on_both,
-        "swiglu-silu-of-product": curve_on_the_product,
-        "swiglu-silu-twice": curve_twice,
-        "swiglu-sigmoid-only": sigmoid_for_silu,
-        "swiglu-relu": relu,
-        "swiglu-gelu": gelu,
         "swiglu-gelu-tanh": gelu_of_gpt2,
-        "swiglu-gelu-quick": gelu_quick,
-        "swiglu-up-missing": up_forgotten,
     },
     "feed_forward": {
         "ffn-gate-and-up-swapped": gate_and_up_exchanged,

@@ -7,43 +7,8 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def rank_two_and_on(scores: np.ndarray, k: int) -> np.ndarray:
-    return np.argsort(-scores, axis=-1)[:, 1 : k + 1]
-
-
-def ascending(scores: np.ndarray, k: int) -> np.ndarray:
-    return np.argsort(scores, axis=-1)[:, :k]
-
-
-def ids_from_one(scores: np.ndarray, k: int) -> np.ndarray:
-    return (np.argsort(-scores, axis=-1)[:, :k] + 1) % scores.shape[-1]
-
-
 def never_normalised(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
     return np.take_along_axis(probs, ids, axis=1)
-
-
-def always_normalised(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-    weights = np.take_along_axis(probs, ids, axis=1)
-    return weights / weights.sum(axis=1, keepdims=True)
-
-
-def softmax_of_probabilities(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-    weights = np.exp(np.take_along_axis(probs, ids, axis=1))
-    return weights / weights.sum(axis=1, keepdims=True)
-
-
-def in_order_of_ids(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-    weights = np.take_along_axis(probs, np.sort(ids, axis=1), axis=1)
-    return weights / weights.sum(axis=1, keepdims=True) if normalised else weights
-
-
-def first_columns(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-    return probs[:, : ids.shape[1]]
-
-
-def all_alike(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-    return np.ones(ids.shape, probs.dtype) / ids.shape[1]
 
 
 def each_expert(h, ids, gate_proj, up_proj, down_proj, *, chosen=None, act=lambda gate, up: silu(gate) * up):
@@ -86,72 +51,9 @@ def rows_take_turns(h, ids, gate_proj, up_proj, down_proj):
     return each_expert(h, ids, fused[:, 0::2], fused[:, 1::2], down_proj)
 
 
-def weighted(outs: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    return np.einsum("tk,tkd->td", weights, outs)
-
-
-def opened(shared: np.ndarray | None, gate: np.ndarray | None):
-    return 0 if shared is None else shared if gate is None else gate * shared
-
-
-def shared_left_out(outs, weights, shared, gate):
-    return weighted(outs, weights)
-
-
-def shared_alone(outs, weights, shared, gate):
-    return weighted(outs, weights) if shared is None else shared if gate is None else gate * shared
-
-
-def gate_left_out(outs, weights, shared, gate):
-    return weighted(outs, weights) + (0 if shared is None else shared)
-
-
-def shared_in_the_loop(outs, weights, shared, gate):
-    return weighted(outs, weights) + 2 * opened(shared, gate)
-
-
-def gate_the_other_way(outs, weights, shared, gate):
-    return weighted(outs, weights) + opened(shared, None if gate is None else 1 - gate)
-
-
-def gate_on_the_sum(outs, weights, shared, gate):
-    y = weighted(outs, weights) + (0 if shared is None else shared)
-    return y if gate is None else gate * y
-
-
-def weights_left_out(outs, weights, shared, gate):
-    return outs.sum(axis=1) + opened(shared, gate)
-
-
-def mean_of_experts(outs, weights, shared, gate):
-    return (weights[:, :, None] * outs).mean(axis=1) + opened(shared, gate)
-
-
-def weights_backwards(outs, weights, shared, gate):
-    return weighted(outs, weights[:, ::-1]) + opened(shared, gate)
-
-
-def weighted_twice(outs, weights, shared, gate):
-    return weighted(outs, weights * weights) + opened(shared, gate)
-
-
-def one_add_too_few(outs, weights, shared, gate):
-    return weighted(outs[:, :-1], weights[:, :-1]) + opened(shared, gate)
-
-
 WRONG = {
-    "top_k": {
-        "topk-one-too-far": rank_two_and_on,
-        "topk-smallest": ascending,
-        "topk-ids-from-one": ids_from_one,
-    },
     "topk_weights": {
         "topk-weights-not-normalised": never_normalised,
-        "topk-weights-normalised": always_normalised,
-        "topk-weights-softmax-twice": softmax_of_probabilities,
-        "topk-weights-sorted-by-id": in_order_of_ids,
-        "topk-weights-of-the-first-experts": first_columns,
-        "topk-weights-equal": all_alike,
     },
     "expert_outputs": {
         "experts-by-rank": place_for_id,
@@ -161,19 +63,6 @@ WRONG = {
         "experts-up-missing": up_forgotten,
         "experts-sigmoid-only": sigmoid_for_silu,
         "experts-fused-rows-alternate": rows_take_turns,
-    },
-    "mixed": {
-        "moe-shared-forgotten": shared_left_out,
-        "moe-shared-alone": shared_alone,
-        "moe-shared-ungated": gate_left_out,
-        "moe-shared-twice": shared_in_the_loop,
-        "moe-shared-gate-the-other-way": gate_the_other_way,
-        "moe-gate-on-all": gate_on_the_sum,
-        "moe-unweighted": weights_left_out,
-        "moe-averaged": mean_of_experts,
-        "moe-weights-reversed": weights_backwards,
-        "moe-weights-twice": weighted_twice,
-        "moe-last-expert-lost": one_add_too_few,
     },
 }
 _ROUTER = "the logits and the softmax of the router are a product and a softmax of lessons 02 and 04"

@@ -21,24 +21,6 @@ def normed_twice(x: Array, final_norm: Array, lm_head: Array | None, embed_token
     return right(normed(x, final_norm, eps), final_norm, lm_head, embed_tokens, eps)
 
 
-def always_tied(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    return normed(x, final_norm, eps) @ embed_tokens.T
-
-
-def counted_from_one(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    z = right(x, final_norm, lm_head, embed_tokens, eps)
-    return np.concatenate([z[:, 1:], z[:, :1]], axis=1)
-
-
-def capped_as_in_gemma(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    return np.tanh(right(x, final_norm, lm_head, embed_tokens, eps) / 30) * 30
-
-
-def log_softmax(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    z = right(x, final_norm, lm_head, embed_tokens, eps)
-    return z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
-
-
 def read_as_inputs_by_outputs(
     x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float
 ) -> Array:
@@ -56,10 +38,6 @@ WRONG = {
         "weight-never-loaded": never_filled,
         "logits-final-norm-skipped": norm_left_out,
         "logits-final-norm-twice": normed_twice,
-        "logits-tied-wrongly": always_tied,
-        "logits-rows-shifted": counted_from_one,
-        "logits-soft-capped": capped_as_in_gemma,
-        "logits-are-log-probabilities": log_softmax,
     }
 }
 UNTYPED: dict[str, str] = {}

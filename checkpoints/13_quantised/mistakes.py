@@ -1,70 +1,12 @@
 """Wrong decoders, by the name of the known mistake. Each must fail under its name."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 
-Codes = Callable[[np.ndarray], np.ndarray]
-
 
 def scales(blocks: np.ndarray) -> np.ndarray:
     return blocks[:, :2].copy().view("<f2").astype(np.float32)
-
-
-def signed(packed: np.ndarray) -> np.ndarray:
-    return packed.copy().view(np.int8).astype(np.float32)
-
-
-def unsigned(packed: np.ndarray) -> np.ndarray:
-    return packed.astype(np.float32)
-
-
-def wrapped(packed: np.ndarray) -> np.ndarray:
-    return (np.hstack([packed & 15, packed >> 4]) - np.uint8(8)).astype(np.float32)
-
-
-def four_bits_signed(packed: np.ndarray) -> np.ndarray:
-    codes = np.hstack([packed & 15, packed >> 4]).astype(np.float32)
-    return np.where(codes < 8, codes, codes - 16)
-
-
-def halves(packed: np.ndarray) -> np.ndarray:
-    return np.hstack([packed % 16, packed // 16]).astype(np.float32) - 8
-
-
-def of_previous(codes: Codes) -> Callable[[np.ndarray], np.ndarray]:
-    def wrong(blocks: np.ndarray) -> np.ndarray:
-        d = scales(blocks)
-        return codes(blocks[:, 2:]) * np.array([d[i - 1] for i in range(len(d))])
-
-    return wrong
-
-
-def of_pairs(codes: Codes) -> Callable[[np.ndarray], np.ndarray]:
-    def wrong(blocks: np.ndarray) -> np.ndarray:
-        d = scales(blocks)
-        return codes(blocks[:, 2:]) * np.array([d[i // 2 * 2] for i in range(len(d))])
-
-    return wrong
-
-
-def from_start(codes: Codes) -> Callable[[np.ndarray], np.ndarray]:
-    def wrong(blocks: np.ndarray) -> np.ndarray:
-        return codes(blocks[:, :-2]) * scales(blocks)
-
-    return wrong
-
-
-def padded(codes: Codes) -> Callable[[np.ndarray], np.ndarray]:
-    def wrong(blocks: np.ndarray) -> np.ndarray:
-        n, size = blocks.shape
-        places = np.arange(n * (size + 2)).reshape(n, size + 2)[:, :size]
-        read = np.take(blocks.ravel(), places, mode="wrap")
-        return codes(read[:, 2:]) * scales(read)
-
-    return wrong
 
 
 def neighbours(packed: np.ndarray) -> np.ndarray:
@@ -73,28 +15,9 @@ def neighbours(packed: np.ndarray) -> np.ndarray:
     return codes - 8
 
 
-def high_first(packed: np.ndarray) -> np.ndarray:
-    return np.hstack([packed // 16, packed % 16]).astype(np.float32) - 8
-
-
 WRONG = {
-    "q8_0": {
-        "block-scale-of-neighbour": of_previous(signed),
-        "block-twice-as-long": of_pairs(signed),
-        "block-codes-over-scale": from_start(signed),
-        "block-stride-padded": padded(signed),
-        "block-codes-unsigned": lambda blocks: unsigned(blocks[:, 2:]) * scales(blocks),
-    },
     "q4_0": {
         "block-nibbles-alternate": lambda blocks: neighbours(blocks[:, 2:]) * scales(blocks),
-        "block-nibbles-swapped": lambda blocks: high_first(blocks[:, 2:]) * scales(blocks),
-        "block-zero-point-forgotten": lambda blocks: (halves(blocks[:, 2:]) + 8) * scales(blocks),
-        "block-codes-wrap": lambda blocks: wrapped(blocks[:, 2:]) * scales(blocks),
-        "block-nibbles-signed": lambda blocks: four_bits_signed(blocks[:, 2:]) * scales(blocks),
-        "block-scale-of-neighbour": of_previous(halves),
-        "block-twice-as-long": of_pairs(halves),
-        "block-codes-over-scale": from_start(halves),
-        "block-stride-padded": padded(halves),
     },
 }
 _NO_MINIMUM = "Q8_0 and Q4_0 have no minimum"

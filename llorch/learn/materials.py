@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from runpy import run_path
 
+from llorch.diagnosis.mistakes import MISTAKES
 from llorch.learn.exercise import Call
 from llorch.learn.lessons import Lesson
+from llorch.learn.typed import typed
 
 
 def stub_of(lesson: Lesson) -> str:
@@ -23,5 +25,12 @@ def hints_of(lesson: Lesson) -> Mapping[str, Sequence[str]]:
 
 @cache
 def typed_mistakes(lesson: Lesson) -> Mapping[str, Mapping[str, Call]]:
-    """Part to the names of known mistakes to the functions that people write then."""
-    return run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
+    """Map the lesson's parts to the names of known mistakes, and these to functions that people write then.
+
+    Most are made from the library (`typed`). The lesson's `mistakes.py` holds the ones that its page shows, and those
+    that cannot be made.
+    """
+    by_hand = run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
+    wrong = {part.name: {**typed(part), **by_hand.get(part.name, {})} for part in lesson.parts}
+    in_order = {part: {name: found[name] for name in MISTAKES if name in found} for part, found in wrong.items()}
+    return {part: found for part, found in in_order.items() if found}

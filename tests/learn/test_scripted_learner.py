@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import invoke
-from scripted_learner import ALIKE, TAUGHT, named, pasted, possible, typed, untyped, written
+from scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possible, typed, untyped, written
 
 from llorch.learn.check import check
 from llorch.learn.implementation import Implementation
@@ -76,7 +76,7 @@ def test_the_command_takes_a_learner_from_the_stub_to_the_solution(number: str, 
     file.write_text(pasted(lesson), encoding="utf-8")
     assert (found := invoke(*check_it)).exit_code == 0, found.stdout
     assert "PASS" in found.stdout
-    name, function = next(iter(typed_mistakes(lesson)[part].items()))
+    name, function = next(iter(by_hand(lesson)[part].items()))
     shutil.copy(lesson.folder / "mistakes.py", folder / f"typed_{number}.py")  # a learner may have files beside
     typed_in = f"\nfrom typed_{number} import {function.__name__} as {part}\n"
     file.write_text(pasted(lesson) + typed_in, encoding="utf-8")

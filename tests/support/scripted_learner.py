@@ -57,6 +57,11 @@ def typed() -> Iterator[tuple[Lesson, str, str]]:
         yield from ((lesson, part, name) for part, wrong in typed_mistakes(lesson).items() for name in wrong)
 
 
+def by_hand(lesson: Lesson) -> dict[str, dict[str, Any]]:
+    """Mistakes that the lesson's own file types, by part and name."""
+    return run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
+
+
 def untyped(lesson: Lesson) -> dict[str, str]:
     """Mistakes of a lesson that cannot be typed in it, and why."""
     return run_path(str(lesson.folder / "mistakes.py")).get("UNTYPED", {})

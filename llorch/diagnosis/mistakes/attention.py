@@ -8,14 +8,15 @@ import math
 import numpy as np
 
 from llorch.architecture import Layer
+from llorch.diagnosis.mistakes.in_stage import QUERY_AND_KEY
 from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.planting import instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.positions import seen_from
 from llorch.ops.attention import attention_probs
-from llorch.stages import BY_NAME
 
 SCORES = ("attn_scores", "attn_probs")
-QUERY_AND_KEY = BY_NAME["attn_scores"].inputs
+OF_SCORES, SOFTMAX, CONTEXT = "attention_scores", "attention_probs", "attention_context"
 
 
 def _tiled(heads: np.ndarray, n: int) -> np.ndarray:
@@ -27,12 +28,22 @@ def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
 
 
 def _products(s: StageInputs) -> np.ndarray:
+    return products(s.heads(QUERY_AND_KEY[0]), s["k_cache"])
+
+
+def products(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Multiply queries by keys, neither scaled nor masked: (heads, seq, ctx)."""
-    return _queries(s) @ _repeated(s["k_cache"], s.config.group_size).swapaxes(1, 2)
+    return q.swapaxes(0, 1) @ _repeated(k, q.shape[1] // len(k)).swapaxes(1, 2)
 
 
-def _queries(s: StageInputs) -> np.ndarray:
-    return s.heads(QUERY_AND_KEY[0]).swapaxes(0, 1)  # (heads, seq, head_dim)
+def causal(scores: np.ndarray, *, shift: int = 0) -> np.ndarray:
+    """Hide the keys after each query; the mask starts `shift` diagonals late."""
+    seq, ctx = scores.shape[1:]
+    return np.where(np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift), -np.inf, scores)
+
+
+def _by_root(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+    return x * q.dtype.type(q.shape[-1] ** -0.5)
 
 
 def _scale(s: StageInputs) -> float:
@@ -79,10 +90,9 @@ def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
     return with_mask(s, stage, hidden)
 
 
-def groups_tiled(s: StageInputs, stage: str) -> np.ndarray:
+def groups_tiled(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Use key head h % n_kv_heads for query head h."""
-    products = _queries(s) @ _tiled(s["k_cache"], s.config.group_size).swapaxes(1, 2)
-    return _shown(np.where(_hidden(s), -np.inf, products * s.dtype(_scale(s))), stage)
+    return causal(_by_root(q.swapaxes(0, 1) @ _tiled(k, q.shape[1] // len(k)).swapaxes(1, 2), q))
 
 
 def _in_half(x: np.ndarray) -> np.ndarray:
@@ -90,63 +100,66 @@ def _in_half(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float16).astype(x.dtype)
 
 
-def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
+def scores_in_half(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Round products to float16, then scale them."""
-    return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s)) * s.dtype(_scale(s))), stage)
+    return causal(_by_root(_in_half(products(q, k)), q))
 
 
-def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
+def scaled_scores_in_half(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Scale products, then round them to float16."""
-    return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
+    return causal(_in_half(_by_root(products(q, k), q)))
 
 
-def softmax_over_heads(s: StageInputs, stage: str) -> np.ndarray:
+def softmax_over_heads(scores: np.ndarray) -> np.ndarray:
     """Normalise over heads; a hidden score becomes NaN, because no head has a finite one."""
     with np.errstate(invalid="ignore"):  # -inf less -inf, which is the point
-        weights = np.exp(s["attn_scores"] - s["attn_scores"].max(axis=0, keepdims=True))
+        weights = np.exp(scores - scores.max(axis=0, keepdims=True))
     return weights / weights.sum(axis=0, keepdims=True)
 
 
-def softmax_over_all(s: StageInputs, stage: str) -> np.ndarray:
+def softmax_over_all(scores: np.ndarray) -> np.ndarray:
     """Normalise over all numbers together."""
-    weights = np.exp(s["attn_scores"] - s["attn_scores"].max())
+    weights = np.exp(scores - scores.max())
     return weights / weights.sum()
 
 
-def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
+def softmax_not_divided(scores: np.ndarray) -> np.ndarray:
     """Return the exponentials without the division by their sum."""
-    scores = s["attn_scores"]
     return np.exp(scores - scores.max(axis=-1, keepdims=True))
 
 
-def _mixed(s: StageInputs, v: np.ndarray) -> np.ndarray:
-    return s["attn_probs"] @ v  # (heads, seq, head_dim)
+def _mixed(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return probs @ _repeated(v, len(probs) // len(v))  # (heads, seq, head_dim)
 
 
 def _joined(mixed: np.ndarray) -> np.ndarray:
     return mixed.swapaxes(0, 1).reshape(mixed.shape[1], -1)
 
 
-def heads_joined_without_transpose(s: StageInputs, stage: str) -> np.ndarray:
+def values_tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Mix value head h % n_kv_heads for query head h."""
+    return _joined(probs @ _tiled(v, len(probs) // len(v)))
+
+
+def heads_joined_without_transpose(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Reshape (heads, seq, head_dim) without a transpose."""
-    mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
-    return mixed.reshape(mixed.shape[1], -1)
+    return _mixed(probs, v).reshape(probs.shape[1], -1)
 
 
-def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
+def heads_interleaved(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Join heads in the order (seq, head_dim, heads)."""
-    mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
-    return mixed.transpose(1, 2, 0).reshape(mixed.shape[1], -1)
+    return _mixed(probs, v).transpose(1, 2, 0).reshape(probs.shape[1], -1)
 
 
 ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="scores-not-scaled", stages=SCORES, wrong=lambda s, stage: _with_scale(s, stage, 1.0), reads=QUERY_AND_KEY,
+        name="scores-not-scaled", stages=SCORES, part=OF_SCORES, reads=QUERY_AND_KEY,
+        wrong=instead(lambda q, k: causal(products(q, k))),
         diagnosis="The products were not scaled; divide by sqrt(head_dim).",
     ),
     Mistake(
-        name="scores-divided-by-head-dim", stages=SCORES, reads=QUERY_AND_KEY,
-        wrong=lambda s, stage: _with_scale(s, stage, 1 / s.config.head_dim),
+        name="scores-divided-by-head-dim", stages=SCORES, part=OF_SCORES, reads=QUERY_AND_KEY,
+        wrong=instead(lambda q, k: causal(products(q, k) * q.dtype.type(1 / q.shape[-1]))),
         diagnosis="The products were divided by head_dim, or by its root twice; divide by sqrt(head_dim) once.",
     ),
     Mistake(
@@ -166,13 +179,13 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Every token saw all other tokens; hide the keys after the query.",
     ),
     Mistake(
-        name="mask-shows-next", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=1)),
-        reads=QUERY_AND_KEY,
+        name="mask-shows-next", stages=SCORES, part=OF_SCORES,
+        wrong=instead(lambda q, k: causal(_by_root(products(q, k), q), shift=1)), reads=QUERY_AND_KEY,
         diagnosis="Every token saw the next one: the mask starts one diagonal too late.",
     ),
     Mistake(
-        name="mask-hides-itself", stages=("attn_scores",),
-        wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=-1)),
+        name="mask-hides-itself", stages=("attn_scores",), part=OF_SCORES,
+        wrong=instead(lambda q, k: causal(_by_root(products(q, k), q), shift=-1)),
         diagnosis="No token saw itself: the mask starts one diagonal too early.",
     ),
     Mistake(
@@ -194,15 +207,18 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
     ),
     Mistake(
-        name="groups-tiled-for-keys", stages=SCORES, wrong=groups_tiled, reads=QUERY_AND_KEY,
+        name="groups-tiled-for-keys", stages=SCORES, part=OF_SCORES, wrong=instead(groups_tiled),
+        reads=QUERY_AND_KEY,
         diagnosis="Query head h read key head h % n_kv_heads (tile); it reads h // group_size (repeat).",
     ),
     Mistake(
-        name="scores-in-half", stages=SCORES, wrong=scores_in_half, reads=QUERY_AND_KEY, rounds=True,
+        name="scores-in-half", stages=SCORES, part=OF_SCORES, wrong=instead(scores_in_half),
+        reads=QUERY_AND_KEY, rounds=True,
         diagnosis="Scores were kept in float16, which overflows on Qwen; multiply queries and keys in float32.",
     ),
     Mistake(
-        name="scaled-scores-in-half", stages=SCORES, wrong=scaled_scores_in_half, reads=QUERY_AND_KEY, rounds=True,
+        name="scaled-scores-in-half", stages=SCORES, part=OF_SCORES, wrong=instead(scaled_scores_in_half),
+        reads=QUERY_AND_KEY, rounds=True,
         applies_to=lambda config: math.log2(config.head_dim) % 2 != 0,  # else scaling changes no digit
         diagnosis="Scaled scores were kept in float16, which rounds them at 5e-4; keep them in float32.",
     ),
@@ -212,44 +228,44 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The mask was applied after the softmax, so rows sum to less than one; mask the scores.",
     ),
     Mistake(
-        name="softmax-over-queries", stages=("attn_probs",),
-        wrong=lambda s, _: attention_probs(s["attn_scores"].swapaxes(1, 2)).swapaxes(1, 2),
+        name="softmax-over-queries", stages=("attn_probs",), part=SOFTMAX,
+        wrong=lambda right: lambda scores: right(scores.swapaxes(1, 2)).swapaxes(1, 2),
         diagnosis="The softmax ran over the queries; for each query the probabilities of the keys sum to one.",
     ),
     Mistake(
-        name="softmax-over-heads", stages=("attn_probs",), wrong=softmax_over_heads,
+        name="softmax-over-heads", stages=("attn_probs",), part=SOFTMAX, wrong=instead(softmax_over_heads),
         diagnosis="The softmax ran over the heads (axis 0); for each query the probabilities of the keys sum to one.",
     ),
     Mistake(
-        name="softmax-over-all", stages=("attn_probs",), wrong=softmax_over_all,
+        name="softmax-over-all", stages=("attn_probs",), part=SOFTMAX, wrong=instead(softmax_over_all),
         diagnosis="One sum was taken over all heads and queries; for each query the probabilities of the keys sum to "
         "one.",
     ),
     Mistake(
-        name="softmax-base-two", stages=("attn_probs",),
-        wrong=lambda s, _: attention_probs(s["attn_scores"] * s.dtype(np.log(2))),
+        name="softmax-base-two", stages=("attn_probs",), part=SOFTMAX,
+        wrong=lambda right: lambda scores: right(scores * scores.dtype.type(np.log(2))),
         diagnosis="exp2 was used without scaling the scores by log2(e); the softmax is exp(x) / sum(exp(x)).",
     ),
     Mistake(
-        name="softmax-not-divided", stages=("attn_probs",), wrong=softmax_not_divided,
+        name="softmax-not-divided", stages=("attn_probs",), part=SOFTMAX, wrong=instead(softmax_not_divided),
         diagnosis="The exponentials were not divided by their sum; rows sum to one.",
     ),
     Mistake(
-        name="groups-tiled-for-values", stages=("attn_context",),
-        wrong=lambda s, _: _joined(_mixed(s, _tiled(s["v_cache"], s.config.group_size))),
+        name="groups-tiled-for-values", stages=("attn_context",), part=CONTEXT, wrong=instead(values_tiled),
         diagnosis="Query head h mixed value head h % n_kv_heads (tile); it mixes h // group_size (repeat).",
     ),
     Mistake(
-        name="heads-joined-without-transpose", stages=("attn_context",), wrong=heads_joined_without_transpose,
+        name="heads-joined-without-transpose", stages=("attn_context",), part=CONTEXT,
+        wrong=instead(heads_joined_without_transpose),
         diagnosis="(heads, seq, head_dim) was reshaped untransposed; bring seq to the front, then join the heads.",
     ),
     Mistake(
-        name="heads-joined-interleaved", stages=("attn_context",), wrong=heads_interleaved,
+        name="heads-joined-interleaved", stages=("attn_context",), part=CONTEXT, wrong=instead(heads_interleaved),
         diagnosis="Heads were joined as (head_dim, heads); one head comes after the other.",
     ),
     Mistake(
         name="context-mixes-keys", stages=("attn_context",), reads=("k_cache",),
-        wrong=lambda s, _: _joined(_mixed(s, _repeated(s["k_cache"], s.config.group_size))),
+        wrong=lambda s, _: _joined(_mixed(s["attn_probs"], s["k_cache"])),
         diagnosis="The probabilities mixed the keys; they must mix the values.",
     ),
 )  # fmt: skip

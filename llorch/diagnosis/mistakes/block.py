@@ -1,5 +1,8 @@
 """Mistakes of checkpoints 05, 07 and 08: the two residual sums, the last norm, the output matrix."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
@@ -7,6 +10,7 @@ from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.linear import linear
 from llorch.stages import output_matrix
 
+PART = "logits"
 MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # what attention or a delta net, and the feed-forward part made
 
 
@@ -14,11 +18,15 @@ def _logits(s: StageInputs, x: np.ndarray) -> np.ndarray:
     return linear(x, s.weights[output_matrix(s.config)])
 
 
-def log_probabilities(s: StageInputs, stage: str) -> np.ndarray:
+def log_probabilities(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Return the log softmax of the logits."""
-    logits = _logits(s, s["final_norm"]).astype(np.float64)
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+    def wrong(**given: Any) -> np.ndarray:
+        logits = right(**given).astype(np.float64)
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+    return wrong
 
 
 BLOCK: tuple[Mistake[StageInputs], ...] = (
@@ -75,21 +83,21 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="logits-tied-wrongly", stages=("logits",), applies_to=lambda config: not config.tie_word_embeddings,
-        wrong=lambda s, _: linear(s["final_norm"], s.weights["embed_tokens"]),
+        part=PART, wrong=lambda right: lambda **given: right(**given | {"lm_head": None}),
         diagnosis="The embedding table was used as output matrix; this model is untied and has an lm_head.",
     ),
     Mistake(
-        name="logits-rows-shifted", stages=("logits",),
-        wrong=lambda s, _: np.roll(_logits(s, s["final_norm"]), -1, axis=-1),
+        name="logits-rows-shifted", stages=("logits",), part=PART,
+        wrong=lambda right: lambda **given: np.roll(right(**given), -1, axis=-1),
         diagnosis="Logit t was made from row t + 1 of the output matrix; row t belongs to token t.",
     ),
     Mistake(
-        name="logits-soft-capped", stages=("logits",),
-        wrong=lambda s, _: 30 * np.tanh(_logits(s, s["final_norm"]) / 30),
+        name="logits-soft-capped", stages=("logits",), part=PART,
+        wrong=lambda right: lambda **given: 30 * np.tanh(right(**given) / 30),
         diagnosis="Logits went through 30 * tanh(x / 30), as in Gemma; Llama and Qwen have no cap.",
     ),
     Mistake(
-        name="logits-are-log-probabilities", stages=("logits",), wrong=log_probabilities,
+        name="logits-are-log-probabilities", stages=("logits",), part=PART, wrong=log_probabilities,
         diagnosis="These are log probabilities: a log softmax was applied; compare logits with logits.",
     ),
 )  # fmt: skip

@@ -4,31 +4,31 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
+from llorch.diagnosis.mistakes.in_stage import KEY, rows_of_cache
+from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.stages import BY_NAME, rope_input
+from llorch.stages import rope_input
 
-CACHES = ("k_cache", "v_cache")
-(KEY,) = BY_NAME["k_cache"].inputs
-
-
-def _past_and_new(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return cached and new rows, (kv_heads, tokens, head_dim) each."""
-    past, new = ("past_k", KEY) if stage == "k_cache" else ("past_v", "v_proj")
-    return s[past], s.heads(new).swapaxes(0, 1)
+CACHES, PART = ("k_cache", "v_cache"), "append"
 
 
-def _laid(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> Wrong:
+def _laid(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> Replacement:
     """Concatenate parts made of the cached and the new rows."""
-    return lambda s, stage: np.concatenate(parts(*_past_and_new(s, stage)), axis=1)
+    return instead(lambda past, new: np.concatenate(parts(past, new), axis=1))
 
 
-def past_overwritten(s: StageInputs, stage: str) -> np.ndarray:
+def past_overwritten(past: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Write new rows into the cache from slot 0 on."""
-    past, new = _past_and_new(s, stage)
     cache = np.concatenate([past, np.zeros_like(new)], axis=1)
     cache[:, : new.shape[1]] = new
     return cache
+
+
+def warm_up_left(s: StageInputs, stage: str) -> np.ndarray:
+    """Leave two tokens of another run in front of the cached ones."""
+    past, new = rows_of_cache(s, stage)
+    return np.concatenate([new[:, :2], past, new], axis=1)
 
 
 def _read_by_token(new: np.ndarray) -> np.ndarray:
@@ -38,29 +38,32 @@ def _read_by_token(new: np.ndarray) -> np.ndarray:
 
 CACHE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="cache-past-forgotten", stages=CACHES, wrong=lambda s, stage: _past_and_new(s, stage)[1],
+        name="cache-past-forgotten", stages=CACHES, wrong=lambda s, stage: rows_of_cache(s, stage)[1],
         after_cached=True,
         diagnosis="The cache has only the new tokens; append their keys and values to the cached ones.",
     ),
     Mistake(
-        name="cache-past-overwritten", stages=CACHES, wrong=past_overwritten, after_cached=True,
+        name="cache-past-overwritten", stages=CACHES, part=PART, wrong=instead(past_overwritten),
+        after_cached=True,
         diagnosis="New tokens were written from slot 0 on, over the old ones; they go after the cached tokens.",
     ),
     Mistake(
-        name="cache-one-slot-early", stages=CACHES, after_cached=True,
-        wrong=_laid(lambda past, new: (past[:, :-1], new, np.zeros_like(new[:, :1]))),
+        name="cache-one-slot-early", stages=CACHES, after_cached=True, part=PART,
+        wrong=_laid(lambda past, new: (past[:, :-1], new, np.zeros_like(past[:, :1]))),
         diagnosis="New tokens were written one slot too early, over the last cached one; slot n is token n.",
     ),
     Mistake(
-        name="cache-newest-first", stages=CACHES, wrong=_laid(lambda past, new: (new, past)), after_cached=True,
+        name="cache-newest-first", stages=CACHES, part=PART, wrong=_laid(lambda past, new: (new, past)),
+        after_cached=True,
         diagnosis="New tokens were put in front of the cached ones; the cache is in the order of positions.",
     ),
     Mistake(
-        name="cache-never-written", stages=CACHES, wrong=_laid(lambda past, new: (past, np.zeros_like(new))),
+        name="cache-never-written", stages=CACHES, part=PART,
+        wrong=_laid(lambda past, new: (past, np.zeros_like(new))),
         diagnosis="The slots of the new tokens are zero: attention read the cache before it was written.",
     ),
     Mistake(
-        name="cache-warm-up-left", stages=CACHES, wrong=_laid(lambda past, new: (new[:, :2], past, new)),
+        name="cache-warm-up-left", stages=CACHES, wrong=warm_up_left,
         diagnosis="The cache starts with tokens of an earlier run; empty it for every new sequence.",
     ),
     Mistake(
@@ -70,21 +73,22 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="cache-heads-repeated", stages=CACHES,
-        wrong=lambda s, stage: np.repeat(np.concatenate(_past_and_new(s, stage), axis=1), s.config.group_size, axis=0),
+        wrong=lambda s, stage: np.repeat(np.concatenate(rows_of_cache(s, stage), axis=1), s.config.group_size, axis=0),
         diagnosis="Heads were repeated for the query heads before caching; the cache holds n_kv_heads heads.",
     ),
     Mistake(
         name="cache-keys-and-values-exchanged", stages=CACHES, reads=(KEY, "v_proj"),
-        wrong=lambda s, stage: np.concatenate(_past_and_new(s, "v_cache" if stage == "k_cache" else "k_cache"), axis=1),
+        wrong=lambda s, stage: np.concatenate(rows_of_cache(s, "v_cache" if stage == "k_cache" else "k_cache"), axis=1),
         diagnosis="The caches of keys and values were exchanged.",
     ),
     Mistake(
-        name="cache-heads-and-tokens-mixed", stages=CACHES,
+        name="cache-heads-and-tokens-mixed", stages=CACHES, part=PART,
         wrong=_laid(lambda past, new: (past, new.swapaxes(0, 1).reshape(new.shape))),
         diagnosis="Rows in the order (seq, kv_heads) were copied into a cache of (kv_heads, ctx) without a transpose.",
     ),
     Mistake(
-        name="cache-tokens-and-heads-mixed", stages=CACHES, wrong=_laid(lambda past, new: (past, _read_by_token(new))),
+        name="cache-tokens-and-heads-mixed", stages=CACHES, part=PART,
+        wrong=_laid(lambda past, new: (past, _read_by_token(new))),
         diagnosis="Rows in the order (kv_heads, tokens) were read as (tokens, kv_heads) without a transpose.",
     ),
 )  # fmt: skip

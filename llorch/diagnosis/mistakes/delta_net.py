@@ -1,12 +1,14 @@
 """Mistakes of checkpoint 05b: the short convolution, norms of length 1, the decay, the delta rule, the gated norm."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.in_stage import IN_STAGE, LENGTHS
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
+from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.delta_net import heads
 from llorch.ops.delta_rule import delta_rule, of_value_heads
@@ -17,7 +19,7 @@ from llorch.ops.short_conv import short_conv
 from llorch.ops.sigmoid import sigmoid
 
 RULE = ("delta_state", "delta_out")
-LENGTHS = ("q_l2", "k_l2")
+CONVOLUTION, UNIT, DECAY, THE_RULE = "short_conv", "l2_norm", "log_decay", "delta_rule"
 CHUNK = 64
 
 
@@ -39,6 +41,7 @@ class TokenState(NamedTuple):
         return state + self.k.swapaxes(1, 2) * delta
 
 
+Function = Callable[..., Any]
 Step = Callable[[np.ndarray, TokenState], tuple[np.ndarray, np.ndarray]]  # a state: the next one, and which is read
 
 
@@ -52,73 +55,57 @@ def _several(config: ModelConfig) -> bool:
     return net is not None and 1 < net.n_key_heads < net.n_value_heads
 
 
-def _convolved(s: StageInputs, *, kernel: np.ndarray | None = None, past: np.ndarray | None = None) -> np.ndarray:
-    return short_conv(
-        s["qkv_in"], s.weights["conv"] if kernel is None else kernel, s["past_conv"] if past is None else past
-    )
-
-
-def conv_not_causal(s: StageInputs, stage: str) -> np.ndarray:
+def conv_not_causal(right: Function) -> Function:
     """Shift the window of the convolution one token too late."""
-    rows = np.concatenate([s["past_conv"], s["qkv_in"]])
-    after = np.concatenate([s["qkv_in"][1:], np.zeros_like(s["qkv_in"][:1])])
-    return short_conv(after, s.weights["conv"], rows[1 : len(s["past_conv"]) + 1])
+
+    def wrong(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarray:
+        after = np.concatenate([x[1:], np.zeros_like(x[:1])])
+        return right(after, kernel, np.concatenate([state, x])[1 : len(state) + 1])
+
+    return wrong
 
 
-def conv_without_silu(s: StageInputs, stage: str) -> np.ndarray:
+def conv_without_silu(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarray:
     """Return the sums of the convolution without silu."""
-    rows, kernel = np.concatenate([s["past_conv"], s["qkv_in"]]), s.weights["conv"]
-    return np.sum([rows[j : j + len(s["qkv_in"])] * kernel[:, j] for j in range(kernel.shape[1])], axis=0)
-
-
-def _of_key_heads(s: StageInputs, stage: str) -> np.ndarray:
-    """Return queries or keys before their norm, in float64."""
-    return heads(s["conv_out"], s.config)[LENGTHS.index(stage)].astype(np.float64)
+    rows = np.concatenate([state, x])
+    return np.sum([rows[j : j + len(x)] * kernel[:, j] for j in range(kernel.shape[1])], axis=0)
 
 
 def _length(x: np.ndarray) -> np.ndarray:
     return np.sqrt((x * x).sum(-1, keepdims=True))
 
 
-def _by(divisor: Callable[[np.ndarray], np.ndarray]) -> Wrong:
-    def wrong(s: StageInputs, stage: str) -> np.ndarray:
-        x = _of_key_heads(s, stage)
-        return x / divisor(x)
-
-    return wrong
+def _by(divisor: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+    return instead(lambda x: x / divisor(x))
 
 
 def _softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
 
 
-def _decayed(made: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
-    """Make a mistake from a function of the projection, its bias and -exp(A_log)."""
-    return lambda s, _: made(s["a_in"].astype(np.float64), s.weights["dt_bias"], s.weights["decay"])
-
-
 def _values(s: StageInputs) -> np.ndarray:
     return heads(s["conv_out"], s.config)[2]
 
 
-def _stepped(step: Step) -> Wrong:
+def _stepped(step: Step) -> Replacement:
     """Run the delta rule token by token; `step` updates all value heads at once."""
 
-    def wrong(s: StageInputs, stage: str) -> np.ndarray:
-        given = (s["q_l2"], s["k_l2"], _values(s), s["beta"], s["log_decay"], s["past_delta"])
-        q, k, v, beta, g, state = of_value_heads(*given)
+    def wrong(
+        q: np.ndarray, k: np.ndarray, v: np.ndarray, beta: np.ndarray, g: np.ndarray, state: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        q, k, v, beta, g, state = of_value_heads(q, k, v, beta, g, state)
         read = []
         for t in range(v.shape[1]):
             rates = beta[:, t, None, None], np.exp(g[:, t])[:, None, None]
             token = TokenState(q[:, t, None], k[:, t, None], v[:, t, None], *rates)
             state, looked_at = step(state, token)
             read.append((token.q @ looked_at)[:, 0])
-        return state if stage == "delta_state" else np.stack(read)
+        return np.stack(read), state
 
-    return wrong
+    return instead(wrong)
 
 
-def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Wrong:
+def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Replacement:
     """Run the delta rule token by token; `update` returns the state that is kept and read."""
 
     def step(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
@@ -128,15 +115,9 @@ def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Wrong:
     return _stepped(step)
 
 
-def _given(change: Callable[[StageInputs], dict[str, np.ndarray]]) -> Wrong:
+def _given(change: Callable[..., dict[str, np.ndarray]]) -> Replacement:
     """Run the right rule on changed inputs."""
-
-    def wrong(s: StageInputs, stage: str) -> np.ndarray:
-        right = {name: s[f"{name}_l2"] for name in "qk"} | {"v": _values(s), "state": s["past_delta"]}
-        out, state = delta_rule(**right | {"beta": s["beta"], "g": s["log_decay"]} | change(s))
-        return state if stage == "delta_state" else out
-
-    return wrong
+    return lambda right: lambda **given: right(**given | change(**given))
 
 
 def read_before_write(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
@@ -145,16 +126,20 @@ def read_before_write(state: np.ndarray, token: TokenState) -> tuple[np.ndarray,
     return token.written(decayed, token.corrected(decayed)), decayed
 
 
-def _tiled(s: StageInputs) -> dict[str, np.ndarray]:
+def _tiled(q: np.ndarray, k: np.ndarray, beta: np.ndarray, **others: np.ndarray) -> dict[str, np.ndarray]:
     """Use key head h % k_heads for value head h."""
-    times = s["beta"].shape[1] // s["q_l2"].shape[1]
-    return {name: np.tile(s[f"{name}_l2"], (1, times, 1)) for name in "qk"}
+    times = beta.shape[1] // q.shape[1]
+    return {"q": np.tile(q, (1, times, 1)), "k": np.tile(k, (1, times, 1))}
 
 
-def state_in_bfloat16(state: np.ndarray, token: TokenState) -> np.ndarray:
-    """Round the state to bfloat16 after each token."""
+def _rounded(state: np.ndarray, token: TokenState) -> np.ndarray:
     new = token.written(token.decay * state, token.corrected(token.decay * state))
     return round_activations(new.astype(np.float32), "BF16").astype(state.dtype)
+
+
+def state_in_bfloat16(s: StageInputs, stage: str) -> np.ndarray:
+    """Round the state to bfloat16 after each token."""
+    return IN_STAGE[THE_RULE](_both(_rounded), s, stage)
 
 
 def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
@@ -226,41 +211,43 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The newest token is not in the state of the convolution; it holds the last inputs of the pass.",
     ),
     Mistake(
-        name="conv-state-behind-convolution", stages=("conv_state",), wrong=lambda s, _: _taps_kept(s, _convolved(s)),
+        name="conv-state-behind-convolution", stages=("conv_state",),
+        wrong=lambda s, _: _taps_kept(s, short_conv(s["qkv_in"], s.weights["conv"], s["past_conv"])),
         diagnosis="The outputs of the convolution were stored; its state holds its inputs.",
     ),
     Mistake(
-        name="conv-taps-reversed", stages=("conv_out",),
-        wrong=lambda s, _: _convolved(s, kernel=s.weights["conv"][:, ::-1]),
+        name="conv-taps-reversed", stages=("conv_out",), part=CONVOLUTION,
+        wrong=lambda right: lambda x, kernel, state: right(x, kernel[:, ::-1], state),
         diagnosis="The kernel was reversed; its last number belongs to the newest token.",
     ),
     Mistake(
-        name="conv-not-causal", stages=("conv_out",), wrong=conv_not_causal,
+        name="conv-not-causal", stages=("conv_out",), part=CONVOLUTION, wrong=conv_not_causal,
         diagnosis="The convolution saw the next token: pad only in front, by the length of the kernel minus 1.",
     ),
     Mistake(
-        name="conv-silu-missing", stages=("conv_out",), wrong=conv_without_silu,
+        name="conv-silu-missing", stages=("conv_out",), part=CONVOLUTION, wrong=instead(conv_without_silu),
         diagnosis="SiLU is missing after the sums of the convolution.",
     ),
     Mistake(
-        name="conv-past-forgotten", stages=("conv_out",), after_cached=True,
-        wrong=lambda s, _: _convolved(s, past=np.zeros_like(s["past_conv"])),
+        name="conv-past-forgotten", stages=("conv_out",), after_cached=True, part=CONVOLUTION,
+        wrong=lambda right: lambda x, kernel, state: right(x, kernel, np.zeros_like(state)),
         diagnosis="The convolution began with zeros in this pass; it continues with the previous pass's last inputs.",
     ),
     Mistake(
-        name="l2-norm-missing", stages=LENGTHS, wrong=_of_key_heads,
+        name="l2-norm-missing", stages=LENGTHS, part=UNIT, wrong=instead(lambda x: x),
         diagnosis="Queries and keys of the delta rule were not divided by their length.",
     ),
     Mistake(
-        name="l2-norm-by-mean", stages=LENGTHS, wrong=_by(lambda x: np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)),
+        name="l2-norm-by-mean", stages=LENGTHS, part=UNIT,
+        wrong=_by(lambda x: np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)),
         diagnosis="Heads were divided by the root of the mean of squares (RMSNorm); divide by the root of their sum.",
     ),
     Mistake(
-        name="l2-norm-eps-outside", stages=LENGTHS, wrong=_by(lambda x: _length(x) + 1e-6),
+        name="l2-norm-eps-outside", stages=LENGTHS, part=UNIT, wrong=_by(lambda x: _length(x) + 1e-6),
         diagnosis="eps was added to the length; it is added to the sum of squares, inside the root.",
     ),
     Mistake(
-        name="l2-norm-of-heads-together", stages=LENGTHS,
+        name="l2-norm-of-heads-together", stages=LENGTHS, part=UNIT,
         wrong=_by(lambda x: np.sqrt((x * x).sum((-2, -1), keepdims=True) + 1e-6)),
         diagnosis="All heads of a token were scaled to length 1 together; scale each head separately.",
     ),
@@ -277,77 +264,80 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
         diagnosis="beta was made from a; the projections b and a were exchanged (b comes first in the fused matrix).",
     ),
     Mistake(
-        name="decay-sign-flipped", stages=("log_decay",),
-        wrong=_decayed(lambda a, bias, rate: -rate * _softplus(a + bias)),
+        name="decay-sign-flipped", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: -decay * _softplus(a + dt_bias)),
         diagnosis="The logarithm of the decay is positive, so the state grows; it is -exp(A_log) * softplus(...).",
     ),
     Mistake(
-        name="decay-softplus-missing", stages=("log_decay",), wrong=_decayed(lambda a, bias, rate: rate * (a + bias)),
+        name="decay-softplus-missing", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: decay * (a + dt_bias)),
         diagnosis="a + dt_bias was used as it is; it goes through a softplus first.",
     ),
     Mistake(
-        name="decay-a-log-not-exponentiated", stages=("log_decay",),
-        wrong=_decayed(lambda a, bias, rate: -np.log(-rate) * _softplus(a + bias)),
+        name="decay-a-log-not-exponentiated", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: -np.log(-decay) * _softplus(a + dt_bias)),
         diagnosis="A_log was used as the rate; the rate is exp(A_log) (GGUF files hold -exp(A_log) already).",
     ),
     Mistake(
-        name="decay-exponentiated-twice", stages=("log_decay",),
-        wrong=_decayed(lambda a, bias, rate: -np.exp(-rate) * _softplus(a + bias)),
+        name="decay-exponentiated-twice", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: -np.exp(-decay) * _softplus(a + dt_bias)),
         diagnosis="The rate was exponentiated once more; GGUF files hold -exp(A_log), not A_log.",
     ),
     Mistake(
-        name="decay-bias-missing", stages=("log_decay",), wrong=_decayed(lambda a, bias, rate: rate * _softplus(a)),
+        name="decay-bias-missing", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: decay * _softplus(a)),
         diagnosis="dt_bias was not added to a.",
     ),
     Mistake(
-        name="decay-bias-behind-softplus", stages=("log_decay",),
-        wrong=_decayed(lambda a, bias, rate: rate * (_softplus(a) + bias)),
+        name="decay-bias-behind-softplus", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: decay * (_softplus(a) + dt_bias)),
         diagnosis="dt_bias was added after the softplus; add it to a before.",
     ),
     Mistake(
-        name="decay-given-as-factor", stages=("log_decay",),
-        wrong=_decayed(lambda a, bias, rate: np.exp(rate * _softplus(a + bias))),
+        name="decay-given-as-factor", stages=("log_decay",), part=DECAY,
+        wrong=instead(lambda a, dt_bias, decay: np.exp(decay * _softplus(a + dt_bias))),
         diagnosis="This is the factor of the decay; the stage is its logarithm.",
     ),
     Mistake(
-        name="delta-query-not-scaled", stages=("delta_out",),
-        wrong=_given(lambda s: {"q": s["q_l2"] * s.dtype(s["q_l2"].shape[-1] ** 0.5)}),
+        name="delta-query-not-scaled", stages=("delta_out",), part=THE_RULE,
+        wrong=_given(lambda q, **others: {"q": q * q.dtype.type(q.shape[-1] ** 0.5)}),
         diagnosis="Queries were not divided by sqrt(key_dim).",
     ),
     Mistake(
-        name="delta-decay-missing", stages=RULE, wrong=_given(lambda s: {"g": np.zeros_like(s["log_decay"])}),
+        name="delta-decay-missing", stages=RULE, part=THE_RULE,
+        wrong=_given(lambda g, **others: {"g": np.zeros_like(g)}),
         diagnosis="The state did not decay; it is multiplied by exp(log_decay) before each token.",
     ),
     Mistake(
-        name="delta-decay-after-write", stages=RULE,
+        name="delta-decay-after-write", stages=RULE, part=THE_RULE,
         wrong=_both(lambda state, t: t.decay * t.written(state, t.corrected(state))),
         diagnosis="The state decayed after the token was written; it decays before, so that the newest stays whole.",
     ),
     Mistake(
-        name="delta-correction-before-decay", stages=RULE,
+        name="delta-correction-before-decay", stages=RULE, part=THE_RULE,
         wrong=_both(lambda state, t: t.written(t.decay * state, t.corrected(state))),
         diagnosis="The state was read at the key before it decayed; it decays first.",
     ),
     Mistake(
-        name="delta-correction-missing", stages=RULE,
+        name="delta-correction-missing", stages=RULE, part=THE_RULE,
         wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v)),
         diagnosis="Values were added whole (plain linear attention); subtract the state's value at the key.",
     ),
     Mistake(
-        name="delta-beta-on-value-only", stages=RULE,
+        name="delta-beta-on-value-only", stages=RULE, part=THE_RULE,
         wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v - t.k @ (t.decay * state))),
         diagnosis="beta multiplied the value alone; it multiplies the value minus the state's value at the key.",
     ),
     Mistake(
-        name="delta-read-before-write", stages=("delta_out",), wrong=_stepped(read_before_write),
+        name="delta-read-before-write", stages=("delta_out",), part=THE_RULE, wrong=_stepped(read_before_write),
         diagnosis="Queries read the state before their token was written; write the token first.",
     ),
     Mistake(
-        name="delta-value-heads-tiled", stages=RULE, wrong=_given(_tiled), applies_to=_several,
+        name="delta-value-heads-tiled", stages=RULE, part=THE_RULE, wrong=_given(_tiled), applies_to=_several,
         diagnosis="Value head h read key head h % k_heads; it is h // (v_heads / k_heads).",
     ),
     Mistake(
-        name="delta-state-in-bfloat16", stages=RULE, wrong=_both(state_in_bfloat16), rounds=True,
+        name="delta-state-in-bfloat16", stages=RULE, wrong=state_in_bfloat16, rounds=True,
         diagnosis="The state was rounded to bfloat16 at every token; keep it in float32.",
     ),
     Mistake(
@@ -355,13 +345,13 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The state was emptied every 64 tokens; a chunk continues with the state of the previous chunk.",
     ),
     Mistake(
-        name="delta-past-forgotten", stages=RULE, after_cached=True,
-        wrong=_given(lambda s: {"state": np.zeros_like(s["past_delta"])}),
+        name="delta-past-forgotten", stages=RULE, after_cached=True, part=THE_RULE,
+        wrong=_given(lambda state, **others: {"state": np.zeros_like(state)}),
         diagnosis="The state was empty at the start of this pass; it continues with the state of the previous pass.",
     ),
     Mistake(
         name="delta-state-transposed", stages=("delta_state",),
-        wrong=lambda s, stage: _given(lambda s: {})(s, stage).swapaxes(1, 2),
+        wrong=lambda s, stage: IN_STAGE[THE_RULE](lambda right: right, s, stage).swapaxes(1, 2),
         diagnosis="The state lies as (value_dim, key_dim), as in ggml; here it is (key_dim, value_dim).",
     ),
     Mistake(

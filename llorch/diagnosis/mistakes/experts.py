@@ -6,15 +6,18 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.linear import linear
 from llorch.ops.rounding import round_activations
-from llorch.ops.routing import linear_by_expert, mixed, router_probs, topk_weights
+from llorch.ops.routing import linear_by_expert, router_probs
 from llorch.ops.sigmoid import sigmoid
 from llorch.stages import BY_NAME
 
 EXPERT_WIDE, SHARED_WIDE = ("expert_gate", "expert_up"), ("shared_ffn_gate", "shared_ffn_up")
 BY_EXPERT = (*EXPERT_WIDE, "expert_out")
+CHOICE, WEIGHTS, SUMS = "top_k", "topk_weights", "mixed"
+Function = Callable[..., np.ndarray]
 PROJECTIONS = {name: BY_NAME[name].matrix for name in (*BY_EXPERT, *SHARED_WIDE)}
 ACTS = {name: BY_NAME[name].inputs for name in ("expert_act", "shared_ffn_act")}
 
@@ -45,13 +48,8 @@ def _gates(config: ModelConfig) -> bool:
     return config.experts is not None and config.experts.shared_gate
 
 
-def _chosen(s: StageInputs) -> np.ndarray:
-    return np.take_along_axis(s["router_probs"], s["topk_ids"], axis=-1)
-
-
-def _k(s: StageInputs) -> int:
-    assert s.config.experts is not None
-    return s.config.experts.n_experts_per_token
+def _chosen(probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(probs, ids, axis=-1)
 
 
 def _n(s: StageInputs) -> int:
@@ -59,13 +57,27 @@ def _n(s: StageInputs) -> int:
     return s.config.experts.n_experts
 
 
-def _right_weights(s: StageInputs) -> np.ndarray:
-    return topk_weights(s["router_probs"], s["topk_ids"], normalised=_normalises(s.config))
+def sorted_by_id(right: Function) -> Function:
+    """Put the weights, but not the ids, into the order of the ids."""
+
+    def wrong(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
+        return np.take_along_axis(right(probs, ids, normalised=normalised), np.argsort(ids, axis=-1), axis=-1)
+
+    return wrong
 
 
-def _ranked(s: StageInputs) -> np.ndarray:
+def shared_alone(right: Function) -> Function:
+    """Leave out the chosen experts where there is a shared one."""
+
+    def wrong(outs: np.ndarray, weights: np.ndarray, shared: np.ndarray | None, gate: np.ndarray | None) -> np.ndarray:
+        return right(outs, weights if shared is None else np.zeros_like(weights), shared, gate)
+
+    return wrong
+
+
+def _ranked(scores: np.ndarray) -> np.ndarray:
     """Rank all experts, the most probable first."""
-    return np.argsort(-s["router_probs"], axis=-1, kind="stable")
+    return np.argsort(-scores, axis=-1, kind="stable")
 
 
 def _by_expert(s: StageInputs, stage: str, *, x: np.ndarray | None = None, ids: np.ndarray | None = None) -> np.ndarray:
@@ -87,24 +99,40 @@ def _gate_of_shared(s: StageInputs) -> np.ndarray:
     return sigmoid(linear(s["ffn_norm"], s.weights["shared_gate"]))
 
 
-def _sum(s: StageInputs, weights: np.ndarray | None = None, *, gate: Callable | None = None) -> np.ndarray:
-    """Compute the output of a mixture with other weights, or with another shared gate made from the right one."""
-    shared = s["shared_out"] if _shares(s.config) else None
-    right = s["shared_gate"] if _gates(s.config) else None
-    return mixed(
-        s["expert_out"], s["topk_weights"] if weights is None else weights, shared, gate(right) if gate else right
-    )
+def _weighted(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+    """Sum the experts with other weights, made from the right ones."""
+    return lambda right: lambda outs, weights, shared, gate: right(outs, change(weights), shared, gate)
 
 
-def _lost(s: StageInputs, stage: str) -> np.ndarray:
+def _opened(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+    """Open the gate of the shared expert differently."""
+
+    def replacement(right: Function) -> Function:
+        def wrong(
+            outs: np.ndarray, weights: np.ndarray, shared: np.ndarray | None, gate: np.ndarray | None
+        ) -> np.ndarray:
+            return right(outs, weights, shared, None if gate is None else change(gate))
+
+        return wrong
+
+    return replacement
+
+
+def _lost(weights: np.ndarray) -> np.ndarray:
     """Drop the least likely of the chosen experts."""
-    weights = s["topk_weights"].copy()
+    weights = weights.copy()
     weights[:, -1] = 0
-    return _sum(s, weights)
+    return weights
 
 
-def _routed(s: StageInputs) -> np.ndarray:
-    return mixed(s["expert_out"], s["topk_weights"])
+def gate_on_all(right: Function) -> Function:
+    """Multiply the chosen experts by the gate of the shared one too."""
+
+    def wrong(outs: np.ndarray, weights: np.ndarray, shared: np.ndarray | None, gate: np.ndarray | None) -> np.ndarray:
+        total = right(outs, weights, None, None) + (0 if shared is None else shared)
+        return total if gate is None else total * gate
+
+    return wrong
 
 
 ROUTING: tuple[Mistake[StageInputs], ...] = (
@@ -133,48 +161,49 @@ ROUTING: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The probabilities of the router were rounded to bfloat16; its softmax is float32 in every dtype.",
     ),
     Mistake(
-        name="topk-one-too-far", stages=("topk_ids",), applies_to=_chooses,
-        wrong=lambda s, _: _ranked(s)[:, 1 : _k(s) + 1],
+        name="topk-one-too-far", stages=("topk_ids",), applies_to=_chooses, part=CHOICE,
+        wrong=instead(lambda scores, k: _ranked(scores)[:, 1 : k + 1]),
         diagnosis="The experts of rank 2 to k + 1 were chosen; include the most probable expert.",
     ),
     Mistake(
-        name="topk-smallest", stages=("topk_ids",), applies_to=_chooses, wrong=lambda s, _: _ranked(s)[:, -_k(s) :],
+        name="topk-smallest", stages=("topk_ids",), applies_to=_chooses, part=CHOICE,
+        wrong=instead(lambda scores, k: _ranked(scores)[:, -k:]),
         diagnosis="The least probable experts were chosen: the order of the sort is the other way round.",
     ),
     Mistake(
-        name="topk-ids-from-one", stages=("topk_ids",), applies_to=_chooses,
-        wrong=lambda s, _: (_ranked(s)[:, : _k(s)] + 1) % _n(s),
+        name="topk-ids-from-one", stages=("topk_ids",), applies_to=_chooses, part=CHOICE,
+        wrong=instead(lambda scores, k: (_ranked(scores)[:, :k] + 1) % scores.shape[-1]),
         diagnosis="Experts are numbered from 0; each id is one too high.",
     ),
     Mistake(
-        name="topk-weights-not-normalised", stages=("topk_weights",), applies_to=_normalises,
-        wrong=lambda s, _: _chosen(s),
+        name="topk-weights-not-normalised", stages=("topk_weights",), applies_to=_normalises, part=WEIGHTS,
+        wrong=instead(lambda probs, ids, normalised: _chosen(probs, ids)),
         diagnosis="The probabilities of the chosen experts were used as they are; norm_topk_prob divides by their sum.",
     ),
     Mistake(
-        name="topk-weights-normalised", stages=("topk_weights",), applies_to=_keeps_probs,
-        wrong=lambda s, _: _chosen(s) / _chosen(s).sum(axis=-1, keepdims=True),
+        name="topk-weights-normalised", stages=("topk_weights",), applies_to=_keeps_probs, part=WEIGHTS,
+        wrong=instead(lambda probs, ids, normalised: (p := _chosen(probs, ids)) / p.sum(axis=-1, keepdims=True)),
         diagnosis="The weights sum to 1, by a division or a softmax after top-k; without norm_topk_prob they are the "
         "probabilities among all experts.",
     ),
     Mistake(
-        name="topk-weights-softmax-twice", stages=("topk_weights",), applies_to=_chooses,
-        wrong=lambda s, _: router_probs(_chosen(s)),
+        name="topk-weights-softmax-twice", stages=("topk_weights",), applies_to=_chooses, part=WEIGHTS,
+        wrong=instead(lambda probs, ids, normalised: router_probs(_chosen(probs, ids))),
         diagnosis="A softmax was applied to probabilities; divide the chosen ones by their sum instead.",
     ),
     Mistake(
-        name="topk-weights-sorted-by-id", stages=("topk_weights",), applies_to=_chooses,
-        wrong=lambda s, _: np.take_along_axis(_right_weights(s), np.argsort(s["topk_ids"], axis=-1), axis=-1),
+        name="topk-weights-sorted-by-id", stages=("topk_weights",), applies_to=_chooses, part=WEIGHTS,
+        wrong=sorted_by_id,
         diagnosis="The weights were sorted by id, but the ids were not, so each expert got a wrong weight.",
     ),
     Mistake(
-        name="topk-weights-of-the-first-experts", stages=("topk_weights",), applies_to=_chooses,
-        wrong=lambda s, _: s["router_probs"][:, : _k(s)],
+        name="topk-weights-of-the-first-experts", stages=("topk_weights",), applies_to=_chooses, part=WEIGHTS,
+        wrong=instead(lambda probs, ids, normalised: probs[:, : ids.shape[1]]),
         diagnosis="The probabilities of experts 0 to k - 1 were taken; gather those of the chosen ids.",
     ),
     Mistake(
-        name="topk-weights-equal", stages=("topk_weights",), applies_to=_chooses,
-        wrong=lambda s, _: np.full_like(_chosen(s), 1 / _k(s)),
+        name="topk-weights-equal", stages=("topk_weights",), applies_to=_chooses, part=WEIGHTS,
+        wrong=instead(lambda probs, ids, normalised: np.full(ids.shape, 1 / ids.shape[1], probs.dtype)),
         diagnosis="All chosen experts were given the weight 1 / k; each has its probability.",
     ),
 )  # fmt: skip
@@ -268,56 +297,53 @@ SHARED: tuple[Mistake[StageInputs], ...] = (
 )  # fmt: skip
 SUM: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="moe-shared-forgotten", stages=("moe_out",), applies_to=_shares, wrong=lambda s, _: _routed(s),
+        name="moe-shared-forgotten", stages=("moe_out",), applies_to=_shares, part=SUMS,
+        wrong=lambda right: lambda outs, weights, shared, gate: right(outs, weights, None, None),
         diagnosis="The shared expert is missing in the sum.",
     ),
     Mistake(
-        name="moe-shared-alone", stages=("moe_out",), applies_to=_shares,
-        wrong=lambda s, _: _sum(s, np.zeros_like(s["topk_weights"])),
+        name="moe-shared-alone", stages=("moe_out",), applies_to=_shares, part=SUMS,
+        wrong=shared_alone,
         diagnosis="The result is the shared expert alone; add the chosen experts.",
     ),
     Mistake(
-        name="moe-shared-ungated", stages=("moe_out",), applies_to=_gates,
-        wrong=lambda s, _: _sum(s, gate=np.ones_like),
+        name="moe-shared-ungated", stages=("moe_out",), applies_to=_gates, part=SUMS, wrong=_opened(np.ones_like),
         diagnosis="The shared expert was added without its gate.",
     ),
     Mistake(
-        name="moe-shared-twice", stages=("moe_out",), applies_to=_gates,
-        wrong=lambda s, _: _sum(s, gate=lambda g: 2 * g),
+        name="moe-shared-twice", stages=("moe_out",), applies_to=_gates, part=SUMS,
+        wrong=_opened(lambda gate: 2 * gate),
         diagnosis="The shared expert was added twice, perhaps in the loop over ranks or halves.",
     ),
     Mistake(
-        name="moe-shared-gate-the-other-way", stages=("moe_out",), applies_to=_gates,
-        wrong=lambda s, _: _sum(s, gate=lambda g: 1 - g),
+        name="moe-shared-gate-the-other-way", stages=("moe_out",), applies_to=_gates, part=SUMS,
+        wrong=_opened(lambda gate: 1 - gate),
         diagnosis="The shared expert was multiplied by 1 - gate.",
     ),
     Mistake(
-        name="moe-gate-on-all", stages=("moe_out",), applies_to=_gates,
-        wrong=lambda s, _: (_routed(s) + s["shared_out"]) * s["shared_gate"],
+        name="moe-gate-on-all", stages=("moe_out",), applies_to=_gates, part=SUMS, wrong=gate_on_all,
         diagnosis="The gate also multiplied the chosen experts; it belongs to the shared expert only.",
     ),
     Mistake(
-        name="moe-unweighted", stages=("moe_out",), applies_to=_chooses,
-        wrong=lambda s, _: _sum(s, np.ones_like(s["topk_weights"])),
+        name="moe-unweighted", stages=("moe_out",), applies_to=_chooses, part=SUMS, wrong=_weighted(np.ones_like),
         diagnosis="The outputs of the chosen experts were added without their weights.",
     ),
     Mistake(
-        name="moe-averaged", stages=("moe_out",), applies_to=_chooses,
-        wrong=lambda s, _: _sum(s, s["topk_weights"] / s.dtype(_k(s))),
+        name="moe-averaged", stages=("moe_out",), applies_to=_chooses, part=SUMS,
+        wrong=_weighted(lambda weights: weights / weights.dtype.type(weights.shape[1])),
         diagnosis="The weighted sum of the experts was divided by their number.",
     ),
     Mistake(
-        name="moe-weights-reversed", stages=("moe_out",), applies_to=_chooses,
-        wrong=lambda s, _: _sum(s, s["topk_weights"][:, ::-1]),
+        name="moe-weights-reversed", stages=("moe_out",), applies_to=_chooses, part=SUMS,
+        wrong=_weighted(lambda weights: weights[:, ::-1]),
         diagnosis="The weights stood in the reverse order of the experts.",
     ),
     Mistake(
-        name="moe-weights-twice", stages=("moe_out",), applies_to=_chooses,
-        wrong=lambda s, _: _sum(s, np.square(s["topk_weights"])),
+        name="moe-weights-twice", stages=("moe_out",), applies_to=_chooses, part=SUMS, wrong=_weighted(np.square),
         diagnosis="The weights were multiplied in twice.",
     ),
     Mistake(
-        name="moe-last-expert-lost", stages=("moe_out",), applies_to=_chooses, wrong=_lost,
+        name="moe-last-expert-lost", stages=("moe_out",), applies_to=_chooses, part=SUMS, wrong=_weighted(_lost),
         diagnosis="The last of the chosen experts is missing in the sum: one add too few.",
     ),
 )  # fmt: skip

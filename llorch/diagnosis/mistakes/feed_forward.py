@@ -1,10 +1,12 @@
 """Mistakes of checkpoint 06: the input of the feed-forward part, its activation, the order of gate and up."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.planting import instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.linear import linear
 
@@ -27,16 +29,20 @@ def _silu(x: np.ndarray) -> np.ndarray:
     return x * _sigmoid(x)
 
 
-def gelu(s: StageInputs, stage: str) -> np.ndarray:
+def gelu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Compute GEGLU with the exact error function."""
-    gate = s["ffn_gate"].astype(np.float64)
-    return gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) / 2 * s["ffn_up"]
+    gate = gate.astype(np.float64)
+    return gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) / 2 * up
 
 
-def gelu_tanh(s: StageInputs, stage: str) -> np.ndarray:
+def gelu_tanh(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Compute GEGLU with the tanh approximation."""
-    gate = s["ffn_gate"].astype(np.float64)
-    return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * s["ffn_up"]
+    gate = gate.astype(np.float64)
+    return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up
+
+
+def _act(name: str, wrong: Callable[[np.ndarray, np.ndarray], np.ndarray], diagnosis: str) -> Mistake[StageInputs]:
+    return Mistake(name=name, stages=("ffn_act",), part="swiglu", wrong=instead(wrong), diagnosis=diagnosis)
 
 
 FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
@@ -65,45 +71,44 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
         name="ffn-fused-rows-alternate", stages=GATE_AND_UP, wrong=fused_rows_alternate,
         diagnosis="A fused matrix was cut into even and odd rows; it holds all rows of gate, then all rows of up.",
     ),
-    Mistake(
-        name="swiglu-silu-on-up", stages=("ffn_act",), wrong=lambda s, _: s["ffn_gate"] * _silu(s["ffn_up"]),
-        diagnosis="SiLU was applied to up; it belongs to gate: silu(gate) * up.",
+    _act(
+        "swiglu-silu-on-up", lambda gate, up: gate * _silu(up),
+        "SiLU was applied to up; it belongs to gate: silu(gate) * up.",
     ),
-    Mistake(
-        name="swiglu-silu-on-both", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]) * _silu(s["ffn_up"]),
-        diagnosis="SiLU was applied to gate and up; up enters as it is: silu(gate) * up.",
+    _act(
+        "swiglu-silu-on-both", lambda gate, up: _silu(gate) * _silu(up),
+        "SiLU was applied to gate and up; up enters as it is: silu(gate) * up.",
     ),
-    Mistake(
-        name="swiglu-silu-of-product", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"] * s["ffn_up"]),
-        diagnosis="SiLU was applied to gate * up; it belongs to gate alone: silu(gate) * up.",
+    _act(
+        "swiglu-silu-of-product", lambda gate, up: _silu(gate * up),
+        "SiLU was applied to gate * up; it belongs to gate alone: silu(gate) * up.",
     ),
-    Mistake(
-        name="swiglu-silu-twice", stages=("ffn_act",), wrong=lambda s, _: _silu(_silu(s["ffn_gate"])) * s["ffn_up"],
-        diagnosis="SiLU was applied to gate twice, perhaps once inside the projection.",
+    _act(
+        "swiglu-silu-twice", lambda gate, up: _silu(_silu(gate)) * up,
+        "SiLU was applied to gate twice, perhaps once inside the projection.",
     ),
-    Mistake(
-        name="swiglu-sigmoid-only", stages=("ffn_act",), wrong=lambda s, _: _sigmoid(s["ffn_gate"]) * s["ffn_up"],
-        diagnosis="sigmoid(gate) * up was computed (GLU); SiLU is gate * sigmoid(gate).",
+    _act(
+        "swiglu-sigmoid-only", lambda gate, up: _sigmoid(gate) * up,
+        "sigmoid(gate) * up was computed (GLU); SiLU is gate * sigmoid(gate).",
     ),
-    Mistake(
-        name="swiglu-relu", stages=("ffn_act",), wrong=lambda s, _: np.maximum(s["ffn_gate"], 0) * s["ffn_up"],
-        diagnosis="ReLU was used; these models have SiLU.",
+    _act(
+        "swiglu-relu", lambda gate, up: np.maximum(gate, 0) * up,
+        "ReLU was used; these models have SiLU.",
     ),
-    Mistake(
-        name="swiglu-gelu", stages=("ffn_act",), wrong=gelu,
-        diagnosis="GELU was used (exact); these models have SiLU.",
+    _act(
+        "swiglu-gelu", gelu,
+        "GELU was used (exact); these models have SiLU.",
     ),
-    Mistake(
-        name="swiglu-gelu-tanh", stages=("ffn_act",), wrong=gelu_tanh,
-        diagnosis="GELU was used (tanh approximation); these models have SiLU.",
+    _act(
+        "swiglu-gelu-tanh", gelu_tanh,
+        "GELU was used (tanh approximation); these models have SiLU.",
     ),
-    Mistake(
-        name="swiglu-gelu-quick", stages=("ffn_act",),
-        wrong=lambda s, _: s["ffn_gate"] * _sigmoid(s.dtype(1.702) * s["ffn_gate"]) * s["ffn_up"],
-        diagnosis="gate * sigmoid(1.702 * gate) was used (quick GELU); SiLU has no factor.",
+    _act(
+        "swiglu-gelu-quick", lambda gate, up: gate * _sigmoid(gate.dtype.type(1.702) * gate) * up,
+        "gate * sigmoid(1.702 * gate) was used (quick GELU); SiLU has no factor.",
     ),
-    Mistake(
-        name="swiglu-up-missing", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]),
-        diagnosis="The result is silu(gate) alone; multiply it by up.",
+    _act(
+        "swiglu-up-missing", lambda gate, up: _silu(gate),
+        "The result is silu(gate) alone; multiply it by up.",
     ),
 )  # fmt: skip

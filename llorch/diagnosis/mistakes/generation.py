@@ -1,13 +1,19 @@
 """Mistakes of checkpoint 12: the loop around the model. The tensors of one pass cannot show them, the text can."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from llorch.cache import KVCache
 from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.planting import instead
 from llorch.families import forward
 from llorch.files import Weights
+
+Step = Callable[[Any], np.ndarray]  # runs new ids after those before, and gives the last row of logits
+Loop = Callable[[Step, np.ndarray, int], Iterator[int]]
 
 
 @dataclass(frozen=True)
@@ -35,31 +41,34 @@ class GenerationInputs:
         return np.asarray(out, np.int64)
 
 
-class RestartingCache(KVCache):
-    """Gives the tokens after the prompt positions from 1 on, whatever the length of the prompt."""
-
-    def next_positions(self, n_tokens: int) -> np.ndarray:
-        """Derive positions from a counter of passes."""
-        return np.arange(n_tokens) + (1 if self.length else 0)
-
-
 def right(g: GenerationInputs) -> np.ndarray:
     """Return the greedy continuation of the prompt."""
     return g.loop(g.prompt, g.empty_cache())
 
 
-def last_prompt_token_twice(g: GenerationInputs, step: str) -> np.ndarray:
+def last_prompt_token_twice(right: Loop) -> Loop:
     """Start the loop by running the prompt's last token again."""
-    cache = g.empty_cache()
-    g.best(g.prompt, cache)
-    return g.loop(g.prompt[-1:], cache)
+
+    def wrong(step: Step, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
+        step(prompt)
+        yield from right(step, prompt[-1:], max_tokens)
+
+    return wrong
 
 
-def warm_up_left(g: GenerationInputs, step: str) -> np.ndarray:
+def first_token_twice(right: Loop) -> Loop:
+    """Put the first token in front of the prompt."""
+    return lambda step, prompt, max_tokens: right(step, np.concatenate([prompt[:1], prompt]), max_tokens)
+
+
+def warm_up_left(right: Loop) -> Loop:
     """Leave two tokens of a warm-up in the cache."""
-    cache = g.empty_cache()
-    g.best(g.prompt[:2], cache)
-    return g.loop(g.prompt, cache)
+
+    def wrong(step: Step, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
+        step(prompt[:2])
+        yield from right(step, prompt, max_tokens)
+
+    return wrong
 
 
 def past_forgotten(g: GenerationInputs, step: str) -> np.ndarray:
@@ -80,28 +89,34 @@ def text_again(g: GenerationInputs, step: str) -> np.ndarray:
     return np.asarray(text[len(g.prompt) :], np.int64)
 
 
-def not_fed_back(g: GenerationInputs, step: str) -> np.ndarray:
+def not_fed_back(step: Step, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
     """Run the prompt's last token at every step."""
-    cache = g.empty_cache()
-    first = g.best(g.prompt, cache)
-    later = [g.best(g.prompt[-1:], cache) for _ in range(g.n_tokens - 1)]
-    return np.asarray([first, *later], np.int64)
+    row = step(prompt)
+    for left in reversed(range(max_tokens)):
+        yield int(np.argmax(row))
+        if left:
+            row = step(prompt[-1:])
 
 
-STEP, CASES = ("generation",), ("near",)
+def positions_restart(n_before: int, n_new: int) -> np.ndarray:
+    """Derive positions from a counter of passes: from 1 on after the prompt, however long it is."""
+    return np.arange(n_new) + (1 if n_before else 0)
+
+
+STEP, CASES, LOOP = ("generation",), ("near",), "generate"
 
 GENERATION: tuple[Mistake[GenerationInputs], ...] = (
     Mistake(
-        name="generation-last-prompt-token-twice", stages=STEP, cases=CASES, wrong=last_prompt_token_twice,
+        name="generation-last-prompt-token-twice", stages=STEP, cases=CASES, part=LOOP,
+        wrong=last_prompt_token_twice,
         diagnosis="The prompt's last token was run again to get the first logits; the prompt's own pass gave them.",
     ),
     Mistake(
-        name="generation-first-token-twice", stages=STEP, cases=CASES,
-        wrong=lambda g, _: g.loop(g.prompt[:1] + g.prompt, g.empty_cache()),
+        name="generation-first-token-twice", stages=STEP, cases=CASES, part=LOOP, wrong=first_token_twice,
         diagnosis="The prompt began with its first token twice (BOS added by template and tokenizer).",
     ),
     Mistake(
-        name="generation-warm-up-left", stages=STEP, cases=CASES, wrong=warm_up_left,
+        name="generation-warm-up-left", stages=STEP, cases=CASES, part=LOOP, wrong=warm_up_left,
         diagnosis="Tokens of an earlier run were in the cache; empty it for every new sequence.",
     ),
     Mistake(
@@ -113,12 +128,12 @@ GENERATION: tuple[Mistake[GenerationInputs], ...] = (
         diagnosis="The whole text was run at every step; the cache holds the earlier tokens, run the new token alone.",
     ),
     Mistake(
-        name="generation-token-not-fed-back", stages=STEP, cases=CASES, wrong=not_fed_back,
+        name="generation-token-not-fed-back", stages=STEP, cases=CASES, part=LOOP, wrong=instead(not_fed_back),
         diagnosis="The same token was run at every step; the sampled token is the next input.",
     ),
     Mistake(
-        name="generation-positions-count-steps", stages=STEP, cases=CASES,
-        wrong=lambda g, _: g.loop(g.prompt, RestartingCache(g.weights.config, g.weights.dtype)),
+        name="generation-positions-count-steps", stages=STEP, cases=CASES, part="positions",
+        wrong=instead(positions_restart),
         diagnosis="The first token after the prompt was rotated at position 1; its position is the prompt's length.",
     ),
 )  # fmt: skip

@@ -9,6 +9,11 @@ from typing import Any, Protocol
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a right function: the wrong one
 
 
+def instead(function: Callable[..., Any]) -> Replacement:
+    """Replace a right function by one that does not call it."""
+    return lambda right: function
+
+
 class Plantable(Protocol):
     """A mistake that replaces a function of llorch."""
 

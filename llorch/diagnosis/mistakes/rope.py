@@ -1,81 +1,70 @@
 """Mistakes of RoPE: which numbers are paired, the angle, the position."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
-from llorch.config import FactorScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
+from llorch.diagnosis.mistakes.in_stage import rotated_heads, scaled_frequencies, turned
 from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.ops.rope import frequencies, scale_frequencies
-from llorch.stages import rope_input
+from llorch.ops.rope import frequencies
 
 ROTATED = ("q_rope", "k_rope")
+SPEEDS, SCALING, TABLES, PART = "frequencies", "scale_frequencies", "rope_tables", "rope"
+Function = Callable[..., Any]
 
 
-def _heads(s: StageInputs, stage: str) -> np.ndarray:
-    return s.heads(rope_input(stage[0], s.config))
-
-
-def _unscaled(s: StageInputs) -> np.ndarray:
-    return frequencies(s.config.rotated, s.config.rope_theta)
-
-
-def _inv_freq(s: StageInputs) -> np.ndarray:
-    head_dim, theta = s.config.rotated, s.config.rope_theta
-    return scale_frequencies(frequencies(head_dim, theta), s.config.rope_scaling, head_dim=head_dim, theta=theta)
-
-
-def _turned(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
-    angle = (s.positions if positions is None else positions)[:, None] * inv_freq  # (seq, half)
-    return s.turn(x, *_tables(s, angle))
-
-
-def _tables(s: StageInputs, angle: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute cosines and sines, with the gain of the model's YaRN."""
-    gain = s.config.rope_scaling.attention_factor if isinstance(s.config.rope_scaling, YarnScaling) else 1.0
-    return gain * np.cos(angle), gain * np.sin(angle)
-
-
-def interleaved_pairs(s: StageInputs, stage: str) -> np.ndarray:
+def interleaved_pairs(right: Function) -> Function:
     """Rotate neighbours as pairs."""
-    x, width = _heads(s, stage), s.config.rotated
-    halves = np.concatenate([x[..., 0:width:2], x[..., 1:width:2]], axis=-1)
-    out = x.copy()
-    out[..., 0:width:2], out[..., 1:width:2] = np.split(s.rope(halves), 2, axis=-1)
-    return out
+
+    def wrong(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        width, out = 2 * cos.shape[-1], x.copy()
+        halves = np.concatenate([x[..., 0:width:2], x[..., 1:width:2]], axis=-1)
+        out[..., 0:width:2], out[..., 1:width:2] = np.split(right(halves, cos, sin), 2, axis=-1)
+        return out
+
+    return wrong
 
 
 def position_by_head(s: StageInputs, stage: str) -> np.ndarray:
     """Take the head's number for the position."""
-    by_head = _heads(s, stage).swapaxes(0, 1)  # (heads, seq, head_dim)
-    return _turned(s, by_head, _inv_freq(s), np.arange(len(by_head))).swapaxes(0, 1)
+    by_head = rotated_heads(s, stage).swapaxes(0, 1)  # (heads, seq, head_dim)
+    return turned(s, by_head, scaled_frequencies(s), np.arange(len(by_head))).swapaxes(0, 1)
 
 
 def first_half_only(s: StageInputs, stage: str) -> np.ndarray:
     """Rotate only the first half of each head, as a partial rotary embedding does."""
     width = s.config.head_dim // 4 * 2  # even
-    rotated, kept = np.split(_heads(s, stage), [width], axis=-1)
+    rotated, kept = np.split(rotated_heads(s, stage), [width], axis=-1)
     inv_freq = frequencies(width, s.config.rope_theta)
-    return np.concatenate([_turned(s, rotated, inv_freq), kept], axis=-1)
+    return np.concatenate([turned(s, rotated, inv_freq), kept], axis=-1)
 
 
 def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
     """Use the exponent of a model whose heads share the hidden size."""
     even = np.arange(0, s.config.rotated, 2)
-    return _turned(s, _heads(s, stage), s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads)))
+    inv_freq = s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads))
+    return turned(s, rotated_heads(s, stage), inv_freq)
 
 
-def cos_and_sin_exchanged(s: StageInputs, stage: str) -> np.ndarray:
-    """Exchange cosines and sines."""
-    angle = s.positions[:, None] * _inv_freq(s)
-    cos, sin = _tables(s, angle)
-    return s.turn(_heads(s, stage), sin, cos)
+def _at(moved: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+    """Make the tables of other positions."""
+
+    def replacement(right: Function) -> Function:
+        def wrong(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return right(moved(positions), inv_freq)
+
+        return wrong
+
+    return replacement
 
 
-def tables_in_half(s: StageInputs, stage: str) -> np.ndarray:
+def tables_in_half(right: Function) -> Function:
     """Round cosines and sines to float16."""
-    angle = s.positions[:, None] * _inv_freq(s)
-    cos, sin = (table.astype(np.float16).astype(np.float64) for table in _tables(s, angle))
-    return s.turn(_heads(s, stage), cos, sin)
+    return lambda x, cos, sin: right(x, *(table.astype(np.float16).astype(np.float64) for table in (cos, sin)))
 
 
 def _to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -89,55 +78,56 @@ def _has_factors(config: ModelConfig) -> bool:
 
 ROPE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="rope-missing", stages=ROTATED, wrong=lambda s, stage: _heads(s, stage),
+        name="rope-missing", stages=ROTATED, part=PART, wrong=instead(lambda x, cos, sin: x),
         diagnosis="Nothing was rotated (or every token as if at position 0); both queries and keys must be.",
     ),
     Mistake(
-        name="rope-interleaved-pairs", stages=ROTATED, wrong=interleaved_pairs,
+        name="rope-interleaved-pairs", stages=ROTATED, part=PART, wrong=interleaved_pairs,
         applies_to=lambda config: not config.adjacent_pairs,
         diagnosis="Dims (0, 1), (2, 3) ... were rotated as pairs; these weights pair dim j with dim j + head_dim / 2.",
     ),
     Mistake(
-        name="rope-sign-flipped", stages=ROTATED, wrong=lambda s, stage: _turned(s, _heads(s, stage), -_inv_freq(s)),
+        name="rope-sign-flipped", stages=ROTATED, part=PART,
+        wrong=lambda right: lambda x, cos, sin: right(x, cos, -sin),
         diagnosis="Pairs were rotated by the negative angle; use first * cos - second * sin and second * cos + first * "
         "sin.",
     ),
     Mistake(
-        name="rope-cos-and-sin-exchanged", stages=ROTATED, wrong=cos_and_sin_exchanged,
+        name="rope-cos-and-sin-exchanged", stages=ROTATED, part=PART,
+        wrong=lambda right: lambda x, cos, sin: right(x, sin, cos),
         diagnosis="The tables of cosines and sines were exchanged; it is first * cos - second * sin. The scores alone "
         "look as if rotated by the negative angle.",
     ),
     Mistake(
-        name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 10_000.0)),
+        name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000, part=SPEEDS,
+        wrong=lambda right: lambda head_dim, theta: right(head_dim, 10_000.0),
         diagnosis="The base was 10000, the old default, and no scaling was applied; this model's config has another "
         "rope_theta.",
     ),
     Mistake(
-        name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 1e6)),
+        name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6, part=SPEEDS,
+        wrong=lambda right: lambda head_dim, theta: right(head_dim, 1e6),
         diagnosis="The base was 1000000, that of Qwen, and no scaling was applied; this model's config has another "
         "rope_theta.",
     ),
     Mistake(
-        name="rope-position-plus-one", stages=ROTATED,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), s.positions + 1),
+        name="rope-position-plus-one", stages=ROTATED, part=TABLES, wrong=_at(lambda positions: positions + 1),
         diagnosis="Every position was one too high; the first token is at position 0. The scores cannot show it, "
         "a cache filled by another engine does.",
     ),
     Mistake(
-        name="rope-position-frozen", stages=ROTATED, cases=("far",),
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), np.full_like(s.positions, s.positions[0])),
+        name="rope-position-frozen", stages=ROTATED, cases=("far",), part=TABLES,
+        wrong=_at(lambda positions: np.full_like(positions, positions[0])),
         diagnosis="All tokens of the pass got the position of its first token; each has its own.",
     ),
     Mistake(
-        name="rope-position-restarts", stages=ROTATED, after_cached=True,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), s.positions - s.positions[0]),
+        name="rope-position-restarts", stages=ROTATED, after_cached=True, part=TABLES,
+        wrong=_at(lambda positions: positions - positions[0]),
         diagnosis="Positions started at 0 again in this pass; they go on after the tokens in the cache.",
     ),
     Mistake(
-        name="rope-position-counts-steps", stages=ROTATED, after_cached=True,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), s.positions - s.positions[0] + 1),
+        name="rope-position-counts-steps", stages=ROTATED, after_cached=True, part=TABLES,
+        wrong=_at(lambda positions: positions - positions[0] + (positions[0] > 0)),
         diagnosis="The pass after the prompt was given position 1, a counter of passes; it is the number of tokens "
         "before it.",
     ),
@@ -152,7 +142,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-exponent-halved", stages=ROTATED, applies_to=lambda config: config.rotated == config.head_dim,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), np.sqrt(_unscaled(s))),
+        part=SPEEDS, wrong=lambda right: lambda head_dim, theta: np.sqrt(right(head_dim, theta)),
         diagnosis="Frequencies fell as theta ** (-j / head_dim); it is theta ** (-2 * j / head_dim) for pair j.",
     ),
     Mistake(
@@ -163,27 +153,27 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-frequencies-in-bfloat16", stages=ROTATED,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _to_bfloat16(_inv_freq(s))),
+        wrong=lambda s, stage: turned(s, rotated_heads(s, stage), _to_bfloat16(scaled_frequencies(s))),
         diagnosis="inv_freq was rounded to bfloat16, which rotates far tokens by a wrong angle; keep it in float32.",
     ),
     Mistake(
-        name="rope-tables-in-half", stages=ROTATED, wrong=tables_in_half, cases=("near",), rounds=True,
+        name="rope-tables-in-half", stages=ROTATED, part=PART, wrong=tables_in_half, cases=("near",), rounds=True,
         diagnosis="cos and sin were rounded to float16; keep the tables in float32.",
     ),
     Mistake(
         name="rope-scaling-missing", stages=ROTATED, applies_to=lambda config: config.rope_scaling is not None,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _unscaled(s)),
+        part=SCALING, wrong=instead(lambda inv_freq, factors: inv_freq),
         diagnosis="The frequencies were not scaled; the config's rope_scaling (rope_freqs.weight in GGUF) counts at "
         "far positions, short texts hide it.",
     ),
     Mistake(
-        name="rope-scaling-linear", stages=ROTATED, applies_to=_has_factors,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _unscaled(s) / (_unscaled(s) / _inv_freq(s)).max()),
+        name="rope-scaling-linear", stages=ROTATED, applies_to=_has_factors, part=SCALING,
+        wrong=instead(lambda inv_freq, factors: inv_freq / factors.max()),
         diagnosis="Every frequency was divided by the same factor; llama3 scaling keeps short waves and has a ramp.",
     ),
     Mistake(
-        name="rope-scaling-inverted", stages=ROTATED, applies_to=_has_factors,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), _unscaled(s) * (_unscaled(s) / _inv_freq(s))),
+        name="rope-scaling-inverted", stages=ROTATED, applies_to=_has_factors, part=SCALING,
+        wrong=instead(lambda inv_freq, factors: inv_freq * factors),
         diagnosis="Frequencies were multiplied by the scaling factors; they are divided by them.",
     ),
     Mistake(

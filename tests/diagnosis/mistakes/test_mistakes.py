@@ -20,7 +20,6 @@ from llorch.diagnosis.mistakes import (
     checkpoint_of,
     of_checkpoint,
 )
-from llorch.diagnosis.mistakes.norm import skipped
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import mistakes_of
 from llorch.stages import BY_NAME, CHECKPOINTS
@@ -31,7 +30,7 @@ TOLERANCE = Tolerance(1e-6, 1e-6)
 
 
 def named_mistake(name: str) -> Mistake[StageInputs]:
-    return Mistake(name=name, stages=("attn_norm",), diagnosis="Made up.", wrong=skipped)
+    return Mistake(name=name, stages=("attn_norm",), diagnosis="Made up.", wrong=lambda s, stage: s["block_in"])
 
 
 def test_the_library_holds_more_than_a_hundred_mistakes_under_different_names():

@@ -1,0 +1,131 @@
+"""What learners type when they make a known mistake: functions made from the rows of `llorch.diagnosis.mistakes`.
+
+A row that replaces a function of a lesson already has its arguments. Other rows are brought to them here.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from llorch.diagnosis.mistakes import MISTAKES, QUANTISED, Mistake, QuantisedInputs
+from llorch.diagnosis.mistakes.planting import instead, replaced
+from llorch.files.quant import GGMLType
+from llorch.learn.exercise import Call, Exercise
+from llorch.learn.exercises.forward import RMS_NORM, ROPE
+from llorch.learn.exercises.quantised import our_q4_0, our_q8_0
+
+RIGHT_DECODERS = {GGMLType.Q8_0: our_q8_0, GGMLType.Q4_0: our_q4_0}
+FLOATS = (np.float32, np.float64)
+BLOCK = 32  # values in a block of Q8_0 or Q4_0
+Tensor = Any  # of torch, which only lesson 14 imports
+Typed = Callable[[Exercise], Mapping[str, Call]]  # of an exercise: the name of each mistake, and the function
+
+
+def typed(part: Exercise) -> Mapping[str, Call]:
+    """Make the wrong functions of an exercise, by the names of the mistakes, in the order of the library."""
+    return SPECIAL.get(part.name, _replaced)(part)
+
+
+def _replaced(part: Exercise) -> Mapping[str, Call]:
+    return {mistake.name: _in_dtype(mistake.wrong(part.reference)) for mistake in _of(part.name)}
+
+
+def _of(name: str) -> list[Mistake[Any]]:
+    return [mistake for mistake in MISTAKES.values() if mistake.part == name]
+
+
+def _in_dtype(function: Call) -> Call:
+    """Return floats of the first array's dtype, as a lesson asks for: the library computes in float64."""
+
+    @wraps(function)
+    def wrong(*given: Any, **named: Any) -> Any:
+        floats = (each.dtype for each in (*given, *named.values()) if getattr(each, "dtype", None) in FLOATS)
+        dtype = next(floats, None)
+        returned = function(*given, **named)
+        if isinstance(returned, tuple):
+            return tuple(_as(each, dtype) for each in returned)
+        return _as(returned, dtype)
+
+    return wrong
+
+
+def _as(result: Any, dtype: np.dtype | None) -> Any:
+    is_other = dtype is not None and isinstance(result, np.ndarray) and result.dtype in FLOATS
+    return result.astype(dtype, copy=False) if is_other else result
+
+
+def _both_caches(part: Exercise) -> Mapping[str, Call]:
+    """Do to keys and values alike what a row does to the rows of one cache."""
+
+    def of_both(one: Call) -> Call:
+        def append(past_k: np.ndarray, past_v: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+            new_k, new_v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+            return one(past=past_k, new=new_k), one(past=past_v, new=new_v)
+
+        return append
+
+    def right(past: np.ndarray, new: np.ndarray) -> np.ndarray:
+        return np.concatenate([past, new], axis=1)
+
+    return {mistake.name: of_both(mistake.wrong(right)) for mistake in _of(part.name)}
+
+
+def _decoders(part: Exercise) -> Mapping[str, Call]:
+    """Decode blocks of one type as each mistake of that type does."""
+    kind = GGMLType[part.name.upper()]
+
+    def decoder(mistake: Mistake[QuantisedInputs]) -> Call:
+        def wrong(blocks: np.ndarray) -> np.ndarray:
+            shape, no_inputs = (len(blocks), BLOCK), np.empty((0, 0), np.float32)
+            with replaced(part.replaces, instead(RIGHT_DECODERS[kind])):  # where this function stands itself
+                return mistake.result(QuantisedInputs(kind, blocks, shape, no_inputs), "decode").reshape(shape)
+
+        return wrong
+
+    able = (mistake for mistake in QUANTISED if "decode" in mistake.stages and kind.name in mistake.cases)
+    return {mistake.name: decoder(mistake) for mistake in able}
+
+
+def _norms_of_tensors(part: Exercise) -> Mapping[str, Call]:
+    """Normalise tensors as the wrong norms of lesson 01 normalise arrays."""
+
+    def of_tensors(function: Call) -> Call:
+        def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            return _like(x, function(x=_array(x), weight=_array(weight), eps=eps))
+
+        return rms_norm
+
+    return {name: of_tensors(function) for name, function in typed(RMS_NORM).items()}
+
+
+def _turns_of_tensors(part: Exercise) -> Mapping[str, Call]:
+    """Rotate tensors as the wrong rotations of lesson 01b rotate arrays, one row of the batch after the other."""
+
+    def of_tensors(function: Call) -> Call:
+        def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            tables = (np.broadcast_to(_array(table), (len(x), *table.shape[1:])) for table in (cos, sin))
+            rows = [function(x=row, cos=c, sin=s) for row, c, s in zip(_array(x), *tables, strict=True)]
+            return _like(x, np.stack(rows))
+
+        return rope
+
+    return {name: of_tensors(function) for name, function in typed(ROPE).items()}
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy()
+
+
+def _like(x: Tensor, array: np.ndarray) -> Tensor:
+    return x.new_tensor(array, dtype=x.dtype)
+
+
+SPECIAL: Mapping[str, Typed] = {
+    "append": _both_caches,
+    "q8_0": _decoders,
+    "q4_0": _decoders,
+    "torch_rms_norm": _norms_of_tensors,
+    "torch_rope": _turns_of_tensors,
+}
