@@ -1,6 +1,7 @@
 """Wrong code for the projections, by the name of the known mistake.
 
 A wrong `qkv` takes all but the rows by name, `**w`, to be short; what is right in it is in the three functions on top.
+llorch makes all other mistakes of this lesson from `llorch.diagnosis.mistakes`.
 """
 
 from typing import Any
@@ -28,27 +29,6 @@ def normed(q: np.ndarray, k: np.ndarray, w: dict[str, Any]) -> tuple[np.ndarray,
     if w["q_norm"] is None:
         return q, k
     return rms_norm(q, w["q_norm"], eps=w["eps"]), rms_norm(k, w["k_norm"], eps=w["eps"])
-
-
-def shape_as_in_gguf(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    y = x @ weight.reshape(weight.shape[::-1])  # GGUF says (in, out)
-    return y if bias is None else y + bias
-
-
-def never_filled(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    mine = np.zeros(weight.shape, weight.dtype)  # to be read from the file
-    return x @ mine.T if bias is None else x @ mine.T + bias
-
-
-def bias_forgotten(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    return x @ weight.T
-
-
-def bias_twice(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    y = x @ weight.T + (0 if bias is None else bias)
-    if bias is not None:
-        y += bias
-    return y
 
 
 def values_first(h: np.ndarray, **w: Any) -> Heads:
@@ -115,12 +95,6 @@ def eps_of_llama(h: np.ndarray, **w: Any) -> Heads:
 
 
 WRONG = {
-    "linear": {
-        "weight-dimensions-not-reversed": shape_as_in_gguf,
-        "weight-never-loaded": never_filled,
-        "qkv-bias-missing": bias_forgotten,
-        "qkv-bias-twice": bias_twice,
-    },
     "qkv": {
         "qkv-keys-and-values-swapped": values_first,
         "qkv-heads-interleaved": cut_with_heads_last,

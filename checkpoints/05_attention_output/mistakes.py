@@ -1,4 +1,7 @@
-"""Wrong code for the output of attention, by the name of the known mistake."""
+"""Wrong code for the output of attention, by the name of the known mistake.
+
+The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+"""
 
 import numpy as np
 
@@ -11,25 +14,9 @@ def joined_as_they_lie(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     return mixed(probs, v).reshape(probs.shape[1], -1)
 
 
-def read_as_inputs_by_outputs(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
-    n_out, n_in = o_proj.shape
-    y = context @ o_proj.ravel().reshape(n_in, n_out)
-    return y if o_bias is None else y + o_bias
-
-
-def never_filled(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
-    weight = np.zeros_like(o_proj)  # to be filled "later"
-    y = context @ weight.T
-    return y if o_bias is None else y + o_bias
-
-
 WRONG = {
     "attention_context": {
         "heads-joined-without-transpose": joined_as_they_lie,
-    },
-    "attention_output": {
-        "weight-dimensions-not-reversed": read_as_inputs_by_outputs,
-        "weight-never-loaded": never_filled,
     },
 }
 UNTYPED = {

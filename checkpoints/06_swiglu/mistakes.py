@@ -1,4 +1,7 @@
-"""Wrong code for the feed-forward part, by the name of the known mistake."""
+"""Wrong code for the feed-forward part, by the name of the known mistake.
+
+The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+"""
 
 import numpy as np
 
@@ -15,29 +18,10 @@ def gelu_of_gpt2(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return 0.5 * gate * (1 + np.tanh(np.float32(0.7978845608) * (gate + 0.044715 * gate * gate * gate))) * up
 
 
-def gate_and_up_exchanged(
-    h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray
-) -> np.ndarray:
-    up, gate = h @ gate_proj.T, h @ up_proj.T
-    return (silu(gate) * up) @ down_proj.T
-
-
 def rows_by_turns(h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray) -> np.ndarray:
     both = h @ np.vstack([gate_proj, up_proj]).T  # one product in the place of two
     both = both.reshape(len(h), -1, 2)
     return (silu(both[..., 0]) * both[..., 1]) @ down_proj.T
-
-
-def read_as_inputs_by_outputs(
-    h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray
-) -> np.ndarray:
-    down = down_proj.reshape(down_proj.shape[1], down_proj.shape[0])  # "the axes fit now"
-    return (silu(h @ gate_proj.T) * (h @ up_proj.T)) @ down
-
-
-def never_filled(h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray) -> np.ndarray:
-    down = np.zeros(down_proj.shape, h.dtype)
-    return (silu(h @ gate_proj.T) * (h @ up_proj.T)) @ down.T
 
 
 WRONG = {
@@ -45,10 +29,7 @@ WRONG = {
         "swiglu-gelu-tanh": gelu_of_gpt2,
     },
     "feed_forward": {
-        "ffn-gate-and-up-swapped": gate_and_up_exchanged,
         "ffn-fused-rows-alternate": rows_by_turns,
-        "weight-dimensions-not-reversed": read_as_inputs_by_outputs,
-        "weight-never-loaded": never_filled,
     },
 }
 UNTYPED = {

@@ -1,4 +1,7 @@
-"""Wrong code for a mixture of experts, by the name of the known mistake."""
+"""Wrong code for a mixture of experts, by the name of the known mistake.
+
+The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+"""
 
 import numpy as np
 
@@ -21,23 +24,6 @@ def each_expert(h, ids, gate_proj, up_proj, down_proj, *, chosen=None, act=lambd
     return outs
 
 
-def place_for_id(h, ids, gate_proj, up_proj, down_proj):
-    places = np.argsort(np.argsort(ids, axis=1), axis=1)  # "the j-th of the chosen"
-    return each_expert(h, ids, gate_proj, up_proj, down_proj, chosen=places)
-
-
-def next_expert(h, ids, gate_proj, up_proj, down_proj):
-    return each_expert(h, ids, gate_proj, up_proj, down_proj, chosen=(ids + 1) % len(gate_proj))
-
-
-def not_put_back(h, ids, gate_proj, up_proj, down_proj):
-    return each_expert(h, ids, gate_proj, up_proj, down_proj, chosen=np.roll(ids, 1, axis=0))
-
-
-def gate_and_up_exchanged(h, ids, gate_proj, up_proj, down_proj):
-    return each_expert(h, ids, up_proj, gate_proj, down_proj)
-
-
 def up_forgotten(h, ids, gate_proj, up_proj, down_proj):
     return each_expert(h, ids, gate_proj, up_proj, down_proj, act=lambda gate, up: silu(gate))
 
@@ -56,10 +42,6 @@ WRONG = {
         "topk-weights-not-normalised": never_normalised,
     },
     "expert_outputs": {
-        "experts-by-rank": place_for_id,
-        "experts-numbered-from-one": next_expert,
-        "experts-of-the-token-before": not_put_back,
-        "experts-gate-and-up-swapped": gate_and_up_exchanged,
         "experts-up-missing": up_forgotten,
         "experts-sigmoid-only": sigmoid_for_silu,
         "experts-fused-rows-alternate": rows_take_turns,

@@ -1,4 +1,7 @@
-"""Wrong code for the logits, by the name of the known mistake."""
+"""Wrong code for the logits, by the name of the known mistake.
+
+The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+"""
 
 import numpy as np
 
@@ -21,21 +24,8 @@ def normed_twice(x: Array, final_norm: Array, lm_head: Array | None, embed_token
     return right(normed(x, final_norm, eps), final_norm, lm_head, embed_tokens, eps)
 
 
-def read_as_inputs_by_outputs(
-    x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float
-) -> Array:
-    output = embed_tokens if lm_head is None else lm_head
-    return normed(x, final_norm, eps) @ output.reshape(x.shape[1], -1)
-
-
-def never_filled(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    return normed(x, final_norm, eps) @ np.zeros_like(embed_tokens).T
-
-
 WRONG = {
     "logits": {
-        "weight-dimensions-not-reversed": read_as_inputs_by_outputs,
-        "weight-never-loaded": never_filled,
         "logits-final-norm-skipped": norm_left_out,
         "logits-final-norm-twice": normed_twice,
     }

@@ -1,4 +1,7 @@
-"""Wrong loops, by the name of the known mistake. Each must fail under its name."""
+"""Wrong loops, by the name of the known mistake. Each must fail under its name.
+
+The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+"""
 
 from collections.abc import Callable, Iterator
 

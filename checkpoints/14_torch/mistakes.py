@@ -1,4 +1,7 @@
-"""Wrong norms and rotations of tensors, by the name of the known mistake."""
+"""Wrong norms and rotations of tensors, by the name of the known mistake.
+
+The page shows one of them, and llorch cannot make the rest. It makes all others from `llorch.diagnosis.mistakes`.
+"""
 
 import torch
 from torch import Tensor

@@ -3,7 +3,7 @@
 A row that replaces a function of a lesson already has its arguments. Other rows are brought to them here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -13,8 +13,9 @@ from llorch.diagnosis.mistakes import MISTAKES, QUANTISED, Mistake, QuantisedInp
 from llorch.diagnosis.mistakes.planting import instead, replaced
 from llorch.files.quant import GGMLType
 from llorch.learn.exercise import Call, Exercise
-from llorch.learn.exercises.forward import RMS_NORM, ROPE
+from llorch.learn.exercises.forward import LINEAR, RMS_NORM, ROPE, SWIGLU, our_linear
 from llorch.learn.exercises.quantised import our_q4_0, our_q8_0
+from llorch.learn.typed_training import typed_in_training
 
 RIGHT_DECODERS = {GGMLType.Q8_0: our_q8_0, GGMLType.Q4_0: our_q4_0}
 FLOATS = (np.float32, np.float64)
@@ -25,11 +26,11 @@ Typed = Callable[[Exercise], Mapping[str, Call]]  # of an exercise: the name of 
 
 def typed(part: Exercise) -> Mapping[str, Call]:
     """Make the wrong functions of an exercise, by the names of the mistakes, in the order of the library."""
-    return SPECIAL.get(part.name, _replaced)(part)
+    return {name: _in_dtype(function) for name, function in SPECIAL.get(part.name, _replaced)(part).items()}
 
 
 def _replaced(part: Exercise) -> Mapping[str, Call]:
-    return {mistake.name: _in_dtype(mistake.wrong(part.reference)) for mistake in _of(part.name)}
+    return {**{mistake.name: mistake.wrong(part.reference) for mistake in _of(part.name)}, **typed_in_training(part)}
 
 
 def _of(name: str) -> list[Mistake[Any]]:
@@ -37,23 +38,22 @@ def _of(name: str) -> list[Mistake[Any]]:
 
 
 def _in_dtype(function: Call) -> Call:
-    """Return floats of the first array's dtype, as a lesson asks for: the library computes in float64."""
+    """Round results that are wider than every array, as a lesson asks for: some rows compute in float64."""
 
     @wraps(function)
     def wrong(*given: Any, **named: Any) -> Any:
-        floats = (each.dtype for each in (*given, *named.values()) if getattr(each, "dtype", None) in FLOATS)
-        dtype = next(floats, None)
+        dtypes = [each.dtype for each in (*given, *named.values()) if getattr(each, "dtype", None) in FLOATS]
         returned = function(*given, **named)
         if isinstance(returned, tuple):
-            return tuple(_as(each, dtype) for each in returned)
-        return _as(returned, dtype)
+            return tuple(_as(each, dtypes) for each in returned)
+        return _as(returned, dtypes)
 
     return wrong
 
 
-def _as(result: Any, dtype: np.dtype | None) -> Any:
-    is_other = dtype is not None and isinstance(result, np.ndarray) and result.dtype in FLOATS
-    return result.astype(dtype, copy=False) if is_other else result
+def _as(result: Any, dtypes: Sequence[np.dtype]) -> Any:
+    is_other = isinstance(result, np.ndarray) and result.dtype in FLOATS and result.dtype not in dtypes
+    return result.astype(dtypes[0]) if is_other and dtypes else result
 
 
 def _both_caches(part: Exercise) -> Mapping[str, Call]:
@@ -86,6 +86,52 @@ def _decoders(part: Exercise) -> Mapping[str, Call]:
 
     able = (mistake for mistake in QUANTISED if "decode" in mistake.stages and kind.name in mistake.cases)
     return {mistake.name: decoder(mistake) for mistake in able}
+
+
+def _outputs_of_attention(part: Exercise) -> Mapping[str, Call]:
+    def of_output(linear: Call) -> Call:
+        def attention_output(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
+            return linear(x=context, weight=o_proj, bias=o_bias)
+
+        return attention_output
+
+    return _of_products("attn_out", of_output)
+
+
+def _feed_forwards(part: Exercise) -> Mapping[str, Call]:
+    """Get the last product wrong, or the whole."""
+
+    def of_down(linear: Call) -> Call:
+        def feed_forward(
+            h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray
+        ) -> np.ndarray:
+            act = SWIGLU.reference(gate=our_linear(h, gate_proj), up=our_linear(h, up_proj))
+            return linear(x=act, weight=down_proj, bias=None)
+
+        return feed_forward
+
+    return {**_replaced(part), **_of_products("ffn_out", of_down)}
+
+
+def _logits(part: Exercise) -> Mapping[str, Call]:
+    """Get the product wrong, or what is done to the logits."""
+
+    def of_output(linear: Call) -> Call:
+        def logits(
+            x: np.ndarray, final_norm: np.ndarray, lm_head: np.ndarray | None, embed_tokens: np.ndarray, eps: float
+        ) -> np.ndarray:
+            normed = RMS_NORM.reference(x=x, weight=final_norm, eps=eps)
+            return linear(x=normed, weight=embed_tokens if lm_head is None else lm_head, bias=None)
+
+        return logits
+
+    return {**_replaced(part), **_of_products("logits", of_output)}
+
+
+def _of_products(stage: str, brought: Callable[[Call], Call]) -> Mapping[str, Call]:
+    """Put the wrong products that a stage can have into a function around them."""
+    mistakes = (mistake for mistake in _of("linear") if stage in mistake.stages)
+    return {mistake.name: brought(mistake.wrong(LINEAR.reference)) for mistake in mistakes}
 
 
 def _norms_of_tensors(part: Exercise) -> Mapping[str, Call]:
@@ -124,6 +170,9 @@ def _like(x: Tensor, array: np.ndarray) -> Tensor:
 
 SPECIAL: Mapping[str, Typed] = {
     "append": _both_caches,
+    "attention_output": _outputs_of_attention,
+    "feed_forward": _feed_forwards,
+    "logits": _logits,
     "q8_0": _decoders,
     "q4_0": _decoders,
     "torch_rms_norm": _norms_of_tensors,

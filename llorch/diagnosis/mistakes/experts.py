@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.feed_forward import gate_and_up_swapped
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
@@ -16,7 +17,7 @@ from llorch.stages import BY_NAME
 
 EXPERT_WIDE, SHARED_WIDE = ("expert_gate", "expert_up"), ("shared_ffn_gate", "shared_ffn_up")
 BY_EXPERT = (*EXPERT_WIDE, "expert_out")
-CHOICE, WEIGHTS, SUMS = "top_k", "topk_weights", "mixed"
+CHOICE, WEIGHTS, OUTPUTS, SUMS = "top_k", "topk_weights", "expert_outputs", "mixed"
 Function = Callable[..., np.ndarray]
 PROJECTIONS = {name: BY_NAME[name].matrix for name in (*BY_EXPERT, *SHARED_WIDE)}
 ACTS = {name: BY_NAME[name].inputs for name in ("expert_act", "shared_ffn_act")}
@@ -52,9 +53,9 @@ def _chosen(probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.take_along_axis(probs, ids, axis=-1)
 
 
-def _n(s: StageInputs) -> int:
-    assert s.config.experts is not None
-    return s.config.experts.n_experts
+def _of_experts(change: Callable[[np.ndarray, int], np.ndarray]) -> Replacement:
+    """Run other experts than the chosen ones: ids made from the right ids and the number of experts."""
+    return lambda right: lambda **given: right(**given | {"ids": change(given["ids"], len(given["gate_proj"]))})
 
 
 def sorted_by_id(right: Function) -> Function:
@@ -80,9 +81,8 @@ def _ranked(scores: np.ndarray) -> np.ndarray:
     return np.argsort(-scores, axis=-1, kind="stable")
 
 
-def _by_expert(s: StageInputs, stage: str, *, x: np.ndarray | None = None, ids: np.ndarray | None = None) -> np.ndarray:
-    given = x if x is not None else s["expert_act" if stage == "expert_out" else "ffn_norm"]
-    return linear_by_expert(given, s["topk_ids"] if ids is None else ids, s.weights[PROJECTIONS[stage]])
+def _by_expert(s: StageInputs, stage: str, *, x: np.ndarray | None = None) -> np.ndarray:
+    return linear_by_expert(s["ffn_norm"] if x is None else x, s["topk_ids"], s.weights[PROJECTIONS[stage]])
 
 
 def _other(stage: str) -> str:
@@ -219,8 +219,7 @@ CHOSEN: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The weight multiplies what the expert reads, as in Llama 4; here it multiplies what comes out.",
     ),
     Mistake(
-        name="experts-gate-and-up-swapped", stages=EXPERT_WIDE,
-        wrong=lambda s, stage: _by_expert(s, _other(stage), x=s.arrays.get("expert_in")),
+        name="experts-gate-and-up-swapped", stages=EXPERT_WIDE, part=OUTPUTS, wrong=gate_and_up_swapped,
         diagnosis="The halves of the fused matrix of an expert were exchanged; it holds gate, then up.",
     ),
     Mistake(
@@ -228,18 +227,18 @@ CHOSEN: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The fused matrix of an expert was cut into even and odd rows; it holds all of gate, then all of up.",
     ),
     Mistake(
-        name="experts-by-rank", stages=BY_EXPERT, applies_to=_chooses,
-        wrong=lambda s, stage: _by_expert(s, stage, ids=np.argsort(np.argsort(s["topk_ids"], axis=-1), axis=-1)),
+        name="experts-by-rank", stages=BY_EXPERT, applies_to=_chooses, part=OUTPUTS,
+        wrong=_of_experts(lambda ids, n_experts: np.argsort(np.argsort(ids, axis=-1), axis=-1)),
         diagnosis="The rank of a chosen expert was used as its id, so only the first k experts ran.",
     ),
     Mistake(
-        name="experts-numbered-from-one", stages=BY_EXPERT, applies_to=_chooses,
-        wrong=lambda s, stage: _by_expert(s, stage, ids=(s["topk_ids"] + 1) % _n(s)),
+        name="experts-numbered-from-one", stages=BY_EXPERT, applies_to=_chooses, part=OUTPUTS,
+        wrong=_of_experts(lambda ids, n_experts: (ids + 1) % n_experts),
         diagnosis="The matrices of the next expert were used: ids count from 0.",
     ),
     Mistake(
-        name="experts-of-the-token-before", stages=BY_EXPERT, applies_to=_chooses,
-        wrong=lambda s, stage: _by_expert(s, stage, ids=np.roll(s["topk_ids"], 1, axis=0)),
+        name="experts-of-the-token-before", stages=BY_EXPERT, applies_to=_chooses, part=OUTPUTS,
+        wrong=_of_experts(lambda ids, n_experts: np.roll(ids, 1, axis=0)),
         diagnosis="Each token went to the experts of its neighbour: rows were sorted by expert and not put back.",
     ),
     Mistake(

@@ -14,6 +14,11 @@ WIDE = {"ffn_gate": "gate_proj", "ffn_up": "up_proj"}
 GATE_AND_UP = tuple(WIDE)
 
 
+def gate_and_up_swapped(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Exchange the two matrices."""
+    return lambda **given: right(**given | {"gate_proj": given["up_proj"], "up_proj": given["gate_proj"]})
+
+
 def fused_rows_alternate(s: StageInputs, stage: str) -> np.ndarray:
     """Cut the fused rows (gate, then up) as if gate and up alternated."""
     fused = linear(s["ffn_norm"], np.concatenate([s.weights["gate_proj"], s.weights["up_proj"]]))
@@ -63,8 +68,7 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The raw output of attention was projected; add the residual and normalise first.",
     ),
     Mistake(
-        name="ffn-gate-and-up-swapped", stages=GATE_AND_UP,
-        wrong=lambda s, stage: linear(s["ffn_norm"], s.weights["up_proj" if stage == "ffn_gate" else "gate_proj"]),
+        name="ffn-gate-and-up-swapped", stages=GATE_AND_UP, part="feed_forward", wrong=gate_and_up_swapped,
         diagnosis="gate_proj and up_proj were exchanged; a fused matrix holds gate, then up.",
     ),
     Mistake(

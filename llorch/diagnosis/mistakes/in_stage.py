@@ -23,25 +23,35 @@ from llorch.ops.embedding import embedding
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import frequencies, scale_frequencies
-from llorch.ops.routing import mixed, top_k, topk_weights
+from llorch.ops.routing import linear_by_expert, mixed, top_k, topk_weights
 from llorch.ops.short_conv import short_conv
 from llorch.ops.swiglu import swiglu
 from llorch.sampling import greedy, probabilities
-from llorch.stages import BY_NAME, STAGES, output_matrix, rope_input
+from llorch.stages import BY_NAME, DENSE_PRODUCTS, STAGES, output_matrix, rope_input
 
 InStage = Callable[[Replacement, Any, str], np.ndarray]  # of the wrong function, a stage's inputs, the stage's name
 
 # stage, which is also the name of its gain -> what it normalises
 NORMS = {stage.name: stage.dense_input for stage in STAGES if stage.function == "llorch.ops.rms_norm.rms_norm"}
+PROJECTIONS = {stage.name: (stage.inputs[0], stage.matrix) for stage in DENSE_PRODUCTS if stage.in_layer}
 HEAD_NORMS = ("q_norm", "k_norm")
 QUERY_AND_KEY = BY_NAME["attn_scores"].inputs
 (KEY,) = BY_NAME["k_cache"].inputs
 LENGTHS = ("q_l2", "k_l2")
+BY_EXPERT = {"expert_gate": "gate_proj", "expert_up": "up_proj", "expert_out": "down_proj"}  # stage -> matrix
 
 
 def normalised_rows(s: StageInputs, stage: str) -> np.ndarray:
     """Return what a norm normalises, in float64."""
     return (s.heads(NORMS[stage]) if stage in HEAD_NORMS else s[NORMS[stage]]).astype(np.float64)
+
+
+def projected(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return input, weight and bias of a projection."""
+    if stage == "logits":
+        return s["final_norm"], s.weights[output_matrix(s.config)], None
+    x, projection = PROJECTIONS[stage]
+    return s[x], s.weights[projection], s.weights.get(f"{projection.removesuffix('_proj')}_bias")
 
 
 def rotated_heads(s: StageInputs, stage: str) -> np.ndarray:
@@ -89,7 +99,7 @@ def rows_of_cache(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _embedding(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(embedding)(ids=s.ids, table=s.weights["embed_tokens"])
+    return wrong(lambda ids, table: embedding(ids, table))(ids=s.ids, table=s.weights["embed_tokens"])
 
 
 def _rms_norm(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
@@ -161,6 +171,31 @@ def _delta_rule(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
         state=s["past_delta"],
     )  # fmt: skip
     return state if stage == "delta_state" else out
+
+
+def _linear(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    x, weight, bias = projected(s, stage)
+    return wrong(linear)(x=x, weight=weight, bias=bias)
+
+
+def _feed_forward(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    """Make one of the two products that read the norm."""
+
+    def right(h: np.ndarray, gate_proj: Any, up_proj: Any) -> np.ndarray:
+        return linear(h, gate_proj if stage == "ffn_gate" else up_proj)
+
+    return wrong(right)(h=s["ffn_norm"], gate_proj=s.weights["gate_proj"], up_proj=s.weights["up_proj"])
+
+
+def _expert_outputs(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    """Make one of the three products of the chosen experts."""
+    matrices = {name: s.weights[f"experts_{name}"] for name in ("gate_proj", "up_proj", "down_proj")}
+
+    def right(h: np.ndarray, ids: np.ndarray, **matrices: Any) -> np.ndarray:
+        return linear_by_expert(h, ids, matrices[BY_EXPERT[stage]])
+
+    h = s["expert_act" if stage == "expert_out" else "expert_in|ffn_norm"]
+    return wrong(right)(h=h, ids=s["topk_ids"], **matrices)
 
 
 def _swiglu(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
@@ -274,6 +309,9 @@ IN_STAGE: Mapping[str, InStage] = {
     "l2_norm": _l2_norm,
     "log_decay": _log_decay,
     "delta_rule": _delta_rule,
+    "linear": _linear,
+    "feed_forward": _feed_forward,
+    "expert_outputs": _expert_outputs,
     "swiglu": _swiglu,
     "top_k": _top_k,
     "topk_weights": _topk_weights,

@@ -6,27 +6,23 @@ from typing import Any
 import numpy as np
 
 from llorch.config import FAMILIES, ModelConfig
-from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
+from llorch.diagnosis.mistakes.in_stage import PROJECTIONS, projected
+from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.linear import linear
-from llorch.stages import DENSE_PRODUCTS, output_matrix
 
-PROJECTIONS = {stage.name: (stage.inputs[0], stage.matrix) for stage in DENSE_PRODUCTS if stage.in_layer}
-QKV = ("q_proj", "k_proj", "v_proj")
+QKV, PART = ("q_proj", "k_proj", "v_proj"), "linear"
 
 
-def _parts(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return input, weight and bias of the right projection."""
-    if stage == "logits":
-        return s["final_norm"], s.weights[output_matrix(s.config)], None
-    x, projection = PROJECTIONS[stage]
-    return s[x], s.weights[projection], s.weights.get(f"{projection.removesuffix('_proj')}_bias")
+def bias_twice(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Add the bias a second time."""
 
+    def wrong(x: np.ndarray, weight: Any, bias: np.ndarray | None) -> np.ndarray:
+        y = right(x, weight, bias)
+        return y if bias is None else y + bias
 
-def _with(change: Callable[[np.ndarray, np.ndarray, Any], np.ndarray]) -> Wrong:
-    """Make a mistake from a function that computes a wrong product of input, weight and bias."""
-    return lambda s, stage: change(*_parts(s, stage))
+    return wrong
 
 
 def _n_heads(s: StageInputs, stage: str) -> int:
@@ -35,13 +31,13 @@ def _n_heads(s: StageInputs, stage: str) -> int:
 
 def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
     """Project the block's input instead of the normalised input."""
-    _, weight, bias = _parts(s, stage)
+    _, weight, bias = projected(s, stage)
     return linear(s["block_in"], weight, bias)
 
 
 def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
     """Cut outputs into (head_dim, heads) instead of (heads, head_dim)."""
-    y = linear(*_parts(s, stage))
+    y = linear(*projected(s, stage))
     return _cut_with_heads_last(y, s.config).reshape(y.shape)
 
 
@@ -59,13 +55,13 @@ def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
 
 def heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
     """Write outputs in the order (head_dim, heads), which are read as (heads, head_dim)."""
-    y = linear(*_parts(s, stage))
+    y = linear(*projected(s, stage))
     return y.reshape(len(y), -1, s.config.head_dim).swapaxes(1, 2).reshape(y.shape)
 
 
 def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
     """Cut rows of q, k and v, which lie one after the other, as if stored group by group."""
-    rows = np.concatenate([linear(*_parts(s, name)) for name in QKV], axis=1)
+    rows = np.concatenate([linear(*projected(s, name)) for name in QKV], axis=1)
     rows = rows.reshape(len(rows), s.config.n_kv_heads, -1, s.config.head_dim)  # queries, key, value of a group
     part = {"q_proj": rows[:, :, :-2], "k_proj": rows[:, :, -2], "v_proj": rows[:, :, -1]}[stage]
     return part.reshape(len(rows), -1)
@@ -78,20 +74,20 @@ def keys_reordered_by_query_heads(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _reordered(s: StageInputs, stage: str, reorder: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    x, weight, bias = _parts(s, stage)
+    x, weight, bias = projected(s, stage)
     return linear(x, reorder(weight), None if bias is None else reorder(bias))
 
 
 def output_heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
     """Read columns of o_proj as (head_dim, heads)."""
-    x, weight, bias = _parts(s, stage)
+    x, weight, bias = projected(s, stage)
     columns = weight.reshape(len(weight), s.config.head_dim, -1).swapaxes(1, 2)  # (hidden, heads, head_dim)
     return linear(x, columns.reshape(weight.shape), bias)
 
 
 def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
     """Write columns of o_proj in the order (head_dim, heads)."""
-    x, weight, bias = _parts(s, stage)
+    x, weight, bias = projected(s, stage)
     columns = weight.reshape(len(weight), -1, s.config.head_dim).swapaxes(1, 2)  # (hidden, head_dim, heads)
     return linear(x, columns.reshape(weight.shape), bias)
 
@@ -102,24 +98,24 @@ def _has_paired_rows(config: ModelConfig) -> bool:
 
 PROJECTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="weight-dimensions-not-reversed", stages=(*PROJECTIONS, "logits"),
-        wrong=_with(lambda x, weight, bias: linear(x, weight.reshape(weight.shape[::-1]).T, bias)),
+        name="weight-dimensions-not-reversed", stages=(*PROJECTIONS, "logits"), part=PART,
+        wrong=lambda right: lambda x, weight, bias: right(x, weight.reshape(weight.shape[::-1]).T, bias),
         diagnosis="The weight was read as (in, out), its GGUF dimensions as they stand or a square matrix transposed; "
         "in memory it is (out, in) and y = x @ weight.T.",
     ),
     Mistake(
-        name="weight-never-loaded", stages=(*PROJECTIONS, "logits"),
-        wrong=_with(lambda x, weight, bias: linear(x, np.zeros_like(weight), bias)),
+        name="weight-never-loaded", stages=(*PROJECTIONS, "logits"), part=PART,
+        wrong=lambda right: lambda x, weight, bias: right(x, np.zeros_like(weight), bias),
         diagnosis="The weight is all zeros: it was never loaded, or under another name.",
     ),
     Mistake(
         name="qkv-bias-missing", stages=QKV, applies_to=lambda config: config.qkv_bias,
-        wrong=_with(lambda x, weight, bias: linear(x, weight)),
+        part=PART, wrong=lambda right: lambda x, weight, bias: right(x, weight, None),
         diagnosis="The bias was not added; Qwen2 has one for queries, keys and values.",
     ),
     Mistake(
         name="qkv-bias-twice", stages=QKV, applies_to=lambda config: config.qkv_bias,
-        wrong=_with(lambda x, weight, bias: linear(x, weight, bias) + bias),
+        part=PART, wrong=bias_twice,
         diagnosis="The bias was added twice.",
     ),
     Mistake(
