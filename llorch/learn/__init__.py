@@ -15,5 +15,6 @@ verification judges the result by the goldens of both engines. The order to read
     progress, sources         what is done so far, and the files of a lesson; `certificate` writes it down
     on_torch/                 lesson 14: exercises on tensors; nothing else here imports torch
     materials                 stubs, hints and typed mistakes; `fault_injection` plants the mistakes
+    typed, typed_training     typed mistakes, made from the rows of `llorch.diagnosis.mistakes`
     museum/                   bugs of real people, as exercises
 """

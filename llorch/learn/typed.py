@@ -151,7 +151,7 @@ def _turns_of_tensors(part: Exercise) -> Mapping[str, Call]:
 
     def of_tensors(function: Call) -> Call:
         def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            tables = (np.broadcast_to(_array(table), (len(x), *table.shape[1:])) for table in (cos, sin))
+            tables = (np.broadcast_to(_array(table, np.float64), (len(x), *table.shape[1:])) for table in (cos, sin))
             rows = [function(x=row, cos=c, sin=s) for row, c, s in zip(_array(x), *tables, strict=True)]
             return _like(x, np.stack(rows))
 
@@ -160,8 +160,8 @@ def _turns_of_tensors(part: Exercise) -> Mapping[str, Call]:
     return {name: of_tensors(function) for name, function in typed(ROPE).items()}
 
 
-def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy()
+def _array(tensor: Tensor, dtype: type[np.floating] = np.float32) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy().astype(dtype, copy=False)
 
 
 def _like(x: Tensor, array: np.ndarray) -> Tensor:

@@ -27,9 +27,11 @@ from planted_torch_cache import (
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
+from llorch.learn.lessons import PARTS
+from llorch.learn.typed import typed
 from llorch.pytorch import causal_lm as torch_model
 from llorch.pytorch import decoding, sampling
-from llorch.pytorch.causal_lm import Block, CausalLM, RMSNorm, attention, keep_nothing, rope
+from llorch.pytorch.causal_lm import Block, CausalLM, attention, keep_nothing, rope
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ class Planted:
     of_rounding: bool = False
 
 
-def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b, cos, sin = x[..., 0::2], x[..., 1::2], cos[:, :, None], sin[:, :, None]
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+def of_library(part: str, name: str) -> Plant:
+    """Put a mistake of the library into the torch function of lesson 14 that it replaces."""
+    wrong = typed(PARTS[f"torch_{part}"])[name]
+    return method(torch_model, part, lambda right: wrong)
 
 
 def tiled(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> Tensor:
@@ -87,10 +90,6 @@ def changed_stage(name: str, change: Callable[[Tensor], Tensor]) -> Any:
 def cut_to_10_bits(x: Tensor) -> Tensor:
     """As TF32 takes its inputs; other dtypes are left alone."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
-
-
-def norm_eps_outside(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    return (x.float() / (x.float().square().mean(-1, keepdim=True).sqrt() + eps) * weight).to(x.dtype)
 
 
 def norm_rounded_before_gain(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -184,7 +183,7 @@ def last_column(forward: Any) -> Any:
 
 
 PLANTED = {
-    "rope pairs interleaved": Planted(method(torch_model, "rope", lambda _: interleaved), ("01b", "q_rope", 0)),
+    "rope pairs interleaved": Planted(of_library("rope", "rope-interleaved-pairs"), ("01b", "q_rope", 0)),
     "rope of keys missing": Planted(
         method(torch_model, "rope", lambda _: lambda x, cos, sin: x if x.shape[2] == 3 else rope(x, cos, sin)),
         ("01b", "k_rope", 0),
@@ -215,15 +214,12 @@ PLANTED = {
         of_rounding=True,
     ),
     "eps outside the root": Planted(
-        method(torch_model, "rms_norm", lambda _: norm_eps_outside), ("01", "attn_norm", 0), of_rounding=True
+        of_library("rms_norm", "norm-eps-outside-root"), ("01", "attn_norm", 0), of_rounding=True
     ),
     "norm rounded before the gain": Planted(
         method(torch_model, "rms_norm", lambda _: norm_rounded_before_gain), ("01", "attn_norm", 0), of_rounding=True
     ),
-    "gain missing": Planted(
-        method(RMSNorm, "forward", lambda _: lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)),
-        ("01", "attn_norm", 0),
-    ),
+    "gain missing": Planted(of_library("rms_norm", "norm-gain-missing"), ("01", "attn_norm", 0)),
     "products of 10 bits": Planted(
         method(nn.Linear, "forward", lambda _: lambda self, x: linear(
             cut_to_10_bits(x), cut_to_10_bits(self.weight), self.bias

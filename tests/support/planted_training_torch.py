@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from llorch.diagnosis.mistakes import MISTAKES
 from llorch.pytorch import causal_lm as torch_model
 from llorch.pytorch.lora import leaves
 from llorch.pytorch.lora import leaves as torch_leaves
@@ -21,10 +22,6 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
     return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
-
-
-def scaled_twice(right: Any) -> Any:
-    return lambda *arrays, scaling, **how: right(*arrays, scaling=scaling * scaling, **how)
 
 
 def alpha_alone(right: Any) -> Any:
@@ -103,7 +100,7 @@ def per_tensor(right: Any) -> Any:
 
 
 PLANTED: dict[str, Plant] = {
-    "lora-scaled-twice": replaced(torch_leaves, "delta", scaled_twice),
+    "lora-scaled-twice": replaced(torch_leaves, "delta", MISTAKES["lora-scaled-twice"].wrong),
     "lora-alpha-not-divided": replaced(torch_leaves, "delta", alpha_alone),
     "loss-labels-not-shifted": replaced(torch_loss, "_trained_rows", not_shifted),
     "loss-smoothing-missing": replaced(torch_loss, "_all_at_once", smoothing_missing),

@@ -17,7 +17,7 @@ MERGE = "llorch.lora.merge.merged_matrix"
 
 def scaled_twice(right: Function) -> Function:
     """Apply the scale to A x, and again to B A x."""
-    return lambda *arrays, scaling: right(*arrays, scaling=scaling * scaling)
+    return lambda *arrays, scaling, **how: right(*arrays, scaling=scaling * scaling, **how)
 
 
 def not_scaled(right: Function) -> Function:
