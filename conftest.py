@@ -8,8 +8,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--impl` and `--processor-limit`."""
+    """Add `--impl`, `--processor-limit` and `--sample`."""
     parser.addoption("--impl", help="check this implementation, a folder or cmd:PROGRAM, and nothing else")
+    parser.addoption("--sample", metavar="N/TREE", help="run one in N of the cases of each test, drawn by a hash")
     parser.addoption(
         "--processor-limit", type=float, metavar="SECONDS",
         help="print the tests that cost most processor time, and fail if one costs more than SECONDS",

@@ -1,7 +1,7 @@
-"""The commands that make goldens again, one a line.
+"""The commands that make goldens again and judge torch by the stored ones, one a line.
 
     python .ci/goldens.py day TREE         five models and checkpoint 13
-    python .ci/goldens.py nightly TREE     every model
+    python .ci/goldens.py nightly TREE     every model, and float16, which has the code of bfloat16
 
 Four of the five differ most: `micro-llama` has goldens of training, `micro-mistral` is a folder whose layers have
 windows, `micro-qwen3.5-moe` has delta nets and experts, `story` has trained weights. TREE draws the fifth. It is the
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from llorch.builtin import EVERY
 
 ALWAYS = ("micro-llama", "micro-mistral", "micro-qwen3.5-moe", "story")
+DTYPES = {"day": ("bfloat16", "float32"), "nightly": ("bfloat16", "float32", "float16")}
 
 
 def chosen(extent: str, tree: str, models: Sequence[str] = EVERY) -> tuple[str, ...]:
@@ -25,13 +26,19 @@ def chosen(extent: str, tree: str, models: Sequence[str] = EVERY) -> tuple[str, 
         models: All models.
 
     Returns:
-        Names for `regenerate.py`.
+        Names for `regenerate.py` and `llorch verify`.
     """
     others = sorted(set(models) - {*ALWAYS})
     drawn = others[int(tree, 16) % len(others)]
     return ("quantised", *(models if extent == "nightly" else (*ALWAYS, drawn)))
 
 
+def commands(extent: str, tree: str) -> list[str]:
+    """List the commands, the longest first; for the arguments see `chosen`."""
+    names = chosen(extent, tree)
+    judged = [f"llorch verify {' '.join(names)} --backend torch --dtype {dtype}" for dtype in DTYPES[extent]]
+    return [*judged, *(f"python reference_outputs/regenerate.py --check {name}" for name in names)]
+
+
 if __name__ == "__main__":
-    for name in chosen(*sys.argv[1:3]):
-        print("python reference_outputs/regenerate.py --check", name)
+    print("\n".join(commands(*sys.argv[1:3])))

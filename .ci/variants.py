@@ -43,7 +43,7 @@ def test_file(name: str) -> str:
 
 ALWAYS = ("test_so_is_a_query_of_attention",)
 VERIFY = ("-m llorch verify micro-qwen3 story", "-m llorch verify micro-qwen2 --backend torch --dtype float32")
-SHARES = 30  # so that all variants together take about four minutes on two cores
+SHARES = 30  # one variant costs about 70 seconds of processor time
 AT_ONCE = 2  # variants; each has one core's work
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KERNELS = """
@@ -89,6 +89,7 @@ FOUR_THREADS = dict.fromkeys(THREADS, "4") | {  # waiting ones sleep: they may b
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_THREAD_TIMEOUT": "4",
 }
+NO_COMPILER = {"PATH": str(Path(sys.executable).parent), "CC": ""}
 VARIANTS = {
     "the processor's own kernels": Variant({}, {"threads": 1, "compiled": True}),
     "OpenBLAS Haswell": Variant({"OPENBLAS_CORETYPE": "Haswell"}, {"openblas": "Haswell"}, "avx2"),
@@ -96,11 +97,22 @@ VARIANTS = {
     "ATen default": Variant({"ATEN_CPU_CAPABILITY": "default"}, {"aten": "DEFAULT"}),
     "ATen AVX2": Variant({"ATEN_CPU_CAPABILITY": "avx2"}, {"aten": "AVX2"}, "avx2"),
     "oneDNN AVX2": Variant({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"onednn": "Intel AVX2"}, "avx2"),
-    "no C compiler": Variant(
-        {"PATH": str(Path(sys.executable).parent), "CC": ""}, {"compiled": False}, left_out="pytorch/kernels/cpu"
-    ),
+    "no C compiler": Variant(NO_COMPILER, {"compiled": False}, left_out="pytorch/kernels/cpu"),
     "4 threads": Variant(FOUR_THREADS, {"threads": 4}),
+    "all libraries AVX2": Variant(
+        {"OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        {"openblas": "Haswell", "aten": "AVX2", "onednn": "Intel AVX2"},
+        "avx2",
+    ),
+    "ATen default, no C compiler": Variant(
+        {"ATEN_CPU_CAPABILITY": "default", **NO_COMPILER},
+        {"aten": "DEFAULT", "compiled": False},
+        left_out="pytorch/kernels/cpu",
+    ),
 }
+# `.ci/run` takes these. They set all that the others set, but several things at once. The tests of `.ci/run` have the
+# processor's own kernels. The nightly run takes every variant.
+BY_DAY = ("all libraries AVX2", "ATen default, no C compiler", "4 threads")
 CHOSEN = {name for variant in VARIANTS.values() for name in variant.environment} - {"PATH"}
 
 

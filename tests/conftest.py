@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import shape_checks
 from processor_time import ProcessorTime
+from sample import Sample
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Leave slow tests to `.ci/run` and nightly ones to the night, unless asked for; measure what each test costs."""
     os.environ.pop("PYTEST_ADDOPTS", None)  # for this run of pytest, not for one that a test starts
     config.pluginmanager.register(ProcessorTime(config.option.processor_limit))
+    if config.option.sample:
+        config.pluginmanager.register(Sample(config.option.sample))
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.markexpr = f"not ({LEFT_OUT})"
 

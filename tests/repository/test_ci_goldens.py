@@ -1,4 +1,4 @@
-"""The choice of `.ci/goldens.py`: every model at night, five by day, and every model on some day."""
+"""The commands of `.ci/goldens.py`: every model at night, five by day, and every model on some day."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -27,3 +27,14 @@ def test_a_day_has_four_models_and_one_that_is_drawn(goldens: ModuleType):
     days = [goldens.chosen("day", f"{tree:040x}") for tree in range(len(EVERY))]
     assert all(day[:5] == ("quantised", *goldens.ALWAYS) and len({*day}) == 6 for day in days)
     assert {name for day in days for name in day} == {"quantised", *EVERY}
+
+
+@pytest.mark.parametrize(("extent", "dtypes"), [("day", 2), ("nightly", 3)])
+def test_each_chosen_model_is_made_again_and_judged_in_each_dtype_of_torch(
+    goldens: ModuleType, extent: str, dtypes: int
+):
+    names, lines = goldens.chosen(extent, "3"), goldens.commands(extent, "3")
+    for name in names:
+        assert f"python reference_outputs/regenerate.py --check {name}" in lines
+        assert sum(name in line.split() for line in lines if "--backend torch" in line) == dtypes
+    assert len(lines) == len(names) + dtypes

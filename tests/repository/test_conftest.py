@@ -140,7 +140,7 @@ def hooks(request: pytest.FixtureRequest) -> Any:
 )
 def test_what_is_slow_runs_where_it_is_asked_for(hooks: Any, source: str, given: str, kept: str):
     config = SimpleNamespace(
-        option=SimpleNamespace(markexpr=given, processor_limit=None),
+        option=SimpleNamespace(markexpr=given, processor_limit=None, sample=None),
         args_source=pytest.Config.ArgsSource[source],
         pluginmanager=pytest.PytestPluginManager(),
     )

@@ -11,7 +11,8 @@ from llorch.verify.models import verify_stored
 from llorch.verify.runners.torch import VARIANTS, torch_runners
 
 # What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
-# stage, is judged in all variants; of all models `llorch verify --backend torch` does that, a step of `.ci/run`.
+# stage, is judged in all variants; `llorch verify --backend torch` does that for five models by day, and for all
+# at night.
 EVERYWHERE = {
     "torch-cpu-float32": ("", "-fast-batch"),
     "torch-cpu-bfloat16": ("", "-fast-batch"),

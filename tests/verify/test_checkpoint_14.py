@@ -25,7 +25,8 @@ from llorch.verify.runners.torch import VARIANTS
 from llorch.verify.tolerances.forward import MATHEMATICS, SCORES
 
 SMALLEST = pytest.mark.plain_cases("*micro-llama")
-# In float32 and bfloat16 `llorch verify --backend torch`, a step of `.ci/run`, judges every model in every variant.
+# In float32 and bfloat16 `llorch verify --backend torch` judges models in every variant: a step of `.ci/run`, which
+# takes five models by day and all at night.
 BY_DAY = pytest.mark.ci_cases("*micro-llama", "torch-cpu-float16-*micro-qwen2", "torch-cpu-float64-*micro-qwen3")
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
 
