@@ -6,13 +6,13 @@ from functools import cache
 import numpy as np
 from planted import golden_of
 
+from llorch.builtin import builtin_path
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.diagnosis.search.hypotheses import Hypothesis, known_mistakes
 from llorch.dumps.stage_dump import StageDump
-from llorch.files import Weights
+from llorch.files import Weights, open_weights
 from llorch.places import Tokens
 from llorch.stages import keys
-from llorch.verify.models import stored
 
 WHOLE: Callable[[str], bool] = lambda key: True  # noqa: E731
 BLOCKS: Callable[[str], bool] = lambda key: key.endswith(("block_out", "logits"))  # noqa: E731
@@ -20,7 +20,7 @@ BLOCKS: Callable[[str], bool] = lambda key: key.endswith(("block_out", "logits")
 
 @cache
 def wide(model: str) -> Weights:
-    return stored(model)[0].astype(np.float64, keep=True)
+    return open_weights(builtin_path(model)).astype(np.float64, keep=True)
 
 
 def mistake(name: str, model: str) -> Hypothesis:

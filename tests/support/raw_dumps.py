@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
+from planted import golden_of
 
-from llorch.builtin import builtin_path, goldens_folder
+from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.files import Weights, open_weights
 from llorch.files.tensor_names import interleave
 from llorch.places import Tokens
 from llorch.stages import keys
-from llorch.verify.goldens import read
 
 PADDED = 256  # the context of llama.cpp
 
@@ -37,7 +37,7 @@ def weights_of(model: str) -> Weights:
 
 def golden_trace(model: str, engine: str) -> tuple[tuple[int, ...], Mapping[str, np.ndarray]]:
     """Tokens of the prompt, and every stage as the engine computed it."""
-    golden = read(goldens_folder() / model)
+    golden = golden_of(model)
     return golden.cases["near"].ids, golden.evidence[engine].traces["near"]
 
 

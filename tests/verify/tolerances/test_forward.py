@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planted import golden_of, weights_of
 
 from llorch.comparison import EXACT, FLOOR, measure
 from llorch.engines import open_producer
@@ -30,7 +31,7 @@ from llorch.verify.tolerances.forward import (
 
 COPIES = ["embed", "l0.k_cache", "l1.v_cache"]
 SUMS = ["l0.attn_residual", "l1.block_out"]
-WEIGHTS, GOLDEN = stored("micro-llama")
+WEIGHTS, GOLDEN = weights_of("micro-llama"), golden_of("micro-llama")
 NEAR, TRACE = GOLDEN.cases["near"], GOLDEN.evidence["llamacpp"].traces["near"]
 
 

@@ -1,12 +1,11 @@
 """Models of every family on a CUDA device: logits, and answers through recorded steps, beside float64 on the CPU."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
 import torch
 from families import FAMILIES, random_folder
 from quantised_folders import FOLDERS
@@ -17,6 +16,7 @@ from llorch.generate import IdsOnly
 from llorch.pytorch.kernels.triton.graph import GraphedSteps
 from llorch.pytorch.model import TorchModel, load_torch
 
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="NOT RUN: transformers is not installed")
 IDS = np.arange(70) * 7 % 104
 EVEN: dict[str, Any] = {
     "hidden_size": 256,
