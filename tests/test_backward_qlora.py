@@ -65,7 +65,7 @@ def dense_weights(quantised: Any) -> dict[str, Any]:
 
     state = {}
     for name, value in quantised.named_parameters():
-        decoded = dequantised("bitsandbytes", str(FOLDER), name) if hasattr(value, "quant_state") else None
+        decoded = dequantised(str(FOLDER), name) if hasattr(value, "quant_state") else None
         state[name] = (value.data if decoded is None else torch.from_numpy(decoded)).double()
     return state
 

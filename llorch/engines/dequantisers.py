@@ -4,7 +4,6 @@ Each function loads a file and calls a library; none holds a formula of a format
 before the call where the library computes in their dtype, so that it rounds once, to float32.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+
+from llorch.files.quantised.folder import settings_of
+from llorch.files.strict_json import read_settings
 
 Tensors = dict[str, torch.Tensor]
 Matrix = Callable[[], torch.Tensor]
@@ -38,14 +40,22 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Open them."""
         self.path = path
-        self.config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        self.config: dict[str, Any] = read_settings(path / "config.json")
         opened = [safe_open(file, framework="pt") for file in sorted(path.glob("*.safetensors"))]
         self._files = {name: file for file in opened for name in file.keys()}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the method."""
-        return self.config.get("quantization") or self.config["quantization_config"]
+        """Settings of the method, of config.json or of a file next to it."""
+        found = settings_of(self.config, self.path)
+        return {} if found is None else dict(found[1].values)
+
+    @property
+    def library(self) -> str:
+        """Key of its library: the method, and the layout of the tensors if the method has several."""
+        found = settings_of(self.config, self.path)
+        method, settings = ("", {}) if found is None else (found[0].removeprefix("intel/"), found[1].values)
+        return " ".join(filter(None, [method, str(settings.get(_LAYOUTS.get(method, ""), ""))]))
 
     def modules(self, ending: str) -> list[str]:
         """Modules that have a tensor with this ending."""
@@ -57,24 +67,31 @@ class Folder:
         return {name.removeprefix(f"{module}."): self._files[name].get_tensor(name) for name in names}
 
 
-def dequantised(method: str, path: str, name: str) -> np.ndarray | None:
+def dequantised(path: str, name: str) -> np.ndarray | None:
     """Decode one matrix (out, in) of a folder to float32; None if the library reads no matrix of this name."""
-    matrix = _matrices(method, path).get(name)
+    matrix = _matrices(path).get(name)
     with torch.no_grad():
         return None if matrix is None else matrix().float().contiguous().numpy()
 
 
-def missing(method: str) -> str | None:
-    """Return the package to install before a method can be judged; empty if unknown, None if it is installed."""
-    library = LIBRARIES.get(method)
+def all_dequantised(path: Path) -> Tensors:
+    """Decode every matrix of a folder, by the name of the weight."""
+    with torch.no_grad():
+        return {name: matrix() for name, matrix in _matrices(str(path)).items()}
+
+
+def missing(path: str) -> str | None:
+    """Return the package to install before a folder can be judged; empty if unknown, None if it is installed."""
+    library = LIBRARIES.get(Folder(Path(path)).library)
     if library is None:
         return ""
     return None if find_spec(library.module) else library.package
 
 
 @cache
-def _matrices(method: str, path: str) -> Mapping[str, Matrix]:
-    return LIBRARIES[method].opened(Folder(Path(path)))
+def _matrices(path: str) -> Mapping[str, Matrix]:
+    folder = Folder(Path(path))
+    return LIBRARIES[folder.library].opened(folder)
 
 
 def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
@@ -229,16 +246,37 @@ def _torchao(folder: Folder) -> Mapping[str, Matrix]:
     return {name: lambda data=data: data.dequantize(torch.float32) for name, data in made.items()}
 
 
+def _bitnet(folder: Folder) -> Mapping[str, Matrix]:
+    """Multiply the identity by transformers' AutoBitLinear; its quantisation of activations keeps 0 and 1."""
+    from transformers.integrations.bitnet import AutoBitLinear, unpack_weights
+
+    def matrix(name: str) -> torch.Tensor:
+        tensors = folder.tensors(name)
+        rows, width = tensors["weight"].shape[0] * 4, tensors["weight"].shape[1]
+        module: Any = AutoBitLinear(width, rows, bias=False)
+        with torch.compiler.set_stance("force_eager"):
+            module.weight.copy_(unpack_weights(tensors["weight"], dtype=torch.float32))
+            module.weight_scale = tensors["weight_scale"].float()
+            return module(torch.eye(width)).T
+
+    return _named(folder.modules("weight_scale"), matrix)
+
+
 def _named(modules: list[str], matrix: Callable[[str], torch.Tensor]) -> Mapping[str, Matrix]:
     return {f"{module}.weight": lambda module=module: matrix(module) for module in modules}
 
 
+_LAYOUTS: Mapping[str, str] = {"auto-round": "packing_format", "bitnet": "linear_class"}  # keys of settings
+_GPTQ, _AWQ = Library("gptqmodel", "gptqmodel", _gptqmodel), Library("autoawq", "awq", _autoawq)
 LIBRARIES: Mapping[str, Library] = {
     "compressed-tensors": Library("compressed-tensors", "compressed_tensors", _compressed_tensors),
     "bitsandbytes": Library("bitsandbytes", "bitsandbytes", _bitsandbytes),
-    "gptq": Library("gptqmodel", "gptqmodel", _gptqmodel),
-    "auto-round": Library("gptqmodel", "gptqmodel", _gptqmodel),
-    "awq": Library("autoawq", "awq", _autoawq),
+    "gptq": _GPTQ,
+    "auto-round": _GPTQ,
+    "auto-round auto_round:auto_gptq": _GPTQ,
+    "awq": _AWQ,
+    "auto-round auto_round:auto_awq": _AWQ,
     "mlx": Library("mlx", "mlx", _mlx),
     "torchao": Library("torchao", "torchao", _torchao),
+    "bitnet autobitlinear": Library("transformers", "transformers", _bitnet),
 }

@@ -1,7 +1,8 @@
 """Dequantise the folders with independent libraries, for the goldens.
 
-Each function takes a folder and returns float weights by their Hugging Face name. The functions only load files and
-call a library: they hold no formula of a format. They cast factors to float32 or float64 before the call where the
+`llorch.engines.dequantisers` calls the libraries that `llorch verify` uses. The functions here call libraries that only
+goldens need. Each takes a folder and returns float weights by their Hugging Face name. The functions only load files
+and call a library: they hold no formula of a format. They cast factors to float32 or float64 before the call where the
 library computes in the dtype of the factor, so that the library rounds once.
 """
 
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
+
+from llorch.engines.dequantisers import all_dequantised
 
 Weights = dict[str, torch.Tensor]
 
@@ -48,38 +51,6 @@ def gptqmodel_file(folder: Path) -> Weights:
     quantisation = settings(folder)["quantization_config"]
     weights = convert_gptq_file(folder / "model.safetensors", torch.float32, quantisation, "cpu")
     return {f"{name}.weight": weights[f"{name}.weight"] for name in modules(folder, "qweight")}
-
-
-def gptqmodel_module(folder: Path) -> Weights:
-    """Call gptqmodel's torch module, which has a default for a missing g_idx."""
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
-    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
-    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
-
-    quantisation, weights = settings(folder)["quantization_config"], {}
-    chosen = {key: quantisation[key] for key in ("bits", "group_size", "desc_act", "sym")}
-    for name, tensors in modules(folder, "qweight").items():
-        width = tensors["qweight"].shape[0] * 32 // chosen["bits"]
-        module: Any = TorchLinear(
-            **chosen, in_features=width, out_features=tensors["scales"].shape[1], bias=False, pack_dtype=torch.int32
-        )
-        module.load_state_dict(tensors, strict=False)
-        convert_gptq_v1_to_v2_format_module(module, chosen["bits"], torch.int32)
-        module.post_init()
-        module.scales = module.scales.float()
-        weights[f"{name}.weight"] = module.dequantize_weight().T
-    return weights
-
-
-def autoawq(folder: Path) -> Weights:
-    """Call AutoAWQ's reference."""
-    from awq.utils.packing_utils import dequantize_gemm
-
-    group = settings(folder)["quantization_config"]["group_size"]
-    return {
-        f"{name}.weight": dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T
-        for name, t in modules(folder, "qweight").items()
-    }
 
 
 def llamacpp(folder: Path) -> Weights:
@@ -132,59 +103,6 @@ def transformers_mxfp4(folder: Path) -> Weights:
     return {name: convert_moe_packed_tensors(*each, dtype=torch.float32) for name, each in chosen.items()}
 
 
-def transformers_autobitlinear(folder: Path) -> Weights:
-    """Multiply the identity by transformers' AutoBitLinear; its quantisation of activations keeps 0 and 1."""
-    from transformers.integrations.bitnet import AutoBitLinear, unpack_weights
-
-    weights = {}
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for name, t in modules(folder, "weight_scale").items():
-            rows, width = t["weight"].shape[0] * 4, t["weight"].shape[1]
-            module: Any = AutoBitLinear(width, rows, bias=False)
-            module.weight.copy_(unpack_weights(t["weight"], dtype=torch.float32))
-            module.weight_scale = t["weight_scale"].float()
-            weights[f"{name}.weight"] = module(torch.eye(width)).T
-    return weights
-
-
-def compressed_tensors(folder: Path) -> Weights:
-    """Call the compressor that compressed-tensors chooses for each module, with factors in float64."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    whole = settings(folder)
-    plain = {key: value for key, value in whole.items() if key not in ("quantization_config", "model_type")}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(whole["model_type"], **plain))
-    quantisation = QuantizationConfig.model_validate(whole["quantization_config"])
-    apply_quantization_config(model, quantisation)
-    tensors, weights = modules(folder, "weight_scale"), {}
-    for name, module in model.named_modules():
-        scheme: Any = getattr(module, "quantization_scheme", None)
-        if scheme is None or not name.endswith("_proj"):
-            continue
-        form = str(getattr(scheme.format or quantisation.format, "value", scheme.format or quantisation.format))
-        if form == "nvfp4-pack-quantized":
-            weights[f"{name}.weight"] = compressed_nvfp4(tensors[name], scheme)
-            continue
-        exact = {key: t.double() if t.dtype == torch.bfloat16 else t for key, t in tensors[name].items()}
-        decompress: Any = BaseCompressor.get_value_from_registry(form).decompress
-        weights[f"{name}.weight"] = decompress(exact, scheme)["weight"]
-    return weights
-
-
-def compressed_nvfp4(tensors: Weights, scheme: Any) -> torch.Tensor:
-    """Call the two functions of compressed-tensors' decompress in float64; decompress itself computes in BF16."""
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-
-    packed = tensors["weight_packed"]
-    codes = unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float64)
-    scale, whole = (tensors[f"weight_{key}"].double() for key in ("scale", "global_scale"))
-    return dequantize(codes, scale, args=scheme.weights, dtype=torch.float64, global_scale=whole)
-
-
 def older_compressed_tensors(folder: Path) -> Weights:
     """Call a compressor that still knows `weight_g_idx` and 10 codes of 3 bits per word."""
     from compressed_tensors.compressors import PackedQuantizationCompressor
@@ -199,78 +117,24 @@ def older_compressed_tensors(folder: Path) -> Weights:
     return weights
 
 
-def bitsandbytes_4bit(folder: Path) -> Weights:
-    """Call bitsandbytes' dequantiser in torch; its compiled one for CPUs is wrong if rows are no multiple of 64."""
-    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
-    from bitsandbytes.functional import QuantState, dequantize_blockwise
-
-    weights = {}
-    for name, tensors in modules(folder, "weight.quant_map").items():
-        packed = tensors.pop("weight")
-        state: Any = QuantState.from_dict(tensors, torch.device("cpu"))
-        absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-        chosen = state.code, state.blocksize, state.shape, torch.float32
-        weights[f"{name}.weight"] = _dequantize_4bit_compute(packed.reshape(-1), absmax, *chosen)
-    return weights
-
-
-def bitsandbytes_int8(folder: Path) -> Weights:
-    """Call bitsandbytes' dequantiser of LLM.int8 rows."""
-    from bitsandbytes.functional import int8_vectorwise_dequant
-
-    return {f"{n}.weight": int8_vectorwise_dequant(t["weight"], t["SCB"]) for n, t in modules(folder, "SCB").items()}
-
-
-def mlx(folder: Path) -> Weights:
-    """Call `mx.dequantize` with affine factors in float32."""
-    import mlx.core as mx
-
-    whole, weights = settings(folder)["quantization"], {}
-    tensors: Any = mx.load(str(folder / "model.safetensors"))
-    for name in [key.removesuffix(".scales") for key in tensors if key.endswith(".scales")]:
-        chosen = {key: (whole | whole.get(name, {})).get(key) for key in ("group_size", "bits", "mode")}
-        factors = [tensors[f"{name}.{key}"] for key in ("scales", "biases") if f"{name}.{key}" in tensors]
-        if len(factors) == 2:
-            factors = [factor.astype(mx.float32) for factor in factors]
-        result = mx.dequantize(tensors[f"{name}.weight"], *factors, **chosen).astype(mx.float32)
-        made = torch.tensor(result.tolist())
-        if made.ndim == 3:  # a stack of experts, under the names of Hugging Face
-            whole_name = name.replace(".switch_mlp.", ".experts.{}.")
-            weights |= {f"{whole_name.format(e)}.weight": one for e, one in enumerate(made)}
-        else:
-            weights[f"{name}.weight"] = made
-    return weights
-
-
-def torchao(folder: Path) -> Weights:
-    """Load through transformers and call the tensor's own `dequantize`."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    named: Any = model.named_parameters()
-    return {
-        name: p.data.dequantize(torch.float32) for name, p in named if hasattr(p.data, "dequantize") and "_proj" in name
-    }
-
-
 GPTQ = Dequantiser(gptqmodel_file, ("gptqmodel",), "utils.model_dequant.convert_gptq_file")
-AWQ = Dequantiser(autoawq, ("autoawq",), "utils.packing_utils.dequantize_gemm, scales cast to float32")
+AWQ = Dequantiser(all_dequantised, ("autoawq",), "utils.packing_utils.dequantize_gemm, scales cast to float32")
 LLAMACPP = Dequantiser(llamacpp, ("llama.cpp",), "conversion/base.py dequant_model")
-COMPRESSED = Dequantiser(compressed_tensors, ("compressed-tensors==0.20.0",), "decompress, scales cast to float64")
+COMPRESSED = Dequantiser(all_dequantised, ("compressed-tensors==0.20.0",), "decompress, scales cast to float64")
 OLDER = Dequantiser(
     older_compressed_tensors, ("compressed-tensors==0.12.2",), "decompress_weight, scales cast to float64"
 )
 BITSANDBYTES = Dequantiser(
-    bitsandbytes_4bit,
+    all_dequantised,
     ("bitsandbytes",),
     "backends.default.ops, float32",
     note="functional.dequantize_4bit is wrong on a CPU if K is no multiple of 64 (here down_proj of nf4 and fp4)",
 )
-MLX = Dequantiser(mlx, ("mlx",), "mx.dequantize, affine scales and biases cast to float32")
-TORCHAO = Dequantiser(torchao, ("torchao",), "Tensor.dequantize(float32)")
+MLX = Dequantiser(all_dequantised, ("mlx",), "mx.dequantize, affine scales and biases cast to float32")
+TORCHAO = Dequantiser(all_dequantised, ("torchao",), "Tensor.dequantize(float32)")
 
 BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name of the folder
-    "gptq-4bit-partial-group": Dequantiser(gptqmodel_module, ("gptqmodel",), "TorchLinear.dequantize_weight, float32"),
+    "gptq-4bit-partial-group": Dequantiser(all_dequantised, ("gptqmodel",), "TorchLinear.dequantize_weight, float32"),
     "gptq": GPTQ,
     "auto-round-gptq": GPTQ,
     "awq-gemm": AWQ,
@@ -286,14 +150,14 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
         transformers_mxfp4, ("transformers",), "integrations.mxfp4.convert_moe_packed_tensors, float32",
         note="each tensor is [experts, inputs, outputs]",
     ),
-    "bitnet-autobitlinear": Dequantiser(transformers_autobitlinear, ("transformers",), "AutoBitLinear of the identity"),
+    "bitnet-autobitlinear": Dequantiser(all_dequantised, ("transformers",), "AutoBitLinear of the identity"),
     "bitnet-bitlinear": LLAMACPP,
     "ct-w4a16-weight-g-idx": OLDER,
     "ct-w3a16-ten-per-word": OLDER,
     "ct-nvfp4": COMPRESSED._replace(function="unpack_fp4_from_uint8 and dequantize in float64"),
     "ct-": COMPRESSED,
     "bnb-int8": Dequantiser(
-        bitsandbytes_int8, ("bitsandbytes",), "functional.int8_vectorwise_dequant",
+        all_dequantised, ("bitsandbytes",), "functional.int8_vectorwise_dequant",
         note="two roundings: code * SCB in float32, then times 7.874015718698502e-3",
     ),
     "bnb": BITSANDBYTES,

@@ -78,8 +78,8 @@ def _decodes_alike(packed: Packed, ask: Callable[..., Future[str]]) -> bool:
 
 def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
     """Checkpoint 13: our decoding of a quantised folder, bit by bit against the library of its method."""
-    theirs = partial(in_child, "transformers", folder.path)
-    if (package := theirs(f"{_LIBRARIES}:missing", folder.method)) is not None:
+    theirs, where = partial(in_child, "transformers", folder.path), str(folder.path.absolute())
+    if (package := theirs(f"{_LIBRARIES}:missing", where)) is not None:
         logger.info("%s: %s is not installed", folder.path, package or f"no library for {folder.method}")
         return
     by_kind: dict[str, list[str]] = defaultdict(list)
@@ -89,9 +89,8 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
         wrong = {
             name: share
             for name in names
-            if (share := _share_of_others(folder, name, theirs(f"{_LIBRARIES}:dequantised", folder.method,
-                                                               str(folder.path.absolute()), name)))
-        }  # fmt: skip
+            if (share := _share_of_others(folder, name, theirs(f"{_LIBRARIES}:dequantised", where, name)))
+        }
         note = ", ".join(f"{name}: {share:.2%}" for name, share in [*wrong.items()][:5])
         share = len(wrong) / len(names)
         yield exact_row(StageRef("13", "decode", part=kind), folder.method, share, note, model=model)
@@ -101,7 +100,7 @@ def undecoded(weights: Weights) -> dict[str, str]:
     """Name the missing library that would decode a quantised folder too, and explain the effect."""
     if not isinstance(folder := weights.source, QuantisedFolder):
         return {}
-    package = in_child("transformers", folder.path, f"{_LIBRARIES}:missing", folder.method)
+    package = in_child("transformers", folder.path, f"{_LIBRARIES}:missing", str(folder.path.absolute()))
     if package is None:
         return {}
     said = "only llorch decodes these weights; goldens of small folders judge its readers"
