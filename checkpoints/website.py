@@ -34,6 +34,7 @@ GUIDE = [
 MORE = [
     MESH,
     "checkpoints/atlas/README.md",
+    "checkpoints/atlas/quantised/README.md",
     "checkpoints/honest_differences.md",
     "benchmarks/README.md",
     "benchmarks/by_hand.md",

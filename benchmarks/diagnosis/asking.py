@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.diagnosis import rivals
 from benchmarks.diagnosis.cases import Case, Truth, run_case, truth_of
+from benchmarks.diagnosis.folders import FolderCase, truth_of_folder, write_case
 from benchmarks.diagnosis.honest import Honest
 from benchmarks.diagnosis.port import model_path
 from benchmarks.diagnosis.reenacted import Report
@@ -145,6 +146,21 @@ def of_witness(witness: Witness) -> Answer:
         heard = ask(str(path_of(witness.model, place)), witness.write(place))
     right = {"silent": heard.made is not None and not heard.wrong}
     return Answer(f"{witness.name}/{witness.model}", "engines", right, str(heard), "nothing is wrong", heard.seconds)
+
+
+def of_folder(case: FolderCase) -> Answer:
+    """Have an engine read a quantised folder, write its dump, ask, and mark."""
+    with folder() as place:
+        heard = ask(case.model, write_case(case, place))
+    name, first = f"{case.name}/{case.folder}/{case.style}", heard.wrong[0] if heard.wrong else None
+    if case.wrong is None:
+        right = {"silent": heard.made is not None and not heard.wrong}
+        return Answer(name, "folders", right, str(heard), "nothing is wrong", heard.seconds)
+    truth = truth_of_folder(case)
+    right = {"place": bool(first and in_place(first, truth))}
+    right["name" if truth.names else "unknown"] = bool(first and well_named(first, truth))
+    expected = f"{truth.shows[:3]} made in {truth.made[:2]}: {', '.join(truth.names) or 'none of the known'}"
+    return Answer(name, "folders", right, str(heard), expected, heard.seconds)
 
 
 def in_place(finding: Finding, truth: Truth, *, layer_only: bool = False) -> bool:

@@ -17,7 +17,8 @@ not honest. A dump that is refused before it is judged got a wrong answer, unles
     second   of two bugs, the second is found behind the first, where it was made, under its name
     silent   of right engines: there is no finding but honest ones
 
-Dumps of training are of an independent trainer of adapters; the rules of others have nothing to say of them.
+Dumps of training are of an independent trainer of adapters, and those of folders of engines that read a quantised
+Hugging Face folder, most of them wrongly; the rules of others have nothing to say of either.
 The rules of others are marked alike; where one gives a class of causes, `name` says whether that class could be meant.
 
 A run of all dumps also prints the table of checkpoints/guide/diagnosis.md, and fails if that page shows other figures.
@@ -38,8 +39,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.diagnosis.asking import Answer, of_case, of_honest, of_report, of_witness
+from benchmarks.diagnosis.asking import Answer, of_case, of_folder, of_honest, of_report, of_witness
 from benchmarks.diagnosis.cases import Case, cases, truth_of
+from benchmarks.diagnosis.folders import FOLDER_CASES
 from benchmarks.diagnosis.honest import HONEST
 from benchmarks.diagnosis.reenacted import REPORTS
 from benchmarks.diagnosis.witnesses import witnesses
@@ -61,7 +63,7 @@ SHOWN = {  # rows of the page
 }
 COLUMNS = {"": "llorch", "skill": "rules of size and name", "fixed": "first over 1e-3", "cosine": "cosine under 0.99"}
 PAGE = Path(__file__).parents[2] / "checkpoints/guide/diagnosis.md"
-QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7, "training": 18}  # one of so many
+QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7, "folders": 12, "training": 18}  # one of so many
 Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 
 
@@ -97,8 +99,9 @@ def every_job() -> list[Job]:
         for one in witnesses()
         if one.is_here
     ]
+    folders = [("folders", f"folders/{case.name}/{case.folder}", partial(of_folder, case)) for case in FOLDER_CASES]
     training = [("training", case.name, partial(_training, case)) for case in _training_cases()]
-    return [*planted, *reports, *honest, *engines, *training]
+    return [*planted, *reports, *honest, *engines, *folders, *training]
 
 
 def _training_cases() -> list["TrainingCase"]:
@@ -194,8 +197,8 @@ def table(answers: Sequence[Answer]) -> str:
 
 
 def figures(answers: Sequence[Answer]) -> str:
-    """Write the table of the page, without dumps of training; a rule is judged where it could read the dump."""
-    told = [answer for answer in answers if answer.group != "training"]
+    """Write the table of the page, without training and folders; a rule is judged where it could read the dump."""
+    told = [answer for answer in answers if answer.group not in ("training", "folders")]
     lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for criterion, title in SHOWN.items():
         found = (marks([each for each in told if each.rivals or not rule], criterion, rule) for rule in COLUMNS)

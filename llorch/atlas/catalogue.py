@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ADAPTERS = Path(__file__).parent / "engines"
 _ONE_WAY: Mapping[str, Mapping[str, Any]] = {"": {}}
@@ -18,6 +18,8 @@ class AtlasEngine:
         script: Name of its adapter and its requirements.
         gguf: It reads GGUF files.
         folders: It reads Hugging Face folders.
+        quantised: How it gets quantised folders: as they are, as the GGUF files that llorch makes of them, or not.
+        quantised_ways: Names of the ways in which it runs them.
         ways: Options of the adapter, by the name of the row.
         is_witness: It is a reference engine of llorch and runs in llorch's environment.
         snippet: Python for a reproduction: imports, and `logits(model, ids)` of a folder or file, (tokens, vocab).
@@ -30,12 +32,20 @@ class AtlasEngine:
     script: str
     gguf: bool = False
     folders: bool = True
+    quantised: Literal["", "folders", "gguf"] = ""
+    quantised_ways: tuple[str, ...] = ("",)
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ONE_WAY)
     is_witness: bool = False
     snippet: str = ""
     known: Mapping[str, str] = field(default_factory=dict)
     folder: Path = ADAPTERS
     why_not: str = ""
+
+    def reads(self, way: str, *, gguf: bool, quantised: bool) -> bool:
+        """Tell if it is given inputs of a kind in one of its ways."""
+        if quantised:
+            return way in self.quantised_ways and self.quantised == ("gguf" if gguf else "folders")
+        return self.gguf if gguf else self.folders
 
     @property
     def adapter(self) -> Path:
@@ -113,18 +123,19 @@ def logits(folder, ids):
 """
 ENGINES: tuple[AtlasEngine, ...] = (
     AtlasEngine(
-        "transformers", "transformers_hf", gguf=True, is_witness=True, snippet=_TRANSFORMERS,
+        "transformers", "transformers_hf", gguf=True, quantised="folders", is_witness=True,
+        quantised_ways=("", "bfloat16"), snippet=_TRANSFORMERS,
         ways={"": {}, "sdpa": {"attn": "sdpa"}, "bfloat16": {"dtype": "bfloat16"}},
     ),
     AtlasEngine(
-        "llama.cpp", "llama_cpp_python", gguf=True, folders=False, is_witness=True,
+        "llama.cpp", "llama_cpp_python", gguf=True, folders=False, quantised="gguf", is_witness=True,
         ways={
             "": {"cache": "f32"}, "F16 cache": {"cache": "f16"}, "repacked": {"cache": "f32", "repack": True},
             "flash attention": {"cache": "f16", "flash_attention": True},
         },
     ),
     AtlasEngine(
-        "mlx-lm", "mlx_lm_hf", snippet=_MLX_LM,
+        "mlx-lm", "mlx_lm_hf", quantised="folders", snippet=_MLX_LM,
         known={"rope keys": "The move of rope keys to `rope_parameters` is known upstream: mlx-lm pull request 953."},
     ),
     AtlasEngine("tinygrad", "tinygrad_gguf", gguf=True, folders=False, snippet=_TINYGRAD),

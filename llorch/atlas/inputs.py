@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from llorch.builtin import EVERY, builtin_path
+from llorch.builtin import EVERY, builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.convert import convert
 from llorch.files.tensor_names import huggingface_tensors
@@ -25,6 +25,7 @@ Keys = Mapping[str, Any]
 Style = Literal["new", "old"]
 FEW, MANY = 40, 600  # tokens
 SEED, IDS = 7, (3, 250)  # every model has more
+QUANTISED_IDS = (3, 24)  # tokens of the quantised folders
 _TOKENIZER = "micro-llama"  # of all random models
 _SCALING = "rope_parameters"  # a feature that changes what stands there, rather than beside it
 
@@ -132,6 +133,12 @@ FEATURES: Mapping[str, Keys] = {
     "long": {},
     "split": {},
 }  # fmt: skip
+QUANTISED = (  # one folder of each format, see `reference_outputs/quantised_folders`
+    "gptq-4bit", "gptq-4bit-asym", "gptq-4bit-act-order", "awq-gemm", "fp8-block-partial", "fp8-tensor-static",
+    "modelopt-nvfp4", "ct-w4a16", "ct-w4a16-asym", "ct-w3a16", "ct-w8a8", "ct-fp8-dynamic", "ct-fp8-block-wide",
+    "ct-nvfp4", "ct-mxfp4", "ct-mxfp8", "ct-mixed", "bnb-nf4", "bnb-nf4-double", "bnb-int8", "mlx-4bit", "mlx-3bit",
+    "mlx-4bit-experts", "mlx-mxfp4", "mlx-nvfp4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class AtlasInput:
     """Model and its token ids.
 
     Attributes:
-        family: One of `FAMILIES`, or a built-in model.
+        family: One of `FAMILIES`, a built-in model, or one of `QUANTISED`.
         feature: Special feature of the model, one of `FEATURES`; empty for a plain model.
         style: Style of its configuration.
         gguf: It is a GGUF file, not a Hugging Face folder.
@@ -157,10 +164,20 @@ class AtlasInput:
         return "-".join(filter(None, (self.family, self.feature, old))) + (".gguf" if self.gguf else "")
 
     @property
+    def is_quantised(self) -> bool:
+        """Tell if it is a quantised Hugging Face folder, or a GGUF file that llorch made of one."""
+        return self.family in QUANTISED
+
+    @property
     def parts(self) -> list[list[int]]:
         """Token ids, a list for each pass."""
         rng = np.random.default_rng(SEED)
-        ids = [int(each) for each in rng.integers(*IDS, MANY if self.feature == "long" else FEW)]
+        ids = [
+            int(each)
+            for each in rng.integers(
+                *(QUANTISED_IDS if self.is_quantised else IDS), MANY if self.feature == "long" else FEW
+            )
+        ]
         return [ids[:23], ids[23:24], ids[24:]] if self.feature == "split" else [ids]
 
     @property
@@ -183,6 +200,18 @@ def every_input() -> Iterator[AtlasInput]:
         yield AtlasInput(model, gguf=True)
 
 
+def quantised_inputs() -> Iterator[AtlasInput]:
+    """Yield the quantised folders, and the GGUF files that llorch makes of them; nothing in an installed wheel."""
+    for name in QUANTISED:
+        if (_quantised_folder(name) / "config.json").is_file():
+            yield AtlasInput(name)
+            yield AtlasInput(name, gguf=True)
+
+
+def _quantised_folder(name: str) -> Path:
+    return goldens_folder() / "quantised_folders" / name
+
+
 def write_input(this: AtlasInput, home: Path) -> Path:
     """Write the files of an input below a folder, unless they are there.
 
@@ -196,7 +225,7 @@ def write_input(this: AtlasInput, home: Path) -> Path:
     if not (folder / "config.json").exists():
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
-        source = builtin_path(_TOKENIZER if this.family in FAMILIES else this.family)
+        source = _source(this)
         _ = shutil.copytree(source, part) if source.is_dir() else convert(source, part)
         if this.family in FAMILIES:
             _write_random(this, part)
@@ -207,6 +236,13 @@ def write_input(this: AtlasInput, home: Path) -> Path:
     if not file.exists():
         convert(folder, file)
     return file
+
+
+def _source(this: AtlasInput) -> Path:
+    """Return the model to copy: itself, or the one that lends its tokenizer to random weights."""
+    if this.is_quantised:
+        return _quantised_folder(this.family)
+    return builtin_path(_TOKENIZER if this.family in FAMILIES else this.family)
 
 
 def _write_random(this: AtlasInput, folder: Path) -> None:

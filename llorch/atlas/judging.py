@@ -13,12 +13,15 @@ import numpy as np
 
 from llorch.comparison import EXACT, Difference, Tolerance, measure
 from llorch.diagnosis.diagnose import diagnose
-from llorch.diagnosis.expected import EngineArithmetic, rows
+from llorch.diagnosis.expected import HALF, EngineArithmetic, rows
 from llorch.diagnosis.guards import check
 from llorch.dumps.index import open_raw
 from llorch.dumps.stage_dump import StageDump
 from llorch.dumps.stage_mapping import stage_dump
+from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
+from llorch.files.quantised import QuantisedFolder
+from llorch.numerics import SCHEME
 from llorch.places import Pass, has_tokens, part_of, token_axis
 from llorch.stages import BY_NAME
 from llorch.verify.expert_selection import ExpertSelection
@@ -26,6 +29,11 @@ from llorch.verify.rounding_costs import CHAINED
 from llorch.verify.tolerances.forward import limit, variances
 
 _ANY = Tolerance(np.inf, np.inf)
+_SCHEME = "Activations are rounded as the settings of the folder say; with --numerics scheme no stage differs."
+_FLIPS = (
+    "Activations are rounded as the settings of the folder say. Inputs in half precision round some of them to another "
+    "code, so stages differ; the logits are within the tolerance."
+)
 Trace = Mapping[str, np.ndarray]
 
 
@@ -147,6 +155,8 @@ def _diagnosed(weights: Weights, dump: StageDump, judged: JudgedRun) -> JudgedRu
     found = diagnose(weights.astype(np.float64), dump)
     wrong = [finding for finding in found.findings if finding.kind != "honest"]
     names = [f"{each.name} {each.value}".strip() for each in wrong[0].suspects] if wrong else []
+    if wrong and not names and (said := _scheme_said(weights, dump, judged)):
+        return replace(judged, findings=(said,))
     return replace(
         judged,
         wrong=not found.findings or bool(wrong),
@@ -154,3 +164,18 @@ def _diagnosed(weights: Weights, dump: StageDump, judged: JudgedRun) -> JudgedRu
         mistake=" + ".join(names),
         key=wrong[0].key if wrong else "",
     )
+
+
+def _scheme_said(weights: Weights, dump: StageDump, judged: JudgedRun) -> str:
+    """Explain a run of a quantised folder whose settings round activations; empty if they do not explain it."""
+    if not isinstance(weights.source, QuantisedFolder):
+        return ""
+    try:
+        rounded = weights.using(numerics=SCHEME)
+    except FormatError:  # no scheme that llorch computes
+        return ""
+    if rounded.rounds_nothing:
+        return ""
+    if all(finding.kind == "honest" for finding in diagnose(rounded.astype(np.float64), dump).findings):
+        return _SCHEME
+    return _FLIPS if judged.arithmetic.startswith(tuple(HALF)) and judged.stages[-1].over <= 1 else ""

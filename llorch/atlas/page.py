@@ -54,6 +54,52 @@ def readme(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], reports: 
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+_QUANTISED = """\
+Small folders of [`reference_outputs/quantised_folders`](../../../reference_outputs/quantised_folders/README.md), one of
+each format. transformers and mlx-lm read the folders by their own loaders. llama.cpp reads the GGUF files that
+`llorch convert` makes of them. A number is the distance of the engine's logits from the float64 reference. The
+reference is transformers in float64 on the weights that llorch decoded. Goldens of other libraries check these weights,
+bit by bit.
+
+- **right**: every stage is within the tolerance of float32.
+- **honest difference**: the engine rounds more than float32 does, and the end of the page names the rounding.
+- **wrong**: more than rounding. The end of the page names the first stage and, if it is known, the mistake.
+- **refused**, **crashed**: the message of the engine is at the end of the page.
+
+transformers ran with compressed-tensors and bitsandbytes, without the packages that it wants for the other methods.
+gptqmodel 7.7.0 installs only with `pip install --no-deps`, because it asks for torch with CUDA. With it, transformers
+loads a GPTQ folder on a CPU, but gave no logits within 120 s: NOT RUN."""
+_IN_SOURCES = """\
+Causes that were found in the source of the engines:
+
+- transformers, `fp8-*`: it dequantises to bfloat16, the dtype of config.json, whatever dtype the caller asks for.
+- transformers, `fp8-block-partial`: it divides the shape by the number of scales to get the size of a block.
+- transformers, `ct-w4a16-asym`: compressed-tensors expects unpacked zero points, which it never writes.
+- transformers, `ct-nvfp4`, `ct-mxfp4`, `ct-mxfp8`: compressed-tensors decompresses to bfloat16.
+- transformers, `bnb-nf4`: the CPU code of bitsandbytes takes only rows whose length 64 divides.
+- transformers, `modelopt-nvfp4`: the method is unknown to it, so it loads the tensors as if they were floats.
+- mlx-lm, `gptq-*`: it reads tensors of GPTQ in the layout of AWQ (`_transform_awq_weights`), which fits no such matrix.
+- mlx-lm, `awq-gemm`: it keeps the product of zero point and scale in float16. The weights with that rounding give the
+  same distance, 4.5e-05."""
+
+
+def quantised_page(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -> str:
+    """Render the page of quantised folders; `facts` say where and when."""
+    ran = [each for each in verdicts if each.word != NOT_RUN]
+    parts = [
+        "# Atlas: quantised Hugging Face folders",
+        "Made by `llorch atlas transformers llama.cpp mlx-lm --input quantised --output checkpoints/atlas/quantised`: "
+        + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        _QUANTISED,
+        engines_table(ran),
+        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
+        "## Folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
+        "## GGUF files made of them\n\n" + inputs_table([each for each in ran if each.input.gguf]),
+        "## Messages and causes\n\n" + _IN_SOURCES + "\n\nMessages and diagnoses:\n\n" + "\n".join(_sayings(ran)),
+    ]  # fmt: skip
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
 def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
     """Count the inputs of each engine by verdict, as a table."""
     rows = []

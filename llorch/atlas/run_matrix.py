@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from llorch.atlas.runs import Request, RunEnd, run_all
 from llorch.atlas.verdicts import NOT_RUN, UNREADABLE, AtlasVerdict, confirmed, word_of
 from llorch.engines import open_producer
 from llorch.errors import FormatError, GuardFailed
+from llorch.files import open_weights
+from llorch.files.quant import ACTIVATION_TYPE, GGMLType
 
 Say = Callable[[str], None]
 
@@ -89,7 +92,6 @@ def fill(
 def _of_engine(
     engine: AtlasEngine, environment: Future[Path], fed: Sequence[Fed], home: Path, say: Say
 ) -> Iterator[AtlasVerdict]:
-    readable = [each for each in fed if (engine.gguf if each.input.gguf else engine.folders)]
     try:
         say(f"{engine.name}: the environment")
         python = environment.result()
@@ -97,6 +99,9 @@ def _of_engine(
         yield AtlasVerdict(engine.name, "", NO_INPUT, NOT_RUN, str(error))
         return
     for way, options in engine.ways.items():
+        readable = [each for each in fed if engine.reads(way, gguf=each.input.gguf, quantised=each.input.is_quantised)]
+        if not readable:
+            continue
         folder = home / "runs" / engine.script / (way.replace(" ", "-") or "plain")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -120,7 +125,18 @@ NO_INPUT = AtlasInput("")
 
 def _request(this: Fed, folder: Path, options: dict[str, object]) -> Request:
     name = this.input.name
+    if this.input.gguf and (kind := rounded_inputs(this.model)):
+        options |= {"activations": kind}
     return Request(str(this.model), this.input.parts, str(folder / name), str(folder / f"{name}-scratch"), options)
+
+
+def rounded_inputs(file: Path) -> str:
+    """Name the blocks that ggml's CPU backend rounds the inputs of a file's products to; empty if it rounds none."""
+    weights = open_weights(file)
+    with closing(weights.source):
+        kinds = {weights.as_stored(name).ggml_type for name in weights if len(weights.shape(name)) > 1}
+    rounded = {ACTIVATION_TYPE[kind] for kind in kinds if isinstance(kind, GGMLType)}
+    return max(rounded & {"Q8_0", "Q8_1", "Q8_K"}, default="")
 
 
 def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> AtlasVerdict:

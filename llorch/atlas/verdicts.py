@@ -11,10 +11,12 @@ from typing import Any
 
 from llorch.atlas.inputs import AtlasInput
 from llorch.atlas.judging import JudgedRun
+from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 
 RIGHT, HONEST, BUG, WRONG, NOT_RUN = "right", "honest difference", "bug", "wrong", "not run"
 UNREADABLE = "unreadable"
 _EXACT = "float32"
+_OF_READING = frozenset(mistake.name for mistake in QUANTISED_FOLDERS)  # no adapter can make one
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ def word_of(judged: JudgedRun) -> tuple[str, str]:
         return HONEST, f"{judged.arithmetic}; experts at a tie: {judged.tie}"
     if judged.is_right:
         return (RIGHT, "") if judged.arithmetic == _EXACT else (HONEST, judged.arithmetic)
-    if judged.stages[-1].over <= 1 and judged.wrong:  # nothing came of it: it is not what the engine went on with
+    if (
+        judged.stages[-1].over <= 1 and judged.wrong and judged.mistake not in _OF_READING
+    ):  # nothing came of it: it is not what the engine went on with
         off = max(judged.stages, key=lambda row: row.over)
         return (
             UNREADABLE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llorch.atlas.catalogue import BY_NAME
 from llorch.atlas.environments import python_of
-from llorch.atlas.page import bugs, picture, readme
+from llorch.atlas.page import bugs, picture, quantised_page, readme
 from llorch.atlas.reports import report
 from llorch.atlas.repro_scripts import ProgramOutput, shown
 from llorch.atlas.verdicts import AtlasVerdict
@@ -42,6 +42,17 @@ def write_atlas(
         texts[names[title]] = report(title, own, _shown(own, home))
     texts |= {"stages.svg": drawn, "README.md": readme(verdicts, facts, names)}
     texts |= {"atlas.json": to_json(record(verdicts, facts)) + "\n"}
+    for name, text in texts.items():
+        with new_file(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def write_quantised(
+    verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], folder: Path, to_json: Callable[[object], str]
+) -> None:
+    """Write page and JSON of the quantised folders; OSError if they cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"README.md": quantised_page(verdicts, facts), "atlas.json": to_json(record(verdicts, facts)) + "\n"}
     for name, text in texts.items():
         with new_file(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OUTPUT = Path("checkpoints/atlas")
+_QUANTISED = "quantised"  # name of all quantised folders
 
 
 @verb(
@@ -33,7 +34,13 @@ _OUTPUT = Path("checkpoints/atlas")
 @click.argument("engines", nargs=-1)
 @group(
     "Input",
-    page_option("--input", "inputs", multiple=True, metavar="NAME", help="Input to run; repeatable.  [default: all]"),
+    page_option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="NAME",
+        help="Input to run, or 'quantised'; repeatable.  [default: all others]",
+    ),
 )
 @group(
     "Environments",
@@ -63,24 +70,26 @@ def command(
     Exit codes: 0 the table is complete, 3 no engine could run.
     """
     from llorch.atlas.catalogue import BY_NAME
-    from llorch.atlas.inputs import every_input
+    from llorch.atlas.inputs import every_input, quantised_inputs
     from llorch.atlas.run_matrix import fill
     from llorch.atlas.verdicts import NOT_RUN, AtlasVerdict
-    from llorch.atlas.write_report import record, write_atlas
+    from llorch.atlas.write_report import record, write_atlas, write_quantised
     from llorch.builtin import is_wheel
     from llorch.cli.outcome import MISSING
     from llorch.errors import LeftOut
 
-    every = {each.name: each for each in every_input()}
+    plain = {each.name: each for each in every_input()}
+    quantised = {each.name: each for each in quantised_inputs()}
     if listed:
-        click.echo("\n".join(["engines:", *BY_NAME, "inputs:", *every]))
+        click.echo("\n".join(["engines:", *BY_NAME, "inputs:", *plain, f"{_QUANTISED}, which is all of:", *quantised]))
         return
     if is_wheel():
         raise LeftOut("atlas: this wheel does not hold the list of engine packages")
     chosen = [_known(name, BY_NAME, "engine") for name in engines or BY_NAME]
-    fed = [_known(name, every, "input") for name in inputs or every]
-    whole = not engines and not inputs
-    _require_extras(drawing=whole or output is not None)
+    named = [one for name in inputs for one in (quantised if name == _QUANTISED else (name,))]
+    fed = [_known(name, plain | quantised, "input") for name in named or plain]
+    whole, only_quantised = not engines and not inputs, all(each.is_quantised for each in fed)
+    _require_extras(drawing=whole or (output is not None and not only_quantised))
     _require_consent(chosen, home or _home(), yes=yes)
     with progress("atlas") as tell:
         verdicts = list[AtlasVerdict]()
@@ -89,7 +98,9 @@ def command(
             counted = Counter(each.word for each in own)
             say(f"{own[0].engine}: {', '.join(f'{n} {word}' for word, n in counted.items())}")
         facts = _facts()
-        if output or whole:
+        if output and only_quantised:
+            write_quantised(verdicts, facts, output, to_json)
+        elif output or whole:
             write_atlas(verdicts, facts, home or _home(), output or _OUTPUT, to_json, tell)
     if as_json:
         click.echo(to_json(record(verdicts, facts)))

@@ -7,7 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llorch.atlas.inputs import FAMILIES, FEATURES, AtlasInput, every_input, json_config, write_input
+from llorch.atlas.catalogue import BY_NAME
+from llorch.atlas.inputs import (
+    FAMILIES,
+    FEATURES,
+    QUANTISED,
+    AtlasInput,
+    every_input,
+    json_config,
+    quantised_inputs,
+    write_input,
+)
 from llorch.files import open_weights
 
 
@@ -57,3 +67,26 @@ def test_what_is_there_is_not_written_again(tmp_path: Path):
     assert write_input(AtlasInput("llama", gguf=True), tmp_path) == tmp_path / "llama.gguf"
     assert config.stat().st_mtime_ns == before
     assert json.loads(config.read_text())["vocab_size"] == 401
+
+
+def test_quantised_inputs_are_folders_and_files_with_tokens_of_their_vocabulary(tmp_path: Path):
+    inputs = list(quantised_inputs())
+    assert [each.name for each in inputs[:2]] == ["gptq-4bit", "gptq-4bit.gguf"]
+    assert len(inputs) == 2 * len(QUANTISED)
+    assert not {each.name for each in inputs} & {each.name for each in every_input()}
+    assert all(each.is_quantised and not each.sisters for each in inputs)
+    folder, file = (open_weights(write_input(AtlasInput("ct-w4a16", gguf=gguf), tmp_path)) for gguf in (False, True))
+    assert max(AtlasInput("ct-w4a16").parts[0]) < folder.config.vocab_size
+    assert np.array_equal(folder["layers.0.q_proj"], file["layers.0.q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "gguf", "reads"),
+    [
+        ("transformers", "", False, True), ("transformers", "bfloat16", False, True),
+        ("transformers", "sdpa", False, False), ("transformers", "", True, False), ("llama.cpp", "", True, True),
+        ("llama.cpp", "F16 cache", True, False), ("mlx-lm", "", False, True), ("tinygrad", "", True, False),
+    ],
+)  # fmt: skip
+def test_engine_gets_quantised_inputs_in_its_form_and_ways(engine: str, way: str, gguf: bool, reads: bool):
+    assert BY_NAME[engine].reads(way, gguf=gguf, quantised=True) is reads

@@ -1,21 +1,25 @@
 """The judge of one dump. What stands for the truth here is a run of ours: its rules are tried, not numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from quantised_folders import FOLDERS
 from refusals import assert_tells, refuses
 
 import llorch
-from llorch.atlas.judging import JudgedRun, Trace, judge
+from llorch.atlas.judging import JudgedRun, StageRow, Trace, judge
 from llorch.atlas.verdicts import word_of
 from llorch.builtin import builtin_path
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
 from llorch.model import Model
+from llorch.numerics import SCHEME, Numerics
 
 MODEL = builtin_path("micro-qwen3-moe")
 IDS = [5, 9, 33, 120, 7, 64, 9, 200]
+FEW = [5, 9, 23, 12, 7, 6, 9, 20]  # of the quantised folders
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +96,41 @@ def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace,
 def test_a_dump_without_logits_says_so(theirs: Trace, truth: Trace, tmp_path: Path):
     with refuses(ValueError, tmp_path, expected="logits", got=1):
         judged(tmp_path, {"embed": theirs["embed"]}, truth)
+
+
+def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.ndarray]:
+    """Every stage of a quantised folder in float32."""
+    trace: dict[str, np.ndarray] = {}
+    Model(open_weights(FOLDERS / name).using(numerics=numerics)).forward(FEW, trace=trace)
+    return {key: array * np.float32(change if key == "l0.ffn_gate" else 1) for key, array in trace.items()}
+
+
+def judged_folder(name: str, shown: Trace, folder: Path) -> JudgedRun:
+    exact: dict[str, np.ndarray] = {}
+    Model(open_weights(FOLDERS / name).astype(np.float64)).forward(FEW, trace=exact)
+    with DumpWriter(folder, dtype="float32") as dump:
+        dump.begin(FEW)
+        for key, array in shown.items():
+            layer, _, stage = key.rpartition(".")
+            dump.add(stage, array, layer=int(layer[1:]) if layer else None)
+    return judge(FOLDERS / name, folder, exact)
+
+
+def test_engine_that_rounds_activations_as_the_folder_says_is_honest(tmp_path: Path):
+    found = judged_folder("ct-w8a8", run_of("ct-w8a8", SCHEME), tmp_path)
+    assert not found.is_right
+    word, said = word_of(found)
+    assert word == "honest difference"
+    assert_tells(said, "scheme")
+
+
+def test_engine_that_rounds_activations_and_errs_is_wrong(tmp_path: Path):
+    found = judged_folder("ct-w8a8", run_of("ct-w8a8", SCHEME, 1.1), tmp_path)
+    assert word_of(found)[0] == "wrong"
+
+
+def test_mistake_of_reading_is_wrong_although_the_logits_are_within_their_tolerance():
+    stages = [StageRow("ffn_gate", 1e-2, 1e-3, 10.0), StageRow("logits", 1e-3, 2e-3, 0.5)]
+    found = JudgedRun(stages, 10.0, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
+    assert word_of(found)[0] == "unreadable"
+    assert word_of(replace(found, mistake="fp8-blocks-of-equal-size"))[0] == "wrong"

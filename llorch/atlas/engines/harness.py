@@ -77,7 +77,8 @@ def _outcome(run: HarnessRun, load: Callable, compute: Callable, engine: str, dt
         loaded, phase = load(run), "compute"
         cache, flash = run.options.get("cache", ""), run.options.get("flash_attention", False)
         dtype = run.options.get("dtype", dtype)
-        with DumpWriter(run.out, engine=engine, dtype=dtype, kv_cache=cache, flash_attention=flash) as dump:
+        said = {"kv_cache": cache, "flash_attention": flash, "activations": run.options.get("activations", "")}
+        with DumpWriter(run.out, engine=engine, dtype=dtype, **said) as dump:
             compute(loaded, run, dump)
     except (Exception, SystemExit) as error:
         traceback.print_exc()

@@ -149,6 +149,18 @@ def zero_point_not_scaled(matrix: QuantisedMatrix) -> QuantisedMatrix:
     return _with(matrix, zero=None, minimum=_then(matrix.recipe.zero, lambda zero: -zero))
 
 
+def zero_product_float16(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Round the product of zero point and scale to float16, and add it to the product of code and scale."""
+    zero, scale = matrix.recipe.zero, matrix.recipe.scale
+    if zero is None:
+        return matrix
+
+    def minimum(parts: Parts, rows: Rows) -> np.ndarray:
+        return -(zero(parts, rows) * scale(parts, rows)).astype(np.float16).astype(np.float32)
+
+    return _with(matrix, zero=None, minimum=minimum)
+
+
 def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Group columns in the order in which they lie."""
     if not callable(matrix.recipe.group):
@@ -291,6 +303,8 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "The middle of the range was used as every zero point; this file stores one for each group."),
     _row("folder-zero-point-not-scaled", ("GPTQ", "AWQ", *_PACKED), zero_point_not_scaled,
          "The zero point was subtracted after the product with the scale; subtract it from the code first."),
+    _row("zero-point-product-float16", ("AWQ",), zero_product_float16,
+         "The product of zero point and scale was rounded to float16; subtract the zero point from the code first."),
     _row("mlx-bias-dropped", ("MLX",), lambda matrix: _with(matrix, minimum=None),
          "The biases of the groups were left out; MLX adds one to each product of code and scale."),
     _row("mlx-bias-subtracted", ("MLX",),

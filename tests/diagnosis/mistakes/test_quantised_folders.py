@@ -38,6 +38,7 @@ CHANGED = {
     "bitsandbytes-lower-half-first": "bnb-nf4", "three-bits-without-gaps": "ct-w3a16-ten-per-word",
     "folder-codes-signed": "ct-w4a16", "folder-zero-point-forgotten": "ct-w8a16-channel",
     "folder-read-as-symmetric": "ct-w4a16-asym", "folder-zero-point-not-scaled": "awq-gemv",
+    "zero-point-product-float16": "awq-gemm",
     "mlx-bias-dropped": "mlx-4bit", "mlx-bias-subtracted": "mlx-3bit", "group-index-ignored": "gptq-4bit-act-order",
     "global-scale-turned": "ct-nvfp4", "global-scale-dropped": "modelopt-nvfp4",
     "fp8-scale-divided": "fp8-block-partial",
