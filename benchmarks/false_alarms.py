@@ -22,6 +22,7 @@ from typing import Any
 import click
 import numpy as np
 
+from llorch.comparison import FAIL, TIE
 from llorch.config import ModelConfig
 from llorch.convert import convert
 from llorch.engines.process import in_child
@@ -30,7 +31,7 @@ from llorch.files.tensor_names import inventory
 from llorch.model import load
 from llorch.numerics import GGML
 from llorch.verify.float64_reference import WITNESS
-from llorch.verify.judge import FAIL, TIE, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.models import plan_live, verify_as_stored, verify_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import numpy_runners

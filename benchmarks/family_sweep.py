@@ -115,8 +115,8 @@ def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterato
 
 def judge(path: Path, told: Judged, with_torch: bool) -> None:
     """Judge one file; the float64 reference and at least one engine must run."""
+    from llorch.comparison import FAIL, TIE
     from llorch.files import open_weights
-    from llorch.verify.judge import FAIL, TIE
     from llorch.verify.models import plan_live, verify_live
 
     rng, weights = np.random.default_rng(told.seed), open_weights(path)

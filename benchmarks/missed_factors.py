@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from llorch.builtin import EVERY
+from llorch.comparison import FAIL
 from llorch.pytorch.device import Target, target
 from llorch.stages import BY_NAME
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.judge import FAIL, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.models import stored
 from llorch.verify.runners import Runner, See
 from llorch.verify.runners.torch import torch_runners

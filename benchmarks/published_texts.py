@@ -43,8 +43,8 @@ def prompts(n: int) -> list[str]:
 
 def stages(name: str, path: Path) -> Iterator[Line]:
     """Judge every stage of a file: as it is stored, where it is quantised, and decoded."""
+    from llorch.comparison import FAIL
     from llorch.files import open_weights
-    from llorch.verify.judge import FAIL
     from llorch.verify.models import plan_live, verify_live
 
     if path.is_file():
@@ -58,8 +58,8 @@ def stages(name: str, path: Path) -> Iterator[Line]:
 
 def as_stored(what: str, path: Path) -> Line:
     """Judge the stages of a file beside llama.cpp running it."""
+    from llorch.comparison import FAIL
     from llorch.numerics import GGML
-    from llorch.verify.judge import FAIL
     from llorch.verify.models import verify_as_stored
 
     opened = load(path, numerics=GGML)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.comparison import Tolerance, measure
+from llorch.comparison import FAIL, Tolerance, measure
 from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
@@ -21,7 +21,6 @@ from llorch.verify.expectations.files import fingerprint
 from llorch.verify.expectations.quantised import stage_rows
 from llorch.verify.expectations.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
 from llorch.verify.expectations.quantised_models import MODELS, SCALES, random_blocks, write_model
-from llorch.verify.judge import FAIL
 from llorch.verify.rounding_costs import FREE
 from llorch.verify.tolerances.forward import limit, variances
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from checkpoints.generated.tables import Blocks, mistakes, short, table
 from llorch.builtin import goldens_folder
-from llorch.comparison import measure
+from llorch.comparison import PASS, measure
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.verify.expectations.quantised import BACKENDS
 from llorch.verify.expectations.quantised_goldens import FOLDER, read
 from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import PASS, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import GGML as BACKEND
 from llorch.verify.runners.numpy import run
 

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llorch.builtin import EVERY, goldens_folder
+from llorch.comparison import PASS, TIE
 from llorch.diagnosis.mistakes import MISTAKES, checkpoint_of, of_checkpoint
 from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
-from llorch.verify.judge import PASS, TIE, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.training.goldens import TRUTH
 
 ENGINES = {

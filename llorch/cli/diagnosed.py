@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import print_table, table
+from llorch.comparison import NOT_RUN
 from llorch.diagnosis.report.record import causes, count, explained, headline, ranges, short, times, verdict
-from llorch.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult
+from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
 from llorch.errors import printable
 from llorch.stages import BY_NAME
 

@@ -5,16 +5,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llorch.comparison import times_over
+from llorch.comparison import FAIL, NOT_RUN, PASS, TIE, times_over
 from llorch.config import ModelConfig
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, keys
 from llorch.verify.expectations.long_contexts import LONG_MODES
 from llorch.verify.float64_reference import WITNESS
-from llorch.verify.judge import FAIL, PASS, TIE, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import BACKENDS
 from llorch.verify.training.goldens import TRUTH
 
-NOT_RUN = "NOT RUN"
 KERNELS = "kernels"  # in place of a model: ours beside torch's own
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
 _MODES = ("isolated", "chained", "free", "decode", *LONG_MODES, "exact")

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from llorch.cli.judged import NOT_RUN, TRAINING, JudgedModel, Line, first_failure, lines
+from llorch.cli.judged import TRAINING, JudgedModel, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
-from llorch.comparison import FACTOR, FLOOR
+from llorch.comparison import FACTOR, FAIL, FLOOR, NOT_RUN, PASS, TIE
 from llorch.engines import LoadPath
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verify.goldens import PRODUCERS
-from llorch.verify.judge import FAIL, PASS, TIE, Comparison
+from llorch.verify.judge import Comparison
 
 _ROWS = (
     "rows: three runs of llorch: in float32, in float32 with every sum in float32 (as in larger models), and\n"

@@ -8,7 +8,7 @@ import numpy as np
 
 from llorch.comparison import Difference, Tolerance
 
-RIGHT, HONEST, WRONG, NOT_RUN = "RIGHT", "HONEST", "WRONG", "NOT RUN"
+RIGHT, HONEST, WRONG = "RIGHT", "HONEST", "WRONG"
 EARLIER_PASSES = (
     "the dump does not have the passes that filled the cache; give the ids of the whole text with --tokens, and llorch "
     "computes these passes itself"

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from llorch.builtin import find_data
-from llorch.doctor.finding import NOT_RUN, OK, WARNING, WRONG, AdapterFinding
+from llorch.comparison import NOT_RUN
+from llorch.doctor.finding import OK, WARNING, WRONG, AdapterFinding
 from llorch.doctor.stopping import stops
 from llorch.errors import FormatError
 from llorch.files import Weights

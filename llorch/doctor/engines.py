@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from llorch.doctor.finding import NOT_RUN, OK, WRONG, AdapterFinding
+from llorch.comparison import NOT_RUN
+from llorch.doctor.finding import OK, WRONG, AdapterFinding
 from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import in_child
 from llorch.errors import EngineDied, FormatError

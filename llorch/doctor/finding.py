@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-OK, WARNING, WRONG, NOT_RUN = "ok", "warning", "WRONG", "NOT RUN"
+OK, WARNING, WRONG = "ok", "warning", "WRONG"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.doctor.finding import NOT_RUN, OK, WARNING, AdapterFinding
+from llorch.comparison import NOT_RUN
+from llorch.doctor.finding import OK, WARNING, AdapterFinding
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.lora.merge_files import LARGEST_COMPARED

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from llorch.comparison import FAIL, PASS
 from llorch.errors import LearnerFault, MissingExtra
 from llorch.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.learn.checks.forward import ForwardCheck
@@ -20,7 +21,6 @@ from llorch.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.learn.verdict import BORROWED, LessonVerdict, word_for
 from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verify.judge import FAIL, PASS
 from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 
 FORWARD = tuple(number for number in CHECKPOINTS if number in {stage.checkpoint for stage in STAGES} - {"00"})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llorch.comparison import FAIL
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
@@ -22,7 +23,6 @@ from llorch.learn.judging import NearMiss
 from llorch.learn.lessons import Lesson
 from llorch.learn.materials import typed_mistakes
 from llorch.stages import BY_NAME, key
-from llorch.verify.judge import FAIL
 
 
 @dataclass(frozen=True)

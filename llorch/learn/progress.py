@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llorch.comparison import FAIL, NOT_RUN, PASS
 from llorch.config_reader import Fields
 from llorch.errors import FormatError
 from llorch.files.new_file import new_file
@@ -19,8 +20,7 @@ from llorch.files.strict_json import read_json
 from llorch.learn.lessons import BY_NUMBER, Lesson
 from llorch.learn.sandbox import Outcome
 from llorch.learn.sources import fingerprint
-from llorch.learn.verdict import BORROWED, NOT_RUN
-from llorch.verify.judge import FAIL, PASS
+from llorch.learn.verdict import BORROWED
 
 VERSION = 1
 CHANGED = "CHANGED"  # since it was checked

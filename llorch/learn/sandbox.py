@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from llorch.channel import Channel, own_channel, ready
+from llorch.comparison import FAIL, NOT_RUN, PASS
 from llorch.errors import LeftOut, MissingExtra, printable
 from llorch.learn.calling import named
 from llorch.learn.check import check
@@ -33,9 +34,8 @@ from llorch.learn.frames import all_frames, is_own
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Mode
 from llorch.learn.lessons import BY_NUMBER, Lesson
-from llorch.learn.verdict import NOT_RUN, LessonVerdict
+from llorch.learn.verdict import LessonVerdict
 from llorch.threads import limited
-from llorch.verify.judge import FAIL, PASS
 from llorch.worker import PIPE, Worker, limit_memory, python, signal_name
 
 SECONDS = 10.0  # that the code of a learner may take for a lesson

@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from textwrap import wrap
 
-from llorch.comparison import times_over
+from llorch.comparison import FAIL, PASS, times_over
 from llorch.diagnosis.verdict import Suspect
 from llorch.learn.judging import LessonComparison, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.wrong import Number, Wrong, is_shown
 from llorch.stages import STAGES
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 
-BORROWED, NOT_RUN = "BORROWED", "NOT RUN"
+BORROWED = "BORROWED"
 WIDTH, LABEL, LISTED, NOTES = 110, 23, 6, 2
 _ORDER = {stage.name: at for at, stage in enumerate(STAGES)}
 

@@ -11,12 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from llorch.comparison import Difference, Tolerance, measure, measure_in
+from llorch.comparison import FAIL, PASS, TIE, Difference, Tolerance, measure, measure_in
 from llorch.engines import LoadPath
 from llorch.places import StageRef
 from llorch.verify.expert_selection import ExpertSelection
-
-PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
 
 
 @dataclass(frozen=True)

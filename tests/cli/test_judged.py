@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 
 from llorch.builtin import builtin_path
-from llorch.cli.judged import (
-    EXACT,
-    NOT_RUN,
-    JudgedModel,
-    checkpoints_of,
-    closer_to_truth,
-    first_failure,
-    lines,
-    summary,
-)
+from llorch.cli.judged import EXACT, JudgedModel, checkpoints_of, closer_to_truth, first_failure, lines, summary
 from llorch.cli.judging import _exit_code
 from llorch.cli.report import closing_line, failure_report
+from llorch.comparison import NOT_RUN
 from llorch.files import open_weights
 from llorch.verify.judge import Comparison
 

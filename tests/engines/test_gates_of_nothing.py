@@ -9,12 +9,12 @@ from families import random_folder, twin
 from refusals import assert_tells
 from safetensors.numpy import load_file, save_file
 
+from llorch.comparison import PASS
 from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.model import load
 from llorch.numerics import GGML
 from llorch.places import Pass
-from llorch.verify.judge import PASS
 from llorch.verify.models import plan_live, verify_as_stored, verify_live
 from llorch.verify.runners.numpy import run
 

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 from refusals import assert_tells
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check, check_functions
 from llorch.learn.checks import forward
 from llorch.learn.exercise import Call
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, LESSONS, PARTS, Lesson
 from llorch.learn.verdict import BORROWED
-from llorch.verify.judge import FAIL, PASS
 
 REFERENCE = Implementation("reference", {name: part.reference for name, part in PARTS.items()})
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.judging import Mode
 from llorch.learn.lessons import LESSONS
 from llorch.learn.sandbox import outcomes
-from llorch.verify.judge import FAIL, PASS
 
 EACH = [pytest.param(each.number, mode, id=f"checkpoint_{each.number}-{mode}")
         for each in LESSONS for mode in ("isolated", "chained")]  # fmt: skip

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check, check_functions
 from llorch.learn.checks import forward
 from llorch.learn.folder import read_folder
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
-from llorch.verify.judge import FAIL, PASS
 
 NORM = "l01_rms_norm"
 STUB = 'def {0}(*given):\n    """To do."""\n    raise NotImplementedError\n'

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from refusals import assert_tells, refuses
 
+from llorch.comparison import FAIL, PASS
 from llorch.errors import LearnerFault
 from llorch.learn.check import check_functions
 from llorch.learn.guard import guarded
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import PARTS
-from llorch.verify.judge import FAIL, PASS
 
 RIGHT = PARTS["rms_norm"].reference
 

@@ -10,10 +10,10 @@ import pytest
 from refusals import assert_tells
 from scripted_learner import pasted
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check_functions
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
-from llorch.verify.judge import FAIL, PASS
 
 torch = pytest.importorskip("torch")
 LESSON = BY_NUMBER["14"]

@@ -8,7 +8,7 @@ import pytest
 from refusals import assert_tells
 
 from llorch.builtin import BUILTIN
-from llorch.comparison import Tolerance
+from llorch.comparison import FAIL, PASS, Tolerance
 from llorch.learn.check import check_functions
 from llorch.learn.checks import after_logits
 from llorch.learn.implementation import Implementation
@@ -17,7 +17,7 @@ from llorch.learn.lessons import PARTS
 from llorch.model import Model, load
 from llorch.places import StageRef
 from llorch.sampling import SamplingSettings
-from llorch.verify.judge import FAIL, PASS, Expectation, judge
+from llorch.verify.judge import Expectation, judge
 
 TEXT = " two  spaces, Grüße 世界 🦊 and 1234567\n\tlines"
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from refusals import assert_tells, refuses
 
+from llorch.comparison import FAIL, PASS
 from llorch.errors import LearnerFault
 from llorch.learn.check import check
 from llorch.learn.choice import opened
@@ -18,7 +19,6 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
 from llorch.learn.npz import from_npz, to_npz
 from llorch.learn.program import Program, flat
-from llorch.verify.judge import FAIL, PASS
 
 # rms_norm in C: stored entries one behind the other, each a local header of zip, then a .npy
 IN_C = r"""

@@ -7,12 +7,12 @@ import pytest
 from command_line import invoke
 from scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possible, typed, untyped, written
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, WARM_UP, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.learn.verdict import BORROWED
-from llorch.verify.judge import FAIL, PASS
 
 TYPED, FIRST = list(typed()), {lesson.number: name for lesson, _, name in reversed(list(typed()))}
 NUMBERED = pytest.mark.parametrize("lesson", TAUGHT, ids=lambda lesson: lesson.number)

@@ -9,12 +9,12 @@ import pytest
 from refusals import assert_tells
 from scripted_learner import TAUGHT, pasted
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check, check_functions
 from llorch.learn.exercises import training
 from llorch.learn.folder import read_folder
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
-from llorch.verify.judge import FAIL, PASS
 
 Array = np.ndarray
 

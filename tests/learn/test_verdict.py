@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from refusals import assert_tells
 
+from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check, check_functions
 from llorch.learn.checks import forward as checks
 from llorch.learn.exercises import forward
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.verdict import BORROWED, WIDTH, LessonVerdict
-from llorch.verify.judge import FAIL, PASS
 
 Array = np.ndarray
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from planted_quantised import golden
 
+from llorch.comparison import FAIL, PASS
 from llorch.files.quant import GGMLType
 from llorch.pytorch import load
 from llorch.pytorch.device import target
@@ -18,7 +19,7 @@ from llorch.verify.expectations import packed as verification
 from llorch.verify.expectations import quantised
 from llorch.verify.expectations.packed import PACKED_MODELS, product_rows, verify_quantised_torch
 from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 
 Judged = tuple[str, str, str]  # stage, mode, backend
 TARGETS = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16", "float16")]

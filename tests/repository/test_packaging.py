@@ -16,13 +16,12 @@ from refusals import assert_tells
 
 import llorch
 from llorch.builtin import IN_WHEEL
+from llorch.comparison import NOT_RUN, PASS
 from llorch.learn.checks.forward import models_of
 from llorch.learn.checks.quantised import golden
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.sandbox import _checked
-from llorch.learn.verdict import NOT_RUN
-from llorch.verify.judge import PASS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llorch.comparison import PASS
 from llorch.files import open_weights
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel
@@ -15,7 +16,6 @@ from llorch.pytorch.distributed.parallel_experts import OwnExperts, split_expert
 from llorch.pytorch.distributed.sharding_plan import COLUMNS
 from llorch.pytorch.models.experts import ExpertsModule
 from llorch.verify.expectations.long_contexts import LongSuite
-from llorch.verify.judge import PASS
 from llorch.verify.models import plan_live, verify_live, verify_stored
 from llorch.verify.runners.torch import parallel_runners
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from training_runs import Silent
 
 from llorch.builtin import builtin_path
+from llorch.comparison import PASS
 from llorch.files import open_weights
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel
@@ -18,7 +19,6 @@ from llorch.pytorch.distributed.launch import leave, start
 from llorch.pytorch.train import adamw, step, trainer, worker
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
-from llorch.verify.judge import PASS
 from llorch.verify.training import torch_runner
 from llorch.verify.training.claims import stored
 

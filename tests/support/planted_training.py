@@ -7,12 +7,12 @@ from itertools import takewhile
 from typing import Any
 
 from llorch.builtin import builtin_path, goldens_folder
-from llorch.comparison import Difference, Tolerance
+from llorch.comparison import FAIL, Difference, Tolerance
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.planting import planted
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
-from llorch.verify.judge import FAIL, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.training.claims import claims, limit, rows
 from llorch.verify.training.exports import exported, file_row
 from llorch.verify.training.goldens import MODELS, TrainingGolden, read

@@ -6,7 +6,8 @@ from functools import cache
 from planted_training import training_golden_of, weights_of
 from torch_targets import on
 
-from llorch.verify.judge import PASS, Comparison
+from llorch.comparison import PASS
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.claims import numpy_rows
 from llorch.verify.training.goldens import ADAPTER_FILES

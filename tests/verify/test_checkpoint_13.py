@@ -11,13 +11,13 @@ from planted_quantised import golden
 from refusals import refuses
 
 from llorch.builtin import goldens_folder
-from llorch.comparison import FLOOR
+from llorch.comparison import FAIL, FLOOR, PASS
 from llorch.stages import BY_NAME, STAGES
 from llorch.verify.expectations import quantised as verify_quantised
 from llorch.verify.expectations.quantised import BACKENDS, verify_quantised_stored
 from llorch.verify.expectations.quantised_goldens import FOLDER, ROUNDED_TO, types
 from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 
 Place = tuple[str, int | None, str, str]  # mode, layer, case, backend
 Places = dict[str, set[Place]]  # by stage

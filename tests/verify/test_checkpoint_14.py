@@ -14,13 +14,14 @@ from stored_rows import WHOLE, suffixes
 from torch_targets import CPU, CUDA
 
 from llorch.builtin import BUILTIN, builtin_path
+from llorch.comparison import PASS, TIE
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.stages import STAGES
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
-from llorch.verify.judge import PASS, TIE, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.torch import VARIANTS
 from llorch.verify.tolerances.forward import MATHEMATICS, SCORES
 

@@ -13,13 +13,14 @@ import pytest
 from kept_suites import PARTS, forward_part, forward_rows
 
 from llorch.builtin import EVERY, FOLDERS, builtin_path
+from llorch.comparison import PASS
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES
 from llorch.verify.expectations.long_contexts import LONG_MODES
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
-from llorch.verify.judge import PASS, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.stages import TRAINING_STAGES

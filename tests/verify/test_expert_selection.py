@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from refusals import assert_tells
 
-from llorch.comparison import EXACT, FACTOR
+from llorch.comparison import EXACT, FACTOR, FAIL, PASS, TIE
 from llorch.places import StageRef
 from llorch.verify.expert_selection import ExpertSelection
-from llorch.verify.judge import FAIL, PASS, TIE, Expectation, judge
+from llorch.verify.judge import Expectation, judge
 
 SCORES = np.array([[4.0, 3.0, 2.0, 2.0 - 1e-6, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0]])
 IDS = np.array([[0, 1, 2], [4, 3, 2]])

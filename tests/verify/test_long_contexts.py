@@ -11,13 +11,13 @@ import pytest
 from refusals import refuses
 
 from llorch.builtin import EVERY
-from llorch.comparison import Difference
+from llorch.comparison import FAIL, PASS, Difference
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
 from llorch.places import Pass
 from llorch.verify import long_goldens
 from llorch.verify.expectations.long_contexts import IN_PARTS, WHOLE, bounds_of
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.long_goldens import LAST, N_LONG, read_long, save_long
 from llorch.verify.models import stored, stored_long
 from llorch.verify.runners import Runner

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from families import random_folder, twin
 
+from llorch.comparison import FAIL, TIE
 from llorch.engines import ProducerName, open_producer
 from llorch.files import open_weights
-from llorch.verify.judge import FAIL, TIE
 from llorch.verify.models import plan_live, unable_for, verify_live
 
 pytestmark = pytest.mark.live

@@ -12,6 +12,7 @@ from tiny_models import random_tensors, write_folder
 
 import llorch
 from llorch.builtin import builtin_path
+from llorch.comparison import FAIL, PASS, TIE
 from llorch.engines import LoadPath, open_producer
 from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
@@ -24,7 +25,7 @@ from llorch.verify.expectations import files
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.expectations.quantised_models import write_model
 from llorch.verify.goldens import EngineOutput
-from llorch.verify.judge import FAIL, PASS, TIE, Comparison, exact_row
+from llorch.verify.judge import Comparison, exact_row
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
 

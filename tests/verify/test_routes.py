@@ -11,6 +11,7 @@ from refusals import refuses
 from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
 
 from llorch.builtin import builtin_path
+from llorch.comparison import FAIL
 from llorch.config import LinearScaling, ModelConfig
 from llorch.engines import OURS, LoadPath, Producer, ProducerName, open_here
 from llorch.files import Weights, export, open_weights
@@ -20,7 +21,6 @@ from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.expectations.quantised_models import write_model
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, stored_route
-from llorch.verify.judge import FAIL
 from llorch.verify.models import ask, plan_live
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 

@@ -9,10 +9,11 @@ from planted import golden_of, weights_of
 
 from llorch import forward, generate
 from llorch.cache import KVCache
+from llorch.comparison import FAIL, PASS
 from llorch.sampling import SamplingSettings, softmax
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners import numpy as runners
 
 MODEL = "micro-qwen2"

@@ -13,12 +13,13 @@ from torch_targets import on
 
 from llorch import forward, generate, sampling
 from llorch.cache import KVCache
+from llorch.comparison import FAIL, PASS
 from llorch.files import Weights, open_weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import PRODUCERS
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.models import ask, plan_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import NumpyRunner

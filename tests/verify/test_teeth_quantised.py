@@ -14,7 +14,7 @@ import llorch
 from llorch import forward
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache
-from llorch.comparison import Tolerance, measure
+from llorch.comparison import FAIL, PASS, Tolerance, measure
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
 from llorch.diagnosis.mistakes.variants import VISIBLE
@@ -26,7 +26,7 @@ from llorch.ops.rounding import VariantName
 from llorch.verify.expectations import quantised as verify_quantised
 from llorch.verify.expectations.quantised import decode_rows, rounding_rows, stage_rows
 from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners import numpy as numpy_runner
 

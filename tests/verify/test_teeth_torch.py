@@ -8,13 +8,13 @@ from planted import golden_of, weights_of
 from planted_torch import PLANTED, Planted
 from torch_targets import on
 
-from llorch.comparison import Difference, Tolerance
+from llorch.comparison import FAIL, Difference, Tolerance
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.judge import FAIL, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, TorchVariant
 
 

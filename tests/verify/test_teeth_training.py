@@ -21,11 +21,11 @@ from planted_training_torch import AS_TRAINER, PLANTED
 from torch_targets import on
 
 from checkpoints.generated.pages import FOLDER, page
+from llorch.comparison import FAIL
 from llorch.diagnosis.mistakes import MISTAKES, TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import owner_of, replaced
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.numerics import DtypeName
-from llorch.verify.judge import FAIL
 from llorch.verify.training.claims import claims, rows
 from llorch.verify.training.goldens import MODELS
 from llorch.verify.training.limits import NUMPY_ALONE

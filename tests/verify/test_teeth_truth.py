@@ -10,9 +10,10 @@ from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, writ
 
 from llorch import forward as page
 from llorch.cache import KVCache
+from llorch.comparison import FAIL
 from llorch.files import open_weights
 from llorch.verify.float64_reference import WITNESS
-from llorch.verify.judge import FAIL, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.models import plan_live, verify_live
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 from llorch.verify.tolerances.forward import MATHEMATICS

@@ -13,9 +13,9 @@ from planted_training import training_golden_of, weights_of
 from refusals import assert_tells, refuses
 
 from llorch.builtin import goldens_folder
+from llorch.comparison import FAIL
 from llorch.numerics import DtypeName
 from llorch.verify import golden_store
-from llorch.verify.judge import FAIL
 from llorch.verify.training.claims import claims, refuse_far_witnesses, rows, tolerances
 from llorch.verify.training.goldens import FILES, MODELS, TrainingGolden, names, save
 from llorch.verify.training.places import MODES

@@ -10,6 +10,7 @@ from tiny_models import random_tensors, write_folder
 
 from llorch import builtin
 from llorch.builtin import builtin_path
+from llorch.comparison import FAIL, PASS
 from llorch.files import open_weights
 from llorch.files.mapped import MappedFile
 from llorch.model import Model
@@ -17,7 +18,6 @@ from llorch.tokenizer import Tokenizer
 from llorch.verify import models as verify
 from llorch.verify.expectations.files import differing, foreign_tensors, own_tensors
 from llorch.verify.goldens import TokenCheck
-from llorch.verify.judge import FAIL, PASS
 from llorch.verify.models import foundation_rows, plan_live, token_rows, verify_live, verify_stored
 
 PATH = builtin_path("micro-qwen2")

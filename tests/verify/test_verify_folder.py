@@ -21,11 +21,11 @@ from tiny_models import (
 )
 
 from llorch.cache import KVCache
+from llorch.comparison import FAIL, PASS
 from llorch.families import forward
 from llorch.files import open_weights
 from llorch.places import Pass
 from llorch.verify.float64_reference import WITNESS
-from llorch.verify.judge import FAIL, PASS
 from llorch.verify.models import plan_live, verify_live
 from llorch.verify.runners.numpy import run
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from llorch.comparison import Difference, Tolerance
-from llorch.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
+from llorch.comparison import NOT_RUN, Difference, Tolerance
+from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
 from llorch.errors import printable
 
 VERSION = 1  # of the record; a change that a reader would trip over makes it the next one

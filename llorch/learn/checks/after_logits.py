@@ -13,7 +13,7 @@ import numpy as np
 
 from llorch import sampling
 from llorch.builtin import BUILTIN, held
-from llorch.comparison import EXACT, measure
+from llorch.comparison import EXACT, FAIL, measure
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.verdict import Suspect
 from llorch.errors import LearnerFault
@@ -26,7 +26,7 @@ from llorch.places import StageRef
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.expectations.tokens import edge_of_top_p
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.judge import FAIL, Expectation, exact_row, judge
+from llorch.verify.judge import Expectation, exact_row, judge
 from llorch.verify.runners.numpy import NumpyRunner, run
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.comparison import times_over
+from llorch.comparison import FAIL, times_over
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import planted, replaced
 from llorch.diagnosis.training.hypotheses import RANDOM
@@ -28,7 +28,7 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import Lesson
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.verify.judge import FAIL, Expectation, judge
+from llorch.verify.judge import Expectation, judge
 from llorch.verify.training.claims import claims, stored
 from llorch.verify.training.exports import Table, exported, file_row, gguf_table
 from llorch.verify.training.goldens import MODELS, TrainingGolden

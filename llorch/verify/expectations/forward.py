@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.comparison import EXACT, Difference, Tolerance, distance, measure
+from llorch.comparison import EXACT, FAIL, Difference, Tolerance, distance, measure
 from llorch.engines import LoadPath
 from llorch.files import Weights
 from llorch.places import Pass, StageRef, part_of, token_axis
@@ -28,7 +28,7 @@ from llorch.verify.expectations.tokens import GreedyJudge, edge_of_top_p
 from llorch.verify.expert_selection import ExpertSelection, GoOn, as_made
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import SAMPLINGS, EngineOutput, Truth, sampler_inputs
-from llorch.verify.judge import FAIL, Comparison, Expectation, judge, routed, tied
+from llorch.verify.judge import Comparison, Expectation, judge, routed, tied
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, FLOAT32, ISOLATED
 from llorch.verify.runners import Runner, See
 from llorch.verify.runners.shared import SharedWeights

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator
 
+from llorch.comparison import FAIL, PASS
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.kernel_selection import verdicts
 from llorch.pytorch.kernels.table import leaves_for
-from llorch.verify.judge import FAIL, PASS, Comparison
+from llorch.verify.judge import Comparison
 
 CHECKPOINT, WITNESS = "14", "torch"
 

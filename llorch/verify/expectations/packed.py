@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from llorch.builtin import goldens_folder
-from llorch.comparison import Tolerance
+from llorch.comparison import PASS, Tolerance
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.numerics import GGML
@@ -31,7 +31,7 @@ from llorch.stages import Stage, input_keys, keys, matrix_of
 from llorch.verify.expectations.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
 from llorch.verify.expectations.quantised_goldens import CASE, FOLDER, QuantisedGolden, read
 from llorch.verify.expectations.quantised_models import MODELS
-from llorch.verify.judge import PASS, Comparison, Expectation, exact_row, judge, routed
+from llorch.verify.judge import Comparison, Expectation, exact_row, judge, routed
 from llorch.verify.rounding_costs import ARITHMETICS, FLOAT32
 from llorch.verify.tolerances.forward import WORST, product_error
 

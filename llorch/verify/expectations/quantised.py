@@ -16,6 +16,7 @@ import numpy as np
 
 from llorch import numerics
 from llorch.builtin import goldens_folder
+from llorch.comparison import PASS
 from llorch.files import Weights, open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.ops.rounding import (
@@ -32,7 +33,7 @@ from llorch.verify.expectations.files import fingerprint
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.expectations.quantised_goldens import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
 from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import PASS, Comparison, exact_row, routed
+from llorch.verify.judge import Comparison, exact_row, routed
 from llorch.verify.runners.numpy import GGML, GgmlRunner
 
 BACKENDS = {GGML: False, f"{GGML}-packed": True}  # name -> whether matrices stay packed

@@ -15,6 +15,7 @@ from planted_dumps import WHOLE, dump_of
 from quantised_folders import FOLDERS, NAMES, tensors_of, written
 from wrong_readers import READERS
 
+from llorch.comparison import FAIL, PASS
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.replay import UNCHANGED
@@ -24,7 +25,6 @@ from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.places import Tokens
 from llorch.verify.expectations import files
-from llorch.verify.judge import FAIL, PASS
 
 Arrays = Mapping[str, np.ndarray]
 BY_NAME = {mistake.name: mistake for mistake in QUANTISED_FOLDERS}

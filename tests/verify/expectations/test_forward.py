@@ -12,13 +12,13 @@ from refusals import assert_tells, refuses
 from llorch import forward as forward_page
 from llorch.builtin import BUILTIN
 from llorch.cache import KVCache
-from llorch.comparison import EXACT, FACTOR, FLOOR, Difference, measure
+from llorch.comparison import EXACT, FACTOR, FAIL, FLOOR, PASS, TIE, Difference, measure
 from llorch.places import Pass
 from llorch.stages import BY_NAME, key, keys
 from llorch.verify.expectations.forward import COPIES, ForwardSuite
 from llorch.verify.expert_selection import GoOn, as_made
 from llorch.verify.goldens import N_GREEDY, PRODUCERS, EngineOutput, Truth
-from llorch.verify.judge import FAIL, PASS, TIE, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners import See, Trace
 from llorch.verify.runners import numpy as numpy_runner
 from llorch.verify.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from refusals import assert_tells
 
-from llorch.comparison import Tolerance
+from llorch.comparison import FAIL, TIE, Tolerance
 from llorch.sampling import SamplingSettings, probabilities, softmax
 from llorch.verify.expectations.tokens import GreedyJudge, edge_of_top_p
 from llorch.verify.goldens import sampler_inputs
-from llorch.verify.judge import FAIL, TIE
 from llorch.verify.runners.numpy import NumpyRunner
 from llorch.verify.tolerances.forward import NOTHING_KNOWN, Margins
 

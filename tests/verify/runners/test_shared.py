@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from planted_quantised import golden
 
+from llorch.comparison import FAIL
 from llorch.files import open_weights
 from llorch.files.packed import Packed
 from llorch.numerics import GGML
 from llorch.verify.expectations.quantised import suite_of
 from llorch.verify.expectations.quantised_goldens import CASE
 from llorch.verify.expectations.quantised_models import write_model
-from llorch.verify.judge import FAIL, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import GgmlRunner
 from llorch.verify.runners.shared import SharedWeights
 

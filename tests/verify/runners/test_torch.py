@@ -12,12 +12,13 @@ from planted import golden_of, weights_of
 from refusals import assert_tells, refuses
 from torch_targets import on
 
+from llorch.comparison import FAIL, PASS, TIE
 from llorch.errors import CheckpointMismatch
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.model import TorchModel
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import EngineOutput
-from llorch.verify.judge import FAIL, PASS, TIE, Comparison
+from llorch.verify.judge import Comparison
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain, variants_for
 from llorch.verify.tolerances.forward import SCORES
 
