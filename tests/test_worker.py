@@ -225,17 +225,16 @@ def test_a_child_ends_with_its_parent_however_it_ends(start: str, end: str):
 
 
 def test_a_program_that_watches_its_stdin_ends_with_a_parent_that_is_killed():
-    code = PARENT.format(
-        support=str(REPOSITORY / "tests" / "support"), end="",
-        start="import threading\nargs = python('worker_programs:hold_stdin_and_spin')\n"
-        "args = [*args[:2], 'import os; os.dup2(os.dup(2), 1)\\n' + args[2], *args[3:]]\n"
-        "threading.Timer(2, os.kill, (os.getpid(), 9)).start()\nrun(args, seconds=60, stdin=PIPE, errors=None)",
-    )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert ends_within(10, int(done.stderr.split()[0]))
+    start = "run(python('worker_programs:hold_stdin_and_spin'), seconds=60, stdin=PIPE, errors=None)"
+    code = PARENT.format(support=str(REPOSITORY / "tests" / "support"), start=start, end="")
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
+        assert parent.stderr is not None
+        child = int(parent.stderr.readline())
+        parent.kill()
+        ended = ends_within(10, child)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+    assert ended
 
 
 def test_a_copy_leaves_the_workers_of_its_parent_alone():

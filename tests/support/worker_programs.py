@@ -64,5 +64,5 @@ def print_much(channel: Channel) -> None:
 
 def hold_stdin_and_spin() -> None:
     end_with_parent()
-    os.write(1, f"{os.getpid()}\n".encode())
+    os.write(2, f"{os.getpid()}\n".encode())
     spin()
