@@ -98,7 +98,7 @@ AREAS = (
     Area("producers", "engines/*", "engines/* verify/evidence", live=True),
     Area("serve", "serve/*", "serve/*"),
     Area("atlas", "atlas/* atlas/engines/*", "atlas/*", live=True),
-    Area("cli", "__init__ __main__ torchrun threads channel worker cli/*", "cli/* repository/layers worker"),
+    Area("cli", "__init__ __main__ torchrun threads channel worker cli/*", "cli/* repository/layers worker channel"),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run"),
 )

@@ -12,8 +12,8 @@ import pytest
 import worker_programs
 from command_line import REPOSITORY
 
-from llorch.channel import Channel, ready
-from llorch.worker import DEVNULL, PIPE, Worker, last_line, python, run, signal_name
+from llorch.channel import Channel
+from llorch.worker import DEVNULL, Worker, last_line, python, run, signal_name
 from tests.tokenizer.test_template_process import ends_within, running
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="NOT RUN: no fork here")
@@ -69,31 +69,6 @@ def test_run_drops_or_passes_on_stderr(capfd: pytest.CaptureFixture[str]):
 def test_run_refuses_a_program_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         run([str(tmp_path / "none")], seconds=1)
-
-
-def test_frames_of_every_size_come_back(worker: Worker):
-    for size in (0, 1, 100, 3_000_000):  # the last is more than a pipe holds
-        data = os.urandom(size)
-        worker.channel.send(data)
-        assert worker.channel.receive() == data
-    worker.channel.send(b"12345")
-    with pytest.raises(EOFError):
-        worker.channel.receive(most=4)
-
-
-def test_bytes_after_a_frame_fill_a_buffer():
-    def double(channel: Channel) -> None:
-        data = bytearray(int(channel.receive()))
-        channel.fill(memoryview(data))
-        channel.send(b"", data, data)
-
-    data = os.urandom(3_000_000)
-    with Worker(double) as worker:
-        worker.channel.send(b"3000000", data)
-        assert worker.channel.receive() == b""
-        twice = bytearray(6_000_000)
-        worker.channel.fill(memoryview(twice))
-    assert bytes(twice) == data + data
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -160,21 +135,6 @@ def test_memory_of_a_session_is_known(worker: Worker):
     worker.channel.send(b"")
     worker.channel.receive()
     assert 1 << 20 < worker.held_bytes < 1 << 40
-
-
-def test_printed_text_of_a_copy_is_read_beside_its_channel():
-    with Worker(worker_programs.print_much, output=PIPE) as worker:
-        read, answered = b"", False
-        while not answered:
-            found = ready([worker.channel, worker.output], 30)
-            assert found
-            if worker.output in found:
-                read += worker.output.read(1 << 16)
-            answered = worker.channel in found
-        assert worker.channel.receive() == b"printed"
-        while ready([worker.output], 0):
-            read += worker.output.read(1 << 16)
-        assert read == b"x" * 1_000_000
 
 
 def test_a_program_without_a_channel_writes_to_a_file(tmp_path):
