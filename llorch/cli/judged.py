@@ -13,6 +13,7 @@ from llorch.verify.float64_reference import WITNESS
 from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import BACKENDS
 from llorch.verify.training.goldens import TRUTH
+from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 
 KERNELS = "kernels"  # in place of a model: ours beside torch's own
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
@@ -21,7 +22,6 @@ _MODES = ("isolated", "chained", "free", "decode", *LONG_MODES, "exact")
 _OF_STAGES = {stage.checkpoint for stage in STAGES}
 _SPECIAL = _OF_STAGES - {stage.checkpoint for stage in STAGES if stage.is_dense}  # a dense model has none of these
 EXACT = tuple(number for number in CHECKPOINTS if number < "13" and number not in _SPECIAL)
-TRAINING = tuple(number for number in CHECKPOINTS if number >= "15")  # those of models with training goldens
 
 
 def checkpoints_of(config: ModelConfig, *, quantised: bool = False) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Chat templates at a bounded cost: they are rendered in a process that is ended when one takes too much.
 
-The process starts with the first template, in about 60 ms, and stays: a rendering then costs about 0.1 ms more than in
+The process starts with the first template, in about 70 ms, and stays: a rendering then costs about 0.1 ms more than in
 this process. It ends with this process, and is started again after it was ended. Memory is limited where the system
 has RLIMIT_AS (Linux does; Windows and macOS do not); time and the length of the text are limited everywhere. Time is
 processor time, so a busy machine stops no template. On Windows, which has no such timer, time is wall-clock time.

@@ -5,7 +5,8 @@ the array at one of the `places`. The order to read:
 
     judge              an expected array with its tolerance, and the one function that makes a row of it
     tolerances/        every tolerance of the forward pass, derived from goldens and the float64 reference
-    goldens            the stored values of the engines; `float64_reference` is transformers in pure float64
+    goldens            the stored values of the engines; `golden_store` reads and writes their files
+    float64_reference  transformers in pure float64
     expectations/      the expected values: forward pass, tokens, files, quantised blocks; `training/` those of training
     runners/           llorch under test: NumPy as it runs and with ggml numerics, torch in each way it runs
     expert_selection   the experts that an engine chose
