@@ -249,7 +249,7 @@ class Ended:
         return last_line(self.errors)
 
 
-class _Reader(threading.Thread):
+class _PipeReader(threading.Thread):
     """Reads a pipe to its end, or until there is more than allowed; for good, where a grandchild keeps it open."""
 
     def __init__(self, pipe: Any, most: int) -> None:
@@ -290,7 +290,7 @@ def run(
             cwd=cwd, start_new_session=session,
         )  # fmt: skip
     end = float("inf") if seconds is None else time.monotonic() + seconds
-    readers = [_Reader(pipe, most) for pipe in (process.stdout, process.stderr) if pipe]
+    readers = [_PipeReader(pipe, most) for pipe in (process.stdout, process.stderr) if pipe]
     try:
         limit = _limit_of(process, readers, most, end)
     finally:
@@ -307,7 +307,7 @@ def run(
 
 
 def _limit_of(
-    process: subprocess.Popen, readers: Sequence[_Reader], most: int, end: float
+    process: subprocess.Popen, readers: Sequence[_PipeReader], most: int, end: float
 ) -> Literal["", "time", "output", "exit"]:
     """Wait for the end of a program, and name the limit that it reaches."""
 
