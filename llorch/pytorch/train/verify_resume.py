@@ -246,9 +246,9 @@ def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Co
 
 
 if __name__ == "__main__":
+    end_with_parent()
     from llorch.pytorch.train.run import saved_settings, saved_threads  # and torch with it
 
-    end_with_parent()
     folder_of_run = Path(sys.argv[1])
     with limited(saved_threads(folder_of_run) or 1):
         _run_here(settings_from((RUN, saved_settings(folder_of_run))), folder_of_run, resume=True)
