@@ -1,4 +1,4 @@
-"""A file of arrays of goldens."""
+"""The store of goldens: its record, and its files of arrays."""
 
 import lzma
 from pathlib import Path
@@ -9,7 +9,8 @@ from refusals import refuses
 from safetensors.numpy import load
 
 from llorch.builtin import goldens_folder
-from llorch.verify.golden_store import SUFFIX, read_arrays, write_arrays
+from llorch.comparison import Difference
+from llorch.verify.golden_store import SUFFIX, GoldenStore, plain_distances, read_arrays, read_distances, write_arrays
 
 ARRAYS = {
     "near/l0.attn_scores": np.array([[1.5, -np.inf], [-0.0, 2.0**-149]], np.float32),
@@ -49,3 +50,28 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
     with pytest.raises(Exception, match="object"):
         write_arrays(file, {"x": np.array([object()])})
     assert (file.read_bytes(), [*tmp_path.iterdir()]) == (before, [file])
+
+
+def test_a_store_gives_back_its_record_and_its_arrays(tmp_path: Path):
+    store = GoldenStore(tmp_path / "new", "record.json")
+    store.write({"b": 1, "a": "é"}, {"one": ARRAYS, "two": {"x": np.zeros(2)}}, indent=None)
+    assert store.record() == {"a": "é", "b": 1}
+    assert store.path.read_bytes() == b'{"a": "\\u00e9", "b": 1}\n'
+    found = store.arrays(["two", "one"])
+    assert {name: [*arrays] for name, arrays in found.items()} == {"two": ["x"], "one": sorted(ARRAYS)}
+
+
+@pytest.mark.parametrize("missing", ["record.json", f"two{SUFFIX}"])
+def test_a_store_without_one_of_its_files_is_a_missing_golden(missing: str, tmp_path: Path):
+    store = GoldenStore(tmp_path, "record.json")
+    store.write({}, {"one": {}, "two": {}})
+    (tmp_path / missing).unlink()
+    with refuses(FileNotFoundError, tmp_path / missing, "regenerate.py"):
+        store.record()
+        store.arrays(["one", "two"])
+
+
+def test_distances_come_back_with_four_digits():
+    plain = plain_distances({"engine": {"near": {"l0.q_rope": Difference(1.23456e-7, 0.5)}}})
+    assert plain == {"engine": {"near": {"l0.q_rope": [1.235e-7, 0.5]}}}
+    assert plain_distances(read_distances(plain)) == plain
