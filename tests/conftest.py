@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import shape_checks
 from processor_time import ProcessorTime
 from sample import Sample
+from shared_folder import shared_folder
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
@@ -50,21 +51,45 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"not ({LEFT_OUT})"
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Start one worker more than there are cores: tests wait for ranks, servers and other processes."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Start one worker more than there are cores: tests wait for ranks, servers and other processes.
+
+    Tests of checkpoints and teeth compute all the time, and each further worker reads their goldens again.
+    """
+    return (os.cpu_count() or 1) + (not asked_words(config))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Give a page below `checkpoints/` no id that `-k checkpoint` asks for."""
+    return val.removeprefix("checkpoints/") if isinstance(val, str) and val.startswith("checkpoints/") else None
+
+
+COMPOSED = re.compile(r"checkpoint_(\d*\{|[^\w{]|$)")  # where a test makes names of numbers, by a format or a sum
+
+
+def asked_words(config: pytest.Config) -> list[str]:
+    """List the words of `-k` by which checkpoints and teeth are asked for; none where other tests may be meant too."""
+    words = config.option.keyword.split(" and ")
+    asked = [word.lower() for word in words if re.fullmatch(r"(checkpoint|teeth)\w*", word)]
+    return [] if " or " in config.option.keyword else asked
+
+
+def may_say(text: str, word: str) -> bool:
+    """Tell whether a file of this text may have tests that a word asks for, by the number in the word if it has one."""
+    found = re.match(r"checkpoint_\d+b?|checkpoint_?|teeth", word)
+    assert found is not None
+    return found[0] in text or (found[0][-1:] in "b0123456789" and COMPOSED.search(text) is not None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-k checkpoint_06`, or teeth: files that never say so are not read, which takes longer than what it asks for."""
     if collection_path.is_file() and (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl):
         return True
-    words = config.option.keyword.split(" and ")
-    asked = [found[1] for word in words if (found := re.fullmatch(r"(checkpoint_?|teeth)\w*", word))]
-    if not asked or " or " in config.option.keyword or collection_path.suffix != ".py":
+    asked = asked_words(config)
+    if not asked or collection_path.suffix != ".py":
         return None
     said = f"{collection_path} {collection_path.read_text(encoding='utf-8')}".lower()
-    return any(word not in said for word in asked) or None  # None: others may have a reason
+    return not all(may_say(said, word) for word in asked) or None  # None: others may have a reason
 
 
 @pytest.hookimpl(wrapper=True)
@@ -133,9 +158,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What llorch remembers between runs is neither read from the user's cache nor left there."""
+    """What llorch remembers between runs is neither read from the user's cache nor left there.
+
+    Workers share it, as the processes of a user do: the library of CPU kernels is compiled once.
+    """
+    cache = shared_folder(tmp_path_factory) / "own_cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 
@@ -146,6 +176,12 @@ def warm_ranks() -> Iterator[None]:
 
     with warm_ranks():
         yield
+
+
+@pytest.fixture
+def hooks(request: pytest.FixtureRequest) -> Any:
+    """This file, for the tests of what it promises."""
+    return next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "__file__", "") == __file__)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,12 +122,6 @@ def test_an_annotation_that_cannot_be_read_here_is_no_error():
         checked(odd, typechecker=beartype)(1, "2")
 
 
-@pytest.fixture
-def hooks(request: pytest.FixtureRequest) -> Any:
-    path = str(Path(__file__).parents[1] / "conftest.py")
-    return next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "__file__", "") == path)
-
-
 @pytest.mark.parametrize(
     ("source", "given", "kept"),
     [
@@ -146,27 +139,6 @@ def test_what_is_slow_runs_where_it_is_asked_for(hooks: Any, source: str, given:
     )
     hooks.pytest_configure(config)
     assert config.option.markexpr == kept
-
-
-@pytest.mark.parametrize(
-    ("keyword", "left_out"),
-    [
-        ("checkpoint_06", True),
-        ("q_rope and teeth", True),
-        ("checkpoint_01 and not checkpoint_01b", True),
-        ("", False),
-        ("checkpoint_06 or q_rope", False),
-        ("not teeth", False),
-        ("rope", False),
-    ],
-)
-def test_only_files_that_no_keyword_can_ask_for_are_left_out(hooks: Any, keyword: str, left_out: bool, tmp_path: Path):
-    config = SimpleNamespace(option=SimpleNamespace(keyword=keyword, impl=None))
-    (tmp_path / "silent.py").write_text("def test_q_rope(): ...")
-    (tmp_path / "speaking.py").write_text("def test_q_rope_of_checkpoint_06_has_teeth(): ...")
-    assert bool(hooks.pytest_ignore_collect(tmp_path / "silent.py", config)) == left_out
-    assert not hooks.pytest_ignore_collect(tmp_path / "speaking.py", config)
-    assert not hooks.pytest_ignore_collect(tmp_path, config)
 
 
 def item_of(case: str, *marks: pytest.Mark) -> Any:
@@ -208,13 +180,6 @@ def test_every_test_has_a_case_that_is_not_left_to_the_night(hooks: Any, request
 
 def test_every_pattern_of_cases_has_a_case(hooks: Any, request: pytest.FixtureRequest):
     assert request.config.stash[hooks.WITHOUT_CASE] == []
-
-
-def test_every_test_that_a_keyword_asks_for_is_in_a_file_that_says_it(request: pytest.FixtureRequest):
-    """Or `pytest_ignore_collect` would lose it: shown in a run of all tests."""
-    for word in ("checkpoint", "checkpoint_", "teeth"):
-        files = {item.path for item in request.session.items if word in f"{item.path.name} {item.name}".lower()}
-        assert [path for path in files if word not in f"{path} {path.read_text(encoding='utf-8')}".lower()] == []
 
 
 def test_a_checked_function_is_compiled_as_if_it_were_not():

@@ -74,7 +74,7 @@ def test_text_is_ascii_and_tables_have_whole_lines_and_nothing_that_a_reader_of_
 @pytest.mark.parametrize("number", CHECKPOINTS)
 def test_a_page_names_its_tests_and_its_stages(number):
     text = page(FOLDER, number).read_text(encoding="utf-8")
-    assert re.search(rf"pytest -k \"?checkpoint_{number}\b", text)
+    assert re.search(rf"pytest -k \"?checkpoint.{number}\b", text)
     for stage in (stage for stage in STAGES if stage.checkpoint == number):
         (line,) = [line for line in text.splitlines() if line.startswith(f"| `{stage.name}`") and "](" in line]
         name, target = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", line)[0]

@@ -1,6 +1,6 @@
 """Teeth: every known mistake turns its checkpoint red by far and is named; what is right is never accused.
 
-Each is a test of its checkpoint, too: `pytest -k checkpoint_02`.
+Each is a test of its checkpoint, too: `pytest -k checkpoint_{number}`.
 """
 
 from functools import cache

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from shared_folder import shared_folder
 from torch.nn.functional import linear
 
 from llorch.pytorch.kernels.cpu import library as cpu_library
@@ -33,16 +34,18 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return cast(ctypes.CDLL, library())
     if request.param == "AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("NOT RUN: this processor has no AVX2")
-    target, patch = tmp_path_factory.mktemp("build") / "made.so", pytest.MonkeyPatch()
-    with patch.context() as context:
+    kept, made = shared_folder(tmp_path_factory) / f"{request.param}.so", tmp_path_factory.mktemp("build") / "made.so"
+    with pytest.MonkeyPatch.context() as context:
         context.setattr(cpu_library, "FLAGS", [flag for flag in cpu_library.FLAGS if "native" not in flag] + [*flags])
         context.setattr(cpu_library, "SOURCES", [path for path in cpu_library.SOURCES if path.name in PARTS])
         context.setattr(cpu_library, "SIGNATURES", {name: cpu_library.SIGNATURES[name] for name in FUNCTIONS})
         try:
-            cpu_library.build(cpu_library.find_compiler() or [], target)
+            if not kept.exists():  # no other worker has built it
+                cpu_library.build(cpu_library.find_compiler() or [], made)
+                made.replace(kept)
         except cpu_library.NotBuilt as error:  # of another processor
             pytest.skip(f"NOT RUN: {error}")
-        return cpu_library.declared(ctypes.CDLL(str(target)))
+        return cpu_library.declared(ctypes.CDLL(str(kept)))
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
