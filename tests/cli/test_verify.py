@@ -73,7 +73,16 @@ def training_rows_of(model: str) -> Sequence["Comparison"]:
 
 
 @pytest.fixture
-def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long contexts are judged on one backend; `tests/verify/test_long_contexts.py` judges them on all."""
+    from llorch.verify.expectations.long_contexts import LongSuite
+
+    rows = LongSuite.rows
+    monkeypatch.setattr(LongSuite, "rows", lambda suite, on: rows(suite, on) if on.name == "numpy" else iter(()))
+
+
+@pytest.fixture
+def judged_once(few_long_contexts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are computed by the first command that shows them."""
     monkeypatch.setattr("llorch.cli.judging.verify_stored", rows_of)
     monkeypatch.setattr("llorch.cli.judging.verify_training_stored", training_rows_of)
@@ -181,6 +190,7 @@ def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
     assert [failure["stage"] for failure in summary["first_failures"]] == ["tensors"]
 
 
+@pytest.mark.usefixtures("few_long_contexts")
 @pytest.mark.parametrize("form", [pytest.param((), id="lines"), pytest.param(("--json",), marks=pytest.mark.slow)])
 def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
     changed_weight: str, form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -19,14 +19,16 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints 14 to 20 judge all of them, and every type of packed matrices."""
+    """Checkpoints 14 to 20 judge all of them, every type of packed matrices, and long contexts."""
     from llorch.verify.expectations import packed
+    from llorch.verify.expectations.long_contexts import LongSuite
     from llorch.verify.runners import torch
     from llorch.verify.training import torch_runner
 
     monkeypatch.setattr(torch, "VARIANTS", {suffix: torch.VARIANTS[suffix] for suffix in ("", "-batch")})
     monkeypatch.setattr(torch_runner, "VARIANTS", {"-trainer": torch_runner.VARIANTS["-trainer"]})
     monkeypatch.setattr(packed, "PACKED_MODELS", packed.PACKED_MODELS[::6])
+    monkeypatch.setattr(LongSuite, "rows", lambda suite, runner: iter(()))
 
 
 @pytest.mark.usefixtures("no_cuda", "few_variants")
