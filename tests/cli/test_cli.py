@@ -87,7 +87,7 @@ def run_example(line: str) -> None:
     assert result.exit_code == 0, (line, result.stderr, result.exception)
 
 
-@pytest.mark.slow_cases("lora verify-resume*")
+@pytest.mark.nightly_cases("lora verify-resume*")  # the next test runs the same examples, with ranks
 @pytest.mark.parametrize(
     "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "atlas", "doctor")]
 )  # see their own tests, and test_verify_torch and test_learn_verbs
