@@ -3,20 +3,28 @@
     python benchmarks/quantised_speed.py                   Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/quantised_speed.py --type Q4_0 --layers 4
     python benchmarks/quantised_speed.py --no-extra-buffers    where llama.cpp ends by SIGSEGV, as it may with AMX
+    python benchmarks/quantised_speed.py --folders --layers 4  quantised Hugging Face folders on torch
 
 llama.cpp makes the files. Ours runs them with matrices decoded at load and with matrices decoded at every use, each in
 plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggml).
+
+With --folders the torch path runs random folders of each format, 8,192 tokens, beside our Q4_0 and Q8_0 and llama.cpp's
+on the same shape, all in the same rounds. Then each folder is opened in a process of its own: its peak memory above
+that of torch, and the processor time for each gigabyte of its file.
 """
 
 import ctypes
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import click
-from engines import Engine, Llorch, foreign
+from engines import Engine, Llorch, LlorchTorch, foreign
+from random_folders import EIGHT_BITS, KINDS, write_folder
 from random_models import SHAPES, forget, random_model
 from rounds import Samples, finish, interleave, machine, report, set_threads
 
@@ -31,6 +39,7 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # llama.cpp's llama_ftype
 @click.option("--prompt", "prompts", multiple=True, default=[128], show_default=True, help="Tokens of a prefill.")
 @click.option("--decode", "n_decode", default=4, show_default=True, help="Tokens decoded per round.")
 @click.option("--rounds", default=5, show_default=True)
+@click.option("--folders", is_flag=True, help="Quantised Hugging Face folders instead.")
 @click.option("--extra-buffers/--no-extra-buffers", default=True, help="Layouts that llama.cpp makes for a processor.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
@@ -41,14 +50,19 @@ def main(
     prompts: tuple[int, ...],
     n_decode: int,
     rounds: int,
+    folders: bool,
     extra_buffers: bool,
     output: Path | None,
 ) -> None:
     """Entry point."""
     samples: dict[str, dict[str, Samples]] = {}
     print(f"{machine()}; {threads} threads")
-    with random_model(SHAPES[shape] | {"num_hidden_layers": layers}) as folder:
+    if folders:
+        samples["folders"] = of_folders(SHAPES[shape], layers, threads, prompts, n_decode, rounds, extra_buffers)
+        types = ()
+    with random_model(SHAPES[shape] | {"num_hidden_layers": layers}) if types else nullcontext() as folder:
         for name in types:
+            assert folder is not None
             path = quantised(folder / "model.gguf", name, threads)
             engines = engines_of(path, threads, extra_buffers)
             samples[name] = interleave(engines, prompts, n_decode, rounds)
@@ -59,6 +73,47 @@ def main(
         output.write_text(json.dumps({"machine": machine(), "threads": threads, "samples": samples}))
     for name in types:
         finish(samples[name], engines_of(Path(name), threads, extra_buffers))
+
+
+N_TOKENS = 8192  # of the folders' vocabulary: else the embedding, which they keep in floats, takes most of the time
+OPENING = """
+import os, sys, time, torch
+from llorch.pytorch.model import load_torch
+def held(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1e3
+torch.set_num_threads(1)
+before, start = held("VmRSS"), time.process_time()
+load_torch(sys.argv[1], dtype=sys.argv[2])
+size = os.path.getsize(sys.argv[1] + "/model.safetensors") / 1e9
+seconds = time.process_time() - start
+print(f"{1000 * size:6.0f} MB, peak {held('VmHWM') - before:6.0f} MB above torch, {seconds / size:5.2f} s/GB to open")
+"""
+
+
+def of_folders(
+    shape: dict[str, object], layers: int, n_threads: int, prompts: Sequence[int], n_decode: int, rounds: int,
+    extra_buffers: bool,
+) -> dict[str, Samples]:  # fmt: skip
+    """Time the folders beside files of the same shape in the same rounds, then open each alone."""
+    config = shape | {"num_hidden_layers": layers, "vocab_size": N_TOKENS}
+    with random_model(config) as folder:
+        made = {kind: write_folder(kind, config, folder / f"of-{number}") for number, kind in enumerate(KINDS)}
+        files = {name: quantised(folder / "model.gguf", name, n_threads) for name in ("Q4_0", "Q8_0")}
+        ours = {name: path for name, path in (made | files).items() if name != "float"}
+        engines: dict[str, Callable[[], Engine]] = {
+            name: partial(LlorchTorch, path, n_threads, "float32", "packed") for name, path in ours.items()
+        }
+        for name, path in files.items():
+            engines[f"llama.cpp {name}"] = lambda path=path: foreign("LlamaCpp", path, n_threads, extra_buffers)
+        samples = interleave(engines, prompts, n_decode, rounds)
+        for name in files:
+            same_width = [kind for kind in made if kind in samples and (kind in EIGHT_BITS) == (name == "Q8_0")]
+            others = [one for one in (name, f"llama.cpp {name}") if one in samples]
+            report({one: samples[one] for one in (*same_width, *others)}, [*same_width, *others[:1]], others)
+        for kind, path in made.items():
+            for dtype in ("float32", "bfloat16"):
+                print(f"{kind:<12} {dtype:<9}", end=" ", flush=True)
+                subprocess.run([sys.executable, "-c", OPENING, str(path), dtype], check=True)
+    return samples
 
 
 def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Callable[[], Engine]]:

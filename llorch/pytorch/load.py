@@ -14,7 +14,7 @@ from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Weight, inventory, undo_interleave
-from llorch.files.tensor_storage import rows_of
+from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.kernels.packing import Fields, Kind, Table, has_finite_numbers, pack
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
@@ -94,9 +94,29 @@ def _put_dense(
     owner, _, name = path.rpartition(".")
     if name in model.get_submodule(owner)._buffers:
         dtype = torch.promote_types(dtype, torch.float32)
+    if dtype in (torch.bfloat16, torch.float16) and _is_read_by_tiles(weights, row):
+        put(model, path, cut(path, _rounded_by_tiles(weights, row, dtype)).to(device))
+        return
     read = weights.read(row.name, np.float64 if dtype is torch.float64 else np.float32)
     array = np.require(read, requirements=["C", "W"])
     put(model, path, cut(path, torch.from_numpy(array)).to(device, dtype))
+
+
+def _is_read_by_tiles(weights: Weights, row: Weight) -> bool:
+    """Tell if the rows of a matrix lie in the file as the model has them, with the numbers of the file."""
+    slot = weights.slots[row.name]
+    as_in_file = slot.layout is AS_IS and not slot.interleaved_heads and slot.must_equal is None
+    return as_in_file and len(row.shape) == 2 and not weights.is_changed(row.name)
+
+
+def _rounded_by_tiles(weights: Weights, row: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Round a matrix to half precision some rows at a time, so that it is never whole in float32."""
+    stored, made = weights.as_stored(row.name), torch.empty(row.shape, dtype=dtype)
+    stored.require_scales()
+    for start, tile in stored.tiles():
+        stored.require_finite(start, tile)
+        made[start : start + len(tile)] = torch.from_numpy(tile)
+    return made
 
 
 def _put_packed(

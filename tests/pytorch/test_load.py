@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quantised_folders import FOLDERS, Tensors, changed
 from refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.convert import convert
-from llorch.files import open_weights
+from llorch.files import Weights, open_weights, packed
 from llorch.files.quant import GGMLType
 from llorch.pytorch import load
 from llorch.pytorch.cache import Cache
@@ -101,3 +102,37 @@ def test_initial_values_are_not_drawn(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "normal_", None)
     monkeypatch.setattr(torch.Tensor, "uniform_", None)
     assert loaded(builtin_path("micro-qwen2"), load_dense, torch.float32).lm_head.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3", "story"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_load_rounds_each_number_once(name: str, dtype: torch.dtype):
+    weights = open_weights(builtin_path(name))
+    wanted = dict(load_dense(weights, dtype=torch.float32, device=CPU).named_parameters())
+    for parameter, tensor in load_dense(weights, dtype=dtype, device=CPU).named_parameters():
+        assert torch.equal(tensor, wanted[parameter].to(tensor.dtype)), parameter
+
+
+def test_half_precision_load_never_holds_a_matrix_in_float32(monkeypatch: pytest.MonkeyPatch):
+    weights = open_weights(FOLDERS / "gptq-4bit")
+    monkeypatch.setattr(packed, "TILE", 64)
+
+    def whole(name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
+        assert len(weights.shape(name)) == 1, name
+        return Weights.read(weights, name, dtype)
+
+    monkeypatch.setattr(weights, "read", whole)
+    model = load_packed(weights, dtype=torch.bfloat16, device=CPU)
+    assert model.model.embed_tokens.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("bits", [0x7E00, 0x7C00], ids=["NaN", "infinity"])
+def test_half_precision_load_refuses_a_number_that_is_not_finite(bits: int, tmp_path: Path):
+    def spoil(tensors: Tensors) -> None:
+        dtype, shape, data = tensors["lm_head.weight"]
+        assert dtype == "F16"
+        tensors["lm_head.weight"] = dtype, shape, data[:-2] + bits.to_bytes(2, "little")
+
+    weights = open_weights(changed(tmp_path, "gptq-4bit", tensors=spoil))
+    with refuses("NonFinite", "lm_head.weight", "(23, 63)"):
+        load_packed(weights, dtype=torch.bfloat16, device=CPU)
