@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from command_line import invoke
+from quantised_copies import quantised_copy
 from refusals import assert_cli_refuses
 from story_files import rounded, tale
+
+from llorch.convert import convert
 
 SHORT = ("--context", "64", "--windows", "6")
 
@@ -152,3 +155,14 @@ def test_models_that_do_not_fit_together_are_refused(text: Path, monkeypatch: py
     assert invoke("quality", "story", "--text", str(text), "--windows", "1").exit_code == 0
     result = invoke("quality", "story", "story", "--text", str(text), "--windows", "1")
     assert_cli_refuses(result, 4, "story and story", "0.6 GB", "0.4 GB")
+
+
+def test_quality_of_a_quantised_folder_is_that_of_its_decoded_copy(text: Path, tmp_path: Path):
+    folder, decoded = quantised_copy("story", tmp_path / "copy"), tmp_path / "decoded"
+    convert(folder, decoded)
+    words = (str(folder), "--text", str(text), "--windows", "2", "--context", "32")
+    same = measured(str(decoded), *words)
+    assert (same["kl"]["value"], same["same_top"]["value"]) == (0, 1)
+    assert same["perplexity"] == same["reference_perplexity"]
+    found = measured("story", *words)
+    assert 1e-7 < found["kl"]["value"] < 1e-2

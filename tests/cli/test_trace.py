@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import invoke
+from quantised_folders import FOLDERS
 from refusals import assert_cli_refuses
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -138,3 +139,14 @@ def test_an_engine_writes_the_same_stages_with_the_same_shapes(producer: str, tm
         assert result.exit_code == 0, result.stderr
     ours, theirs = read_npz(tmp_path / "ours.npz"), read_npz(tmp_path / "theirs.npz")
     assert llorch.compare(ours, theirs).agrees
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16", "mlx-3bit", "bnb-nf4-double"])
+def test_trace_of_a_quantised_folder_has_the_logits_of_the_foreign_engine(name: str, tmp_path: Path):
+    said = json.loads((FOLDERS / "goldens.json").read_text())[name]["forward"]
+    words = ("--tokens", ",".join(map(str, said["tokens"])), "-o", str(tmp_path / "t.npz"))
+    result = invoke("trace", str(FOLDERS / name), *words)
+    assert result.exit_code == 0, result.stderr
+    made = read_npz(tmp_path / "t.npz")["logits"][said["positions"]]
+    wanted = load_file(FOLDERS / "logits.safetensors")[f"{name}/weights"]
+    assert np.linalg.norm(made - wanted) < 1e-5 * np.linalg.norm(wanted)

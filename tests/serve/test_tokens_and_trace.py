@@ -9,9 +9,11 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
+from quantised_copies import quantised_copy
 from random_adapters import random_adapter
 from served import Served, served
 
+from llorch.convert import convert
 from llorch.model import Model, load
 
 START = "Once upon a time"
@@ -117,3 +119,18 @@ def test_an_adapter_is_a_model_of_its_own(server: Served, story: Model, tmp_path
     wanted = "".join(token.text for token in story.generate(START, max_tokens=8, adapter="pirate"))
     assert got.choices[0].message.content == wanted
     assert wanted != "".join(token.text for token in story.generate(START, max_tokens=8))
+
+
+def test_trace_of_a_quantised_folder_has_the_logits_of_its_decoded_copy(tmp_path: Path):
+    folder, decoded = quantised_copy("story", tmp_path / "copy"), tmp_path / "decoded"
+    convert(folder, decoded)
+    with served(load(folder)) as running:
+        name = httpx.get(f"{running.url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        got = post(running, "/v1/trace", model=name, prompt=START, arrays=["logits"])
+        answer = post(running, "/v1/completions", model=name, prompt=START, temperature=0, max_tokens=6)
+    logits = np.load(io.BytesIO(base64.b64decode(got["arrays"]["logits"])))
+    wanted = load(decoded)
+    np.testing.assert_allclose(logits, wanted.forward(got["tokens"]), rtol=1e-5, atol=1e-5)
+    assert np.abs(logits - load("story").forward(got["tokens"])).max() > 1e-3
+    tokens = wanted.generate(START, max_tokens=6)
+    assert answer["choices"][0]["text"] == "".join(token.text for token in tokens)
