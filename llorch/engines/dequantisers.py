@@ -262,6 +262,19 @@ def _bitnet(folder: Folder) -> Mapping[str, Matrix]:
     return _named(folder.modules("weight_scale"), matrix)
 
 
+def _mxfp8(folder: Folder) -> Mapping[str, Matrix]:
+    """Call transformers' dequantiser of FP8; it takes the size of a block from the shape, here 32 columns."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    dequantise = Fp8Dequantize(None)._dequantize_one
+
+    def matrix(name: str) -> torch.Tensor:
+        tensors = folder.tensors(name)
+        return dequantise(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
+
+    return _named(folder.modules("weight_scale_inv"), matrix)
+
+
 def _named(modules: list[str], matrix: Callable[[str], torch.Tensor]) -> Mapping[str, Matrix]:
     return {f"{module}.weight": lambda module=module: matrix(module) for module in modules}
 
@@ -278,5 +291,6 @@ LIBRARIES: Mapping[str, Library] = {
     "auto-round auto_round:auto_awq": _AWQ,
     "mlx": Library("mlx", "mlx", _mlx),
     "torchao": Library("torchao", "torchao", _torchao),
+    "mxfp8": Library("transformers", "transformers", _mxfp8),
     "bitnet autobitlinear": Library("transformers", "transformers", _bitnet),
 }

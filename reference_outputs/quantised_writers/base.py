@@ -11,6 +11,7 @@ Tensors = dict[str, torch.Tensor]
 Config = dict[str, object]
 
 SIZES = {  # hidden, feed-forward: no multiples of 128; both multiples; a weight of more than 256 blocks of 64
+    "tiny": (32, 64),
     "small": (64, 160),
     "wide": (128, 128),
     "nested": (128, 192),

@@ -148,6 +148,22 @@ def fp8(block: int | None, *, scale_dtype=torch.float32, static=False, size="sma
     return replaced(size, quantisation | {"modules_to_not_convert": ["lm_head"]}, pack, "bfloat16")
 
 
+def mxfp8() -> Folder:
+    """Write `quant_method: mxfp8`: the exponent of a power of two for 32 columns."""
+
+    def pack(name: str, weight: Array) -> Tensors:
+        largest = abs(weight).reshape(len(weight), -1, 32).max(2)
+        exponents = np.ceil(np.log2(largest / LARGEST_FP8)).astype(int)
+        scale = torch.from_numpy((exponents + 127).astype(np.uint8))
+        return {"weight": to_fp8(np.ldexp(weight, -np.repeat(exponents, 32, 1))), "weight_scale_inv": scale}
+
+    quantisation: Config = {
+        "quant_method": "mxfp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
+        "weight_block_size": [1, 32], "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    return replaced("tiny", quantisation, pack, "bfloat16")
+
+
 def fbgemm() -> Folder:
     """Write `fbgemm_fp8`: a factor per output."""
 
@@ -158,7 +174,7 @@ def fbgemm() -> Folder:
     quantisation: Config = {
         "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
-    return replaced("small", quantisation, pack, "bfloat16")
+    return replaced("tiny", quantisation, pack, "bfloat16")
 
 
 def nibbles(codes: Array) -> torch.Tensor:
@@ -293,26 +309,27 @@ def write(folder: Path, settings: Config, tensors: Tensors) -> None:
 
 
 FOLDERS: dict[str, Callable[[], Folder]] = {
-    "gptq-3bit": lambda: gptq(3, 32),
+    "gptq-3bit": lambda: gptq(3, 32, size="tiny"),
     "gptq-4bit": lambda: gptq(4, 32),
     "gptq-4bit-g128": lambda: gptq(4, 128, size="wide"),
     "gptq-4bit-partial-group": lambda: gptq(4, 64, g_idx=False),
     "gptq-8bit": lambda: gptq(8, 32),
-    "gptq-4bit-channel": lambda: gptq(4, -1),
+    "gptq-4bit-channel": lambda: gptq(4, -1, size="tiny"),
     "gptq-4bit-act-order": lambda: gptq(4, 32, act_order=True),
-    "gptq-2bit-asym": lambda: gptq(2, 32, symmetric=False),
-    "gptq-3bit-asym": lambda: gptq(3, 32, symmetric=False),
+    "gptq-2bit-asym": lambda: gptq(2, 32, symmetric=False, size="tiny"),
+    "gptq-3bit-asym": lambda: gptq(3, 32, symmetric=False, size="tiny"),
     "gptq-4bit-asym": lambda: gptq(4, 32, symmetric=False),
     "gptq-v2-4bit": lambda: gptq(4, 32, version=2),
     "gptq-v2-4bit-asym-act-order": lambda: gptq(4, 32, symmetric=False, act_order=True, version=2),
     "gptq-4bit-qwen2": gptq_with_biases,
     "awq-gemm": lambda: awq(32),
     "awq-gemv": lambda: awq(32, version="gemv"),
-    "auto-round-gptq": lambda: gptq(4, 32, auto=True),
-    "auto-round-awq": lambda: awq(32, auto=True),
+    "auto-round-gptq": lambda: gptq(4, 32, size="tiny", auto=True),
+    "auto-round-awq": lambda: awq(32, size="tiny", auto=True),
     "fp8-block-partial": lambda: fp8(128),
     "fp8-block-bf16-scale": lambda: fp8(128, scale_dtype=torch.bfloat16),
-    "fp8-tensor-static": lambda: fp8(None, static=True),
+    "fp8-tensor-static": lambda: fp8(None, static=True, size="tiny"),
+    "mxfp8": mxfp8,
     "fbgemm-fp8": fbgemm,
     "modelopt-nvfp4": lambda: modelopt("NVFP4"),
     "modelopt-fp8": lambda: modelopt("FP8"),

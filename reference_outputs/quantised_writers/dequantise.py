@@ -140,6 +140,9 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
     "awq-gemm": AWQ,
     "auto-round-awq": AWQ,
     "fp8": LLAMACPP,
+    "mxfp8": Dequantiser(
+        all_dequantised, ("transformers",), "integrations.finegrained_fp8.Fp8Dequantize, float32"
+    ),
     "fbgemm": Dequantiser(gptqmodel_fp8, ("gptqmodel",), "utils.model_dequant.convert_fp8_shard"),
     "modelopt-nvfp4": Dequantiser(
         modelopt_nvfp4, ("nvidia-modelopt",), "NVFP4QTensor.dequantize",

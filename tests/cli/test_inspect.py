@@ -161,13 +161,14 @@ def test_inspect_quantised_folder_names_modules_of_floats_and_roundings():
     assert "model.layers.*.self_attn.o_proj" in text
 
 
-def test_inspect_float_folder_has_no_quantisation():
-    assert summary_of(FOLDERS / "float") is None
+def test_inspect_float_folder_has_no_quantisation(tmp_path: Path):
+    convert(FOLDERS / "gptq-4bit", tmp_path / "floats")
+    assert summary_of(tmp_path / "floats") is None
     assert json.loads(invoke("inspect", "story", "--json").stdout)["quantisation"] is None
 
 
 def test_inspect_gguf_file_counts_matrices_and_bits_of_each_type(tmp_path: Path):
-    convert(FOLDERS / "float", tmp_path / "m.gguf", ggml_type=GGMLType.Q4_0)
+    convert(FOLDERS / "gptq-4bit", tmp_path / "m.gguf", ggml_type=GGMLType.Q4_0)
     made = summary_of(tmp_path / "m.gguf")
     assert [(one["type"], one["n_matrices"], one["bits_per_weight"]) for one in made["types"]] == [("Q4_0", 9, 4.5)]
     assert (made["method"], made["not_quantised"]) == ("ggml", [])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantised_folders import FOLDERS, NAMES
 
+from llorch.builtin import builtin_path
 from llorch.cache import KVCache
 from llorch.convert import convert
 from llorch.files import open_gguf, open_weights
@@ -77,6 +78,6 @@ def test_gguf_of_quantised_folder_with_a_type_asked_for_has_that_type_alone(tmp_
 
 
 def test_find_blocks_of_a_file_that_is_no_quantised_folder_is_empty(tmp_path: Path):
-    for path in (FOLDERS / "float", convert(FOLDERS / "mlx-4bit", tmp_path / "m.gguf").target):
+    for path in (builtin_path("micro-llama"), convert(FOLDERS / "mlx-4bit", tmp_path / "m.gguf").target):
         found = find_blocks(open_weights(path))
         assert (found.kept, found.decoded) == ({}, {})

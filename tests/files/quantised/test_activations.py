@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from refusals import refuses
 
+from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.files.quantised.activations import read_activations
 from llorch.numerics import SCHEME
@@ -127,7 +128,7 @@ def test_scheme_of_a_method_that_nobody_judges_is_refused(name: str):
 
 def test_scheme_of_a_float_folder_is_refused():
     with refuses("Unsupported"):
-        open_weights(FOLDERS / "float").using(SCHEME)
+        open_weights(builtin_path("micro-llama")).using(SCHEME)
 
 
 @pytest.mark.parametrize(
