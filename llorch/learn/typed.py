@@ -1,6 +1,6 @@
 """What learners type when they make a known mistake: functions made from the rows of `llorch.diagnosis.mistakes`.
 
-A row that replaces a function of a lesson already has its arguments. Other rows are brought to them here.
+A row that replaces a function of a lesson takes the arguments of that function. This module adapts the other rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence

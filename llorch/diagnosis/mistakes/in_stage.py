@@ -108,7 +108,7 @@ def _rms_norm(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _frequencies(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Rotate by the wrong frequencies; whoever has them has no scaling."""
+    """Rotate by the wrong frequencies, without the scaling of the model."""
     inv_freq = wrong(frequencies)(head_dim=s.config.rotated, theta=s.config.rope_theta)
     return turned(s, rotated_heads(s, stage), inv_freq)
 

@@ -1,4 +1,4 @@
-"""Known mistake: a right function, the wrong one that people write instead of it, a name and a sentence for them.
+"""Known mistake: a right function, the wrong one that people write instead of it, a name and a sentence.
 
 The right and the wrong function read the same inputs, so a result that equals the wrong function's names its mistake.
 A step of training is a chain in which one wrong line moves every later number, so a mistake of training is put into the
