@@ -6,7 +6,7 @@ use nothing of llorch: they parse the file, unpack bits, and compute in float64.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,3 +223,21 @@ def mlx(stored: Stored, *, biases: float = 1.0, upper_first: bool = False) -> Ma
         scale, bias = (np.repeat(t[name].astype(np.float64), size, 1) for name in ("scales", "biases"))
         made[f"{module}.weight"] = codes * scale + bias * biases
     return made
+
+
+def with_quantised_head(stored: Stored, reader: Callable[[Stored], Matrices], how: str) -> Matrices:
+    """Read rightly, and quantise the output matrix too, as loaders do that forget which modules to leave alone."""
+    head = stored.tensors["lm_head.weight"].astype(np.float64)
+    flat = head.reshape(-1, {"nf4": 64, "int4": 32, "int8": head.shape[1]}[how])
+    largest = np.abs(flat).max(1, keepdims=True)
+    if how == "nf4":
+        _, t = next(stored.modules("weight.quant_map"))
+        table = t["weight.quant_map"].astype(np.float64)
+        made = table[np.abs((flat / largest)[..., None] - table).argmin(-1)] * largest
+    elif how == "int4":  # compressed-tensors: the range of 15 steps holds twice the largest, scales in bfloat16
+        scale = (largest / 7.5).astype(np.float32)
+        scale = ((scale.view(np.uint32) + 0x8000) >> 16 << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+        made = np.clip(np.rint(flat / scale), -8, 7) * scale
+    else:
+        made = np.rint(flat * (127 / largest)) * largest / 127
+    return reader(stored) | {"lm_head.weight": made.reshape(head.shape)}

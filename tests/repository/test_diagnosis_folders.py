@@ -10,11 +10,15 @@ from benchmarks.diagnosis.asking import of_folder
 from benchmarks.diagnosis.folder_readers import opened
 from benchmarks.diagnosis.folders import FOLDER_CASES, FolderCase, folder_of, right_matrices, truth_of_folder
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
+from llorch.diagnosis.search.block_hypotheses import LEFT_ALONE
 
 GOLDENS = json.loads((folder_of("goldens.json")).read_text())
 WRONG = [case for case in FOLDER_CASES if case.wrong]
-MISSED = {"gptq codes as signed integers": ["name"]}  # two known mistakes at once; it is said to be unknown
-PLAIN = ("awq in plain order", "nvfp4 scales as integers", "matrices dequantised to float16")
+MISSED = {  # what is not found, by names that would be right and folder
+    ("folder-codes-signed", "gptq-8bit"): ["name"],  # signed, and no zero point: two known mistakes at once
+    ("left-alone-module-quantised", "bnb-int8"): ["name"],  # many weights lie between two codes
+}
+PLAIN = ("awq-plain-order", "left-alone-module-quantised")
 
 
 @pytest.mark.parametrize("name", sorted({case.folder for case in FOLDER_CASES}))
@@ -31,15 +35,19 @@ def test_right_reader_gives_the_numbers_of_the_goldens(name: str):
 def test_wrong_reader_changes_matrices(case: FolderCase):
     assert case.wrong
     made, right = case.wrong(opened(folder_of(case.folder))), right_matrices(case.folder)
-    assert made.keys() == right.keys()
-    assert any(not np.allclose(made[name], right[name], rtol=1e-4, atol=0) for name in right)
+    assert made.keys() >= right.keys()
+    changed = [name for name in right if not np.allclose(made[name], right[name], rtol=1e-4, atol=0)]
+    assert changed or made.keys() - right.keys() == {"lm_head.weight"}
 
 
 def test_cases_are_many_and_name_known_mistakes():
     assert len(WRONG) > 30
     assert len(FOLDER_CASES) - len(WRONG) > 10
     assert sum(not case.names for case in WRONG) > 4
-    assert {name for case in WRONG for name in case.names} <= {mistake.name for mistake in QUANTISED_FOLDERS}
+    assert {name for case in WRONG for name in case.names} <= {
+        LEFT_ALONE,
+        *(mistake.name for mistake in QUANTISED_FOLDERS),
+    }
     assert max(Counter((case.name, case.folder) for case in FOLDER_CASES).values()) == 1
 
 
@@ -52,10 +60,11 @@ def test_bug_shows_in_the_first_product_of_a_wrong_matrix():
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.name in PLAIN else pytest.mark.slow) for case in FOLDER_CASES],
+    [pytest.param(case, marks=() if {*case.names} & {*PLAIN} else pytest.mark.slow) for case in FOLDER_CASES],
     ids=lambda case: f"{case.name}, {case.folder}",
 )
 def test_diagnosis_of_folder_case_is_right(case: FolderCase):
     answer = of_folder(case)
     missed = [criterion for criterion, is_right in answer.right.items() if not is_right]
-    assert missed == MISSED.get(case.name, []), (answer.said, answer.expected)
+    known = {criterion for name in case.names for criterion in MISSED.get((name, case.folder), [])}
+    assert {*missed} == known, (answer.said, answer.expected)

@@ -260,6 +260,52 @@ def scale_bfloat16(scale: np.ndarray) -> np.ndarray:
     return round_activations(np.ascontiguousarray(scale, np.float32), "BF16")
 
 
+def centred(matrix: QuantisedMatrix) -> np.ndarray:
+    """Return the finite numbers of the codes as symmetric quantisers use them."""
+    values = matrix.values[np.isfinite(matrix.values)]
+    return values - values.size // 2 if values.min() == 0 and values.max() == values.size - 1 else values
+
+
+def divisors(matrix: QuantisedMatrix) -> list[float]:
+    """List the numbers that quantisers divide the largest weight of a group by: the largest codes, or their mean."""
+    values = centred(matrix)
+    largest, smallest = float(values.max()), float(-values.min())
+    return list(dict.fromkeys([largest, smallest, (largest + smallest) / 2]))
+
+
+def requantised(array: np.ndarray, like: QuantisedMatrix, divisor: float) -> np.ndarray:
+    """Quantise a matrix as another is quantised: one scale for each group, and the nearest code.
+
+    A last group of columns may be smaller. bitsandbytes forms groups over the rows one after another.
+    """
+    group = like.recipe.group
+    over_rows = like.ggml_type.name.startswith(("NF4", "FP4"))
+    in_groups = isinstance(group, int) and group < like.shape[1]
+    size = 64 if over_rows else min(group, array.shape[1]) if in_groups else array.shape[1]
+    rows = array.reshape(1, -1) if over_rows else array
+    made, values = np.empty_like(rows), np.sort(centred(like)).astype(array.dtype)
+    for start in range(0, rows.shape[1], size):
+        part = rows[:, start : start + size]
+        scale = _as_stored(np.abs(part).max(axis=1, keepdims=True) / divisor, like)
+        made[:, start : start + size] = _nearest(values, part / np.where(scale > 0, scale, 1)) * scale
+    return made.reshape(array.shape)
+
+
+def _nearest(values: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Round to the nearest of some values; between two integers to the even one, as libraries do."""
+    if np.array_equal(values, np.arange(values[0], values[0] + values.size)):
+        return np.clip(np.rint(x), values[0], values[-1])
+    return values[np.searchsorted((values[1:] + values[:-1]) / 2, x)]
+
+
+def _as_stored(scale: np.ndarray, like: QuantisedMatrix) -> np.ndarray:
+    """Round scales to the dtype in which the folder stores those of a matrix."""
+    stored = {part.dtype for key, part in like.parts.items() if key in ("scale", "scales")}
+    if stored == {"BF16"}:
+        return scale_bfloat16(scale).astype(scale.dtype)
+    return scale.astype(np.float16).astype(scale.dtype) if stored == {"F16"} else scale
+
+
 def _row(name: str, cases: tuple[str, ...], change: Change, diagnosis: str) -> Mistake[QuantisedMatrix]:
     """Describe one mistake of reading; its wrong array is the decoded matrix."""
     return Mistake(

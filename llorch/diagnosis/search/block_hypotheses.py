@@ -11,14 +11,20 @@ from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.norm import NORMS
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
-from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS
+from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, divisors, requantised
 from llorch.diagnosis.replay import Change, LayerSetting, Places
 from llorch.diagnosis.search.hypotheses import WEIGHTED, Hypothesis
 from llorch.files import Weights
+from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import undo_interleave
 
 Wrong = Callable[[str], np.ndarray | None]  # a matrix by its name; None: it is read rightly
+LEFT_ALONE = "left-alone-module-quantised"
+_LEFT_ALONE_SAID = (
+    "A matrix of floats was quantised like the others; use it as the file stores it, because the settings exclude it "
+    "(ignore, modules_to_not_convert, llm_int8_skip_modules)."
+)
 MULTIPLIED = tuple(stage for stage in WEIGHTED if stage not in NORMS)
 
 
@@ -31,6 +37,26 @@ def block_mistakes(weights: Weights) -> Iterator[Hypothesis]:
     for mistake in QUANTISED_FOLDERS:
         if any(kind.startswith(mistake.cases) for kind in types):
             yield from _hypotheses(mistake, weights, partial(_folder_matrix, mistake, weights))
+    yield from _left_alone(weights)
+
+
+def _left_alone(weights: Weights) -> Iterator[Hypothesis]:
+    """Yield the mistake of quantising modules that the settings of a folder leave in floats, by each usual scale."""
+    if not isinstance(weights.source, QuantisedFolder):
+        return
+    like = weights.source.packed(next(iter(weights.source.matrices)))
+    assert isinstance(like, QuantisedMatrix)
+    for divisor in divisors(like):
+        change = _decoded_by(partial(_requantised, weights, like, divisor), weights, MULTIPLIED[1:])
+        yield Hypothesis(LEFT_ALONE, "mistake", MULTIPLIED[1:], _LEFT_ALONE_SAID, change, by_place=False)
+
+
+def _requantised(weights: Weights, like: QuantisedMatrix, divisor: float, name: str) -> np.ndarray | None:
+    """Quantise a matrix of floats as the folder quantises others; None if it is no such matrix."""
+    stored = weights.as_stored(name)
+    if isinstance(stored, QuantisedMatrix) or len(weights.shape(name)) != 2 or name == "embed_tokens":
+        return None
+    return requantised(weights.array(name), like, divisor)
 
 
 def _hypotheses(mistake: Mistake[Any], weights: Weights, wrong: Wrong) -> Iterator[Hypothesis]:

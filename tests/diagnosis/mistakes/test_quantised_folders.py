@@ -18,6 +18,7 @@ from wrong_readers import READERS
 from llorch.comparison import FAIL, PASS
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
+from llorch.diagnosis.mistakes.quantised_folders import divisors, requantised
 from llorch.diagnosis.replay import UNCHANGED
 from llorch.diagnosis.verdict import Finding
 from llorch.files import Weights, open_weights
@@ -182,3 +183,27 @@ def test_checkpoint_13_of_a_folder_is_red_with_each_mistake(mistake: str, monkey
     red = [row for row in rows if row.verdict == FAIL]
     assert red
     assert all(row.checkpoint == "13" and row.tolerance == 0 < row.error for row in red)
+
+
+def first_matrix(name: str) -> QuantisedMatrix:
+    return next(iter(matrices(name).values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ct-w4a16", {7, 8, 7.5}), ("gptq-8bit", {127, 128, 127.5}), ("ct-fp8-dynamic", {448}), ("bnb-nf4", {1}),
+        ("ct-nvfp4", {6}), ("ct-mxfp4", {6}),
+    ],
+)  # fmt: skip
+def test_divisors_are_the_largest_codes_of_a_format(name: str, wanted: set[float]):
+    assert {*divisors(first_matrix(name))} == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requantised_matrix_is_near_its_floats(name: str):
+    like = first_matrix(name)
+    array = np.random.default_rng(0).standard_normal((24, 128))
+    made = requantised(array, like, divisors(like)[0])
+    assert np.isfinite(made).all()
+    assert 1e-4 < np.linalg.norm(made - array) / np.linalg.norm(array) < 0.8  # 2 bits: 0.75
