@@ -231,9 +231,9 @@ def _judged_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput,
 def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_input: bool) -> ModelPlan:
     """Choose the engines that judge a model, and its numerics; no engine means stored goldens."""
     stored = spec in (*EVERY, QUANTISED) and not Path(spec).exists()
-    weights = None if stored and spec == QUANTISED else open_weights(model_path(spec))
     if "golden" in against and not stored:
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
+    weights = None if stored and spec == QUANTISED else open_weights(model_path(spec))
     if stored and not set(against) - {"golden"}:
         if has_input:
             raise click.UsageError(

@@ -52,7 +52,7 @@ def test_script_without_yes_installs_nothing_and_is_told_the_size(tmp_path: Path
 @pytest.mark.parametrize("package", ["torch", "transformers", "matplotlib"])
 def test_missing_extra_is_said_before_anything_is_installed(package: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.cli.atlas.find_spec", lambda name: None if name == package else object())
-    monkeypatch.setattr("llorch.atlas.environments.subprocess", None)
+    monkeypatch.setattr("llorch.atlas.environments.run", None)
     assert_cli_refuses(invoke("atlas", "--yes"), 3, package)
 
 

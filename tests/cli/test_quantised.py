@@ -115,10 +115,10 @@ def test_scheme_numerics_go_with_numpy(words: list[str]):
     assert_cli_refuses(result, 2, "--numerics scheme", "--backend numpy")
 
 
-@pytest.mark.parametrize("name", ["float", "modelopt-fp8"])
-def test_scheme_numerics_of_a_model_without_a_known_scheme_are_refused(name: str):
+@pytest.mark.parametrize("path", [builtin_path("micro-qwen3-vl-moe"), FOLDERS / "modelopt-fp8"], ids=["float", "fp8"])
+def test_scheme_numerics_of_a_model_without_a_known_scheme_are_refused(path: Path):
     with refuses("Unsupported"):
-        load(FOLDERS / name, numerics=SCHEME)
+        load(path, numerics=SCHEME)
 
 
 @pytest.mark.parametrize(("name", "noted"), [("ct-w8a8", False), ("gptq-4bit", True)])

@@ -19,7 +19,7 @@ from llorch.files import Weights, open_weights
 from llorch.places import Pass, part_of
 from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.goldens import PRODUCERS, Golden, read
+from llorch.verify.goldens import Golden, read
 from llorch.verify.runners.numpy import run
 
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
@@ -147,7 +147,7 @@ def situations(mistake: Mistake) -> Iterator[Situation]:
         for case in mistake.cases:
             cached = n_cached(mistake, golden_of(model).cases[case])
             for stage in (stage for stage in mistake.stages if BY_NAME[stage].applies_to(config)):
-                for producer in PRODUCERS:
+                for producer in golden_of(model).evidence:
                     yield Situation(model, case, producer, stage, mistake.first_layer(stage, config), cached)
 
 

@@ -71,7 +71,7 @@ def test_mistake_in_a_chain_is_the_first_stage_to_fail(mistake: Mistake[StageInp
                 trace = chain(mistake, suite.weights, whole, name)
             expected = "k_cache" if name == "v_cache" and "k_cache" in mistake.stages else name
             place = expected, mistake.first_layer(expected, suite.weights.config)
-            for producer in PRODUCERS:
+            for producer in golden_of(model).evidence:
                 assert first_failing(trace, suite, case, producer, n_cached(mistake, whole)) == place, model
 
 
