@@ -158,7 +158,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What llorch remembers between runs is neither read from the user's cache nor left there.
+    """Keep llorch's cache between runs apart from the user's: it is neither read there nor left there.
 
     Workers share it, as the processes of a user do: the library of CPU kernels is compiled once.
     """

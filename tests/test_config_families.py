@@ -127,6 +127,11 @@ def test_layers_of_llama_4_and_ministral_3():
     assert read("smollm3", no_rope_layers=[0, 1, 1, 1]).layer(0).rope is False
 
 
+def test_layers_without_rope_are_counted_by_the_interval_and_not_by_the_number_of_layers():
+    config = read("smollm3", num_hidden_layers=6, no_rope_layers=None, layer_types=None)
+    assert [layer.rope for layer in config.layers] == [True, True, True, False, True, True]
+
+
 def unfit(kind: str, changes: dict[str, Any], code: str, where: str, expected: object, got: object) -> Any:
     """A row, named by what is changed."""
     ((key, value),) = changes.items()

@@ -90,7 +90,7 @@ class ModelPlan:
 
     @property
     def is_trained(self) -> bool:
-        """Whether there are goldens of its training: a wheel has none."""
+        """True if there are goldens of its training: a wheel has none."""
         return self.spec in TRAINED and not is_wheel()
 
 

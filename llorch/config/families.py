@@ -74,7 +74,7 @@ class Family:
     turned_experts: Literal["", "files", "modules"] = ""  # one tensor (experts, in, out); in the modules, too
     predicts: bool = False  # files may have further layers, which predict further tokens
     words: str = ""  # pre-tokenizer of transformers, whatever tokenizer.json says
-    # What llama.cpp computes, or expects:
+    # llama.cpp computes or expects:
     norm_topk_prob: bool | None = None  # None: no experts, or it does not apply
     factors: bool = False  # it reads rope_freqs.weight
     reads_o_bias: bool = False  # it reads attn_output.bias
@@ -86,7 +86,7 @@ class Family:
     divided_gate: bool = False  # it computes the sigmoid of the shared gate as silu(x) / x
     merged_out: bool = False  # its sum of shared and chosen experts has a name of its own
     named_norm: bool = True  # its norm before the feed-forward part has the name ffn_norm
-    # What transformers and PEFT do:
+    # transformers and PEFT do:
     counts_by_cache: bool = False  # transformers counts positions by the length of its cache
     old_expert_names: bool = False  # PEFT takes names of modules for parameters of experts
 

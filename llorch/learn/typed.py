@@ -1,4 +1,4 @@
-"""What learners type when they make a known mistake: functions made from the rows of `llorch.diagnosis.mistakes`.
+"""Functions that contain a known mistake, as a learner types them: made from rows of `llorch.diagnosis.mistakes`.
 
 A row that replaces a function of a lesson takes the arguments of that function. This module adapts the other rows.
 """

@@ -1,4 +1,4 @@
-"""What learners type when they make a known mistake of training.
+"""Functions of training that contain a known mistake, as a learner types them.
 
 Rows of training replace functions of llorch. Here each is put around llorch's own function, and called with the
 arguments that the lesson's function has. Files, batches and adapters, which a learner never sees, are made of these.
@@ -121,7 +121,7 @@ def _step(mistake: Mistake[Any], part: Exercise) -> Call:
 
 
 def _inside_step(mistake: Mistake[Any], part: Exercise) -> Call:
-    """Put a wrong function into llorch's step, and what mostly goes wrong along with it."""
+    """Put a wrong function into llorch's step, with the wrong function that belongs to it."""
     rows = [(mistake.part, mistake.wrong), *([mistake.along] if mistake.along else [])]
     made = [(function, instead(wrong(getattr(*owner_of(function))))) for function, wrong in rows]  # once: some count
 

@@ -1,4 +1,4 @@
-"""What learners type, made from the library: it computes what a person's own code with the same mistake does."""
+"""Functions with a mistake, made from the library, compute the same as a person's own code with that mistake."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What learners type in lessons of training, made from rows that replace functions of llorch.
+"""Functions with a mistake of training, made from rows that replace functions of llorch.
 
 A row that changes nothing gives the reference: what surrounds the wrong function is right.
 """

@@ -1,4 +1,4 @@
-"""How a stage calls the function that a mistake replaces, so that the wrong function gives the stage's wrong array.
+"""Call the function that a mistake replaces as a stage does, so that the wrong one gives the stage's wrong array.
 
 The functions are those that lessons have learners write, called as a learner's function is: by the names of the
 arguments. What surrounds the call in the stage stays right.
