@@ -222,6 +222,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {  # rows of TRL, LLaMA-Factory, Axolot
     "preferred_output": {"input": TALK, "preferred_output": [ASSISTANT], "non_preferred_output": [ASSISTANT]},
     "score": PAIR | {"score": 0.1},
     "messages[1].reward": {"messages": [USER, ASSISTANT | {"reward": -1.0}]},
+    "completion[0].rating": {"prompt": [USER], "completion": [ASSISTANT | {"rating": 1}]},
     "conversations[0].rating": {"conversations": [{"from": "gpt", "value": "a", "rating": 1}]},
     "images": TALK | {"images": ["a.png"]},
     "messages[0].images": {"messages": [USER | {"images": ["a.png"]}, ASSISTANT]},
