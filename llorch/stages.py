@@ -256,7 +256,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="conv_state", checkpoint="03", axes="taps conv_width", inputs=("qkv_in",),
-        formula="the last (kernel size - 1) rows of qkv_in", function="llorch.cache.DeltaState",
+        formula="the last (kernel size - 1) rows of qkv_in", function="llorch.ops.short_conv.next_state",
         llamacpp="values that layer {i} stores in its conv state",
         transformers="conv state of layer {i} in the cache", needs=("delta_net",),
     ),

@@ -156,6 +156,20 @@ def test_a_report_says_when_each_op_alone_is_right():
     assert "input: none" in text
 
 
+def test_a_report_separates_the_cases_in_which_the_first_failing_stage_fails_from_those_in_which_it_passes():
+    alone, cached = row(stage="conv_state", mode="isolated"), {"stage": "conv_state", "checkpoint": "03"}
+    behind = [row(verdict="FAIL", case="near, 7 cached", mode="decode", **cached)]
+    behind.append(row(verdict="FAIL", case="long", mode="in parts", **cached))
+    text = "\n".join(failure_report(judged(alone, *behind)))
+    assert "conv_state fails: near, 7 cached, decode; long, in parts" in text
+    assert "conv_state passes: near, isolated" in text
+    assert "llorch.ops.short_conv.next_state" in text
+    assert "cached tokens" in text.splitlines()[-1]
+    assert (
+        "cached tokens" not in "\n".join(failure_report(judged(alone, *behind, row(verdict="FAIL")))).splitlines()[-1]
+    )
+
+
 def test_the_truth_is_not_called_on_where_numbers_differ():
     assert closing_line(summary([judged(row(verdict="FAIL"))])).endswith("13 checkpoints not run")
 
