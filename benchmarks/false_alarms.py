@@ -74,11 +74,11 @@ def main(n: int, first: int, dtypes: tuple[str, ...], quantised: bool) -> None:
         click.echo(f"{number:4d} {family:6} {scaling:7} {len(rows):6d} rows, {len(bad)} fail {failed or ''}", err=True)
         for row in bad[:5]:
             click.echo(f"     {row}")
-    wide = max((row.error for row in every if row.producer == WITNESS and row.mode != "exact"), default=float("nan"))
+    wide = [row.error for row in every if row.producer == WITNESS and row.mode != "exact"]
     n_failed, ties = (sum(row.verdict == verdict for row in every) for verdict in (FAIL, TIE))
     click.echo(
-        f"{n} models, {len(every)} rows: {n_failed} fail, {ties} near-ties, {absent} runs of engines missing; "
-        f"float64 within {wide:.1e} of the truth"
+        f"{n} models, {len(every)} rows: {n_failed} fail, {ties} near-ties, {absent} runs of engines missing"
+        + (f"; float64 within {max(wide):.1e} of the float64 reference" if wide else "")
     )
     sys.exit(1 if n_failed or absent else 0)
 
