@@ -96,22 +96,14 @@ def _diagnosed(
     dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
     first_position: int | None,
 ) -> "Diagnosis":  # fmt: skip
-    import numpy as np
-
-    from llorch.cli.dumped import read_stages
-    from llorch.cli.inputs import model_path
-    from llorch.cli.options import use_threads
+    from llorch.cli.dumped import plan_dump
     from llorch.cli.output import progress
     from llorch.diagnosis.diagnose import diagnose
-    from llorch.files import open_weights
-    from llorch.model import Model
 
-    weights = open_weights(model_path(model))
-    use_threads(weights.config)
-    ids = Model(weights).prompt_ids(prompt) if prompt is not None else tokens
+    plan = plan_dump(dump, model, mapping=mapping, prompt=prompt, tokens=tokens, first_position=first_position)
     with progress(f"diagnosing {dump}") as tell:
-        stages = read_stages(dump, weights, mapping, ids, first_position)
-        return diagnose(weights.astype(np.float64), stages, model=model, say=tell)
+        stages = plan.stages()
+        return diagnose(plan.weights(), stages, model=model, say=tell)
 
 
 def _of_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":

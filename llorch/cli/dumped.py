@@ -1,13 +1,14 @@
-"""What several verbs do with a dump: read it under the names of the table, write a report of it."""
+"""Functions that several verbs use on a dump: plan its judging, read it as stages, write a report of it."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from llorch.cli.options import WholeNumber, group, page_option
+from llorch.numerics import EXACT, Numerics
 
 if TYPE_CHECKING:
     from llorch.dumps.stage_dump import StageDump
@@ -23,6 +24,46 @@ map_option = group(
 first_position_option = group(
     "Input", page_option("--first-position", type=WholeNumber(min=0), help="Position of the first token.  [default: 0]")
 )
+
+
+@dataclass(frozen=True)
+class DumpPlan:
+    """A dump to judge and the model to judge it by, resolved once, before anything runs; see `plan_dump`."""
+
+    path: Path
+    spec: str  # name of the model, as the user gave it
+    stored: "Weights"  # opened once, as the file has them
+    mapping: Path | None
+    ids: Sequence[int] | None  # tokens of all passes; None: the dump must have them
+    first_position: int | None
+    threads: str  # a line for the report
+    numerics: Numerics = EXACT
+
+    def stages(self) -> "StageDump":
+        """Read the dump as stages of the model; see `read_stages`."""
+        return read_stages(self.path, self.stored, self.mapping, self.ids, self.first_position)
+
+    def weights(self) -> "Weights":
+        """Return the weights in the dtype to compute in: float64 for exact numerics."""
+        import numpy as np
+
+        return self.stored.astype(np.float64) if self.numerics == EXACT else self.stored.using(self.numerics)
+
+
+def plan_dump(
+    path: Path, spec: str, *, mapping: Path | None, prompt: str | None, tokens: Sequence[int] | None,
+    first_position: int | None = None, numerics: Numerics = EXACT,
+) -> DumpPlan:  # fmt: skip
+    """Open the model of a dump, choose the number of threads, and encode the prompt; the dump is not read yet."""
+    from llorch.cli.inputs import model_path
+    from llorch.cli.options import use_threads
+    from llorch.files import open_weights
+    from llorch.model import Model
+
+    stored = open_weights(model_path(spec))
+    threads = use_threads(stored.config)
+    ids = tokens if prompt is None else Model(stored).prompt_ids(prompt)
+    return DumpPlan(path, spec, stored, mapping, ids, first_position, threads, numerics)
 
 
 def read_stages(

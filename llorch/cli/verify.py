@@ -99,14 +99,15 @@ def command(
         raise click.UsageError(
             "--device, --kernels and a dump do not go with --mesh, which runs the reference implementation on the CPU"
         )
-    given: Any = {"prompt": prompt, "tokens": tokens, "as_json": as_json, "detail": detail}
+    given: Any = {"prompt": prompt, "tokens": tokens}
+    shown: Any = {"as_json": as_json, "detail": detail}
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         where = "torch" if mesh else backend
         arithmetic = ClaimedArithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
         if dumps:
-            from llorch.cli.against import judge_dump
+            from llorch.cli.against import judge_dump, plan_check
 
-            code = judge_dump(models, dumps[0], mapping, arithmetic, **given)
+            code = judge_dump(plan_check(models, dumps[0], mapping, arithmetic, **given), **shown)
         else:
-            code = judge_all(models, against, arithmetic, strict=strict, **given)
+            code = judge_all(models, against, arithmetic, strict=strict, **given, **shown)
     raise click.exceptions.Exit(code)
