@@ -19,6 +19,7 @@ def lora(n_threads: int) -> Iterator[Line]:
     import torch
 
     from llorch.files import open_weights
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
     from llorch.train.settings import TrainSettings
     from llorch.verify.training.limits import of_dump
@@ -35,7 +36,7 @@ def lora(n_threads: int) -> Iterator[Line]:
     data = str(ROOT / "llorch" / "examples" / "pirate" / "train.jsonl")  # alone it has no validation set
     settings = TrainSettings(model=str(base), data=data, warmup_steps=0, eval_every=0, **chosen)
     progress("lora: PEFT")
-    want = list(train_by_peft(base, Training(settings)))
+    want = list(train_by_peft(base, Training(plan_training(settings))))
     progress("lora: llorch lora train")
     words = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
     words += ["--warmup-steps=0", "--eval-every=0", f"--threads={n_threads}"]
@@ -73,7 +74,7 @@ def train_by_peft(base: Path, training: Any) -> Iterator[float]:
             parameter.copy_(torch.from_numpy(first[name]))
     optimizer = torch.optim.AdamW(trained.values(), lr=settings.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     for step in range(STEPS):
-        (batch,) = training.plan.step(step)
+        (batch,) = training.plan.order.step(step)
         ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
         logits = model(input_ids=ids, attention_mask=torch.from_numpy(batch.positions >= 0).long()).logits
         flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

@@ -72,11 +72,12 @@ def measured(settings: dict[str, Any], threads: int) -> dict[str, int]:
     """Train in this process."""
     import torch
 
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
     from llorch.train.settings import TrainSettings
 
     torch.set_num_threads(threads)
-    training = Training(TrainSettings(**settings))
+    training = Training(plan_training(TrainSettings(**settings)))
     estimate = training.memory
     assert estimate is not None
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back

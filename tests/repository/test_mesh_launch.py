@@ -95,11 +95,14 @@ def losses(folder: Path) -> list[float]:
 
 
 def of_one_process(folder: Path, steps: int) -> list[float]:
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
     from llorch.train.settings import TrainSettings
 
     given: dict[str, Any] = {"r": 4, "lr": 5e-3, "warmup_steps": 0, "batch_size": 4, "dtype": "float64"}
-    training = Training(TrainSettings(model="micro-llama", data=str(folder / "data"), steps=steps, **given))
+    training = Training(
+        plan_training(TrainSettings(model="micro-llama", data=str(folder / "data"), steps=steps, **given))
+    )
     return [training.run_step().loss for _ in range(steps)]
 
 

@@ -17,6 +17,7 @@ from llorch.pytorch.distributed import parallel
 from llorch.pytorch.distributed.dtensor import whole
 from llorch.pytorch.distributed.launch import leave, start
 from llorch.pytorch.train import adamw, step, trainer, worker
+from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
 from llorch.verify.training import torch_runner
@@ -94,13 +95,13 @@ def second_step(settings: Any, axes: Mapping[str, int], plant: str = "") -> dict
     """What a second step makes, as anybody's trainer would write it down."""
     PLANTED[plant]()
     torch.set_num_threads(1)
-    training: Any = Training(settings, start(axes))
+    training: Any = Training(plan_training(settings, start(axes)))
     for parameter in training.parameters.values():  # so that no gradient is zero
         with torch.no_grad():
             parameter.add_(0.02)
     training._optimizer.step_count = 0
     stepper, optimizer = training._stepper, training._optimizer
-    batches = training.plan.step(0)
+    batches = training.plan.order.step(0)
     found = {f"param.{name}": whole(p.detach()).clone() for name, p in training.parameters.items()}
     made: dict[str, Any] = {f"step1.{name}": value for name, value in found.items()}
     loss = stepper.backward(batches, number=1)

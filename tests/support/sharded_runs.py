@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llorch.pytorch.distributed.dtensor import whole
 from llorch.pytorch.distributed.launch import TIMEOUT, start
+from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.trainer import Training
 from llorch.train import snapshots
@@ -141,7 +142,7 @@ def on_rank(rank: int, make: Callable[[Callable[..., Any]], Callable[..., Any]],
 def save_training(folder: Path, settings: TrainSettings) -> dict[str, bytes]:
     """Save a step of a training on 2 x 2 ranks while the next one is made; returns what was to be saved, whole."""
     with saving(folder, {"dp": 2, "tp": 2}) as (saver, _, mesh):
-        training = Training(settings, mesh)
+        training = Training(plan_training(settings, mesh))
         training.run_step()
         tensors = training.tensors()
         complete = {name: whole(tensor).numpy().tobytes() for name, tensor in tensors.items()}

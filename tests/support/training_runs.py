@@ -49,9 +49,10 @@ def small_settings(folder: Path, **given: Any) -> Any:
 
 def trained(settings: Any, *, steps: int) -> Any:
     """A training after some steps."""
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
 
-    training = Training(settings)
+    training = Training(plan_training(settings))
     for _ in range(steps):
         training.run_step()
     return training
@@ -60,9 +61,10 @@ def trained(settings: Any, *, steps: int) -> Any:
 def losses_on_mesh(settings: Any, axes: Mapping[str, int], steps: int) -> list[float]:
     """What every rank of a mesh finds in some steps."""
     from llorch.pytorch.distributed.launch import leave, start
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
 
-    training = Training(settings, start(axes))
+    training = Training(plan_training(settings, start(axes)))
     losses = [training.run_step().loss for _ in range(steps)]
     leave()
     return losses

@@ -83,7 +83,7 @@ def description(training: "Training") -> list[str]:
     frozen = sum(parameter.numel() for parameter in module.parameters()) - trained
     held = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
     rows = settings.batch_size * settings.accumulation
-    where = f"{training.target.device}, threads {training.identity()['environment']['threads']}"
+    where = f"{training.target.device}, threads {training.plan.identity()['environment']['threads']}"
     return [
         f"model: {settings.model}, {settings.dtype} on {where}, weights {held / 1e6:.1f} MB; "
         f"training {trained:,} parameters, {frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
@@ -93,7 +93,7 @@ def description(training: "Training") -> list[str]:
         f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
         f"{settings.lr:.2e} {settings.schedule}, {settings.warmup_for(training.total_steps)} of them warm-up",
         *_memory(training),
-        *training.notes,
+        *training.plan.notes,
     ]
 
 

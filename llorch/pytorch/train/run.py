@@ -27,6 +27,7 @@ from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
 from llorch.lora.peft_format import OF_WHOLE, write_peft
 from llorch.pytorch.distributed.launch import Ranks
+from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
@@ -123,8 +124,8 @@ class Run:
         self._store = SnapshotStore(folder, keep=settings.keep)
         if settings.tensorboard:
             require_tensorboard()
-        self._training = Training(settings, mesh)
-        self._ranks.require_alike(self._training.identity())
+        self._training = Training(plan_training(settings, mesh))
+        self._ranks.require_alike(self._training.plan.identity())
         self._saver: ShardedSaver | None = None
         self._changes: list[str] = []
 
@@ -197,7 +198,7 @@ class Run:
     def _save(self, offset: int) -> None:
         training = self._training
         record = {
-            "step": training.step, "log_offset": offset, "identity": training.identity(), "changes": self._changes,
+            "step": training.step, "log_offset": offset, "identity": training.plan.identity(), "changes": self._changes,
         }  # fmt: skip
         if self._saver is None:
             self._store.save(training.step, training.state()[0], record)
@@ -218,7 +219,7 @@ class Run:
         for reason in found.skipped:
             self._watcher.note(f"passed over: {reason}")
         record = found.record
-        saved, now = record["identity"], self._training.identity()
+        saved, now = record["identity"], self._training.plan.identity()
         moved = self._moved(saved, now)
         longer = found.step == saved["total_steps"] < now["total_steps"]
         expected = saved | {name: now[name] for name in _OF_THE_LENGTH} if longer else saved
@@ -265,7 +266,11 @@ class Run:
 
     def _write_record(self) -> None:
         training = self._training
-        values = {"settings": training.settings.as_json(), "identity": training.identity(), "changes": self._changes}
+        values = {
+            "settings": training.settings.as_json(),
+            "identity": training.plan.identity(),
+            "changes": self._changes,
+        }
         with new_file(self._folder / RUN) as path:
             path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         write_rows(training.data, self._folder)
@@ -280,7 +285,7 @@ class Run:
 
     def _written(self, adapter: Adapter, seconds: float) -> RunResult:
         training, records = self._training, read_log(self._folder / LOG)
-        write_peft(adapter, self._folder, base=training.base)
+        write_peft(adapter, self._folder, base=training.plan.base)
         if adapter.of_whole:
             self._watcher.note(f"{self._folder}: {OF_WHOLE}")
         try:

@@ -12,6 +12,7 @@ from training_runs import Silent, small_settings
 
 from llorch.convert import convert
 from llorch.hub import find
+from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
 
@@ -26,7 +27,7 @@ def loop(model: Any, training: Any, *, weight_decay: float) -> list[tuple[float,
     optimizer = torch.optim.AdamW(trained, lr=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
     seen = []
     for step in range(STEPS):
-        made = training.plan.step(step)
+        made = training.plan.order.step(step)
         n_trained, total = sum(batch.n_trained for batch in made), 0.0
         for batch in made:
             ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
@@ -52,7 +53,7 @@ def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, na
         tmp_path, model=name, batch_size=3, accumulation=2, schedule="linear", steps=STEPS, weight_decay=0.1,
         target_modules=LORA["target_modules"], **kind,
     )  # fmt: skip
-    training: Any = Training(settings)
+    training: Any = Training(plan_training(settings))
     peft_kind = {f"use_{key}": value for key, value in kind.items()}
     theirs = in_peft(name, training.adapter, **LORA, **peft_kind)
     want = loop(theirs, training, weight_decay=0.1)
@@ -82,7 +83,7 @@ def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
     model = peft.PeftModel.from_pretrained(model, str(folder)).eval()
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if "lora_A" in name}
     assert sorted(shape[0] for shape in trained.values()) == [2, 3, 5, 5, 5]
-    training = Training(small_settings(tmp_path))
+    training = Training(plan_training(small_settings(tmp_path)))
     total, n_trained = 0.0, 0
     for example in training.data.valid:
         ids, labels = torch.tensor([example.ids]), torch.tensor(example.labels)

@@ -194,20 +194,22 @@ def test_an_adapter_that_comes_after_sharding_is_refused(tmp_path: Path):
 def attached_twice(settings: Any) -> str:
     from llorch.pytorch.distributed.launch import leave, start
     from llorch.pytorch.lora.adapters import attach
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
 
-    training = Training(settings, start({"dp": 1, "tp": 1}))
+    training = Training(plan_training(settings, start({"dp": 1, "tp": 1})))
     with pytest.raises(ValueError, match=r"^adapter 'second': ") as error:
-        attach(training.module, training._initial, name="second", trainable=True)
+        attach(training.module, training.plan.initial, name="second", trainable=True)
     leave()
     return str(error.value)
 
 
 def refused(settings: Any, axes: Mapping[str, int]) -> str:
     from llorch.pytorch.distributed.launch import leave, start
+    from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
 
     with pytest.raises(ValueError, match=r"^(mesh|tensor parallel): ") as error:
-        Training(settings, start(axes))
+        Training(plan_training(settings, start(axes)))
     leave()
     return str(error.value)

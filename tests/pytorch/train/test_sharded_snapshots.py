@@ -20,6 +20,7 @@ from training_runs import small_settings
 
 from llorch.errors import EngineDied
 from llorch.pytorch.distributed.launch import on_ranks
+from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import Training
 from llorch.train.snapshot_files import PARTS, Snapshot
@@ -73,7 +74,7 @@ def test_what_a_training_on_a_mesh_saves_is_loaded_by_one_of_one_process(tmp_pat
     found = SnapshotStore(tmp_path / "run").newest(read_parts)
     assert found is not None
     assert {name: array.tobytes() for name, array in found.tensors.items()} == saved
-    training = Training(settings)
+    training = Training(plan_training(settings))
     training.load(found.tensors, found.record)
     loaded = training.state()[0]
     assert {name: loaded[name].tobytes() for name in saved} == saved

@@ -19,6 +19,7 @@ from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import attach
 from llorch.pytorch.train import trainer as torch_trainer
 from llorch.pytorch.train.loading import load_for_training
+from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.trainer import NonFiniteLoss
 from llorch.pytorch.train.worker import Alone
@@ -65,7 +66,7 @@ def test_accumulating_over_ragged_batches_is_one_large_batch(tmp_path: Path, bat
 def test_packed_rows_have_the_loss_and_gradients_of_rows_apart(tmp_path: Path, dtype: str, rounding: float):
     how = {"dtype": dtype, "max_grad_norm": 0.0, "max_length": 40, "init": "gaussian"}
     apart, packed = (trained(small_settings(tmp_path, packing=packing, **how), steps=0) for packing in (False, True))
-    assert len(packed.plan.rows(0)) < len(apart.plan.rows(0))  # or nothing was packed
+    assert len(packed.plan.order.rows(0)) < len(apart.plan.order.rows(0))  # or nothing was packed
     for _ in range(2):
         want, got = apart.run_step(), packed.run_step()
         assert got.loss == pytest.approx(want.loss, rel=min(rounding, 1e-6))
@@ -96,7 +97,7 @@ def test_every_step_drops_something_else_also_on_the_same_rows(tmp_path: Path, s
     still = small_settings(tmp_path, dropout=share, init="pissa", lr=1e-30, dtype="float64")
     training, other = trained(still, steps=0), trained(replace(still, seed=1), steps=0)
     losses = {training.run_step().loss for _ in range(3)}
-    assert training.plan.steps_per_epoch == 1
+    assert training.plan.order.steps_per_epoch == 1
     spread = max(losses) - min(losses)
     assert spread > 1e-4 if share else spread < 1e-12
     assert bool(share) == (abs(other.run_step().loss - trained(still, steps=0).run_step().loss) > 1e-4)
@@ -113,7 +114,7 @@ def test_a_length_beyond_the_context_asks_for_no_more_memory_than_the_context(
         return load(*given, n_tokens=n_tokens, **named)
 
     monkeypatch.setattr(torch_trainer, "load_for_training", listening)
-    training = torch_trainer.Training(small_settings(tmp_path, max_length=10**9))
+    training = torch_trainer.Training(plan_training(small_settings(tmp_path, max_length=10**9)))
     assert asked == [training.data.settings.max_length]
     assert asked[0] < 10**6
 
@@ -133,7 +134,7 @@ def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[st
     want = [straight.run_step() for _ in range(2)]
     at_end = bits(straight.state()[0])
     resumed = trained(small_settings(tmp_path, **how), steps=1)  # is elsewhere
-    assert resumed.identity() == straight.identity()
+    assert resumed.plan.identity() == straight.plan.identity()
     resumed.load(tensors | {"rng/torch": np.zeros(3, np.uint8)}, record)  # which older snapshots have
     assert [resumed.run_step() for _ in range(2)] == want
     assert bits(resumed.state()[0]) == at_end
@@ -162,7 +163,9 @@ def test_what_is_not_finite_ends_training_before_the_update_and_names_rows(tmp_p
     before = bits(training.state()[0])
     with refuses(NonFiniteLoss, where="step 2", expected="finite", got="loss") as error:
         training.run_step()
-    assert all(f"train.jsonl:{row[0].source.rpartition(':')[2]}" in str(error.value) for row in training.plan.rows(1))
+    assert all(
+        f"train.jsonl:{row[0].source.rpartition(':')[2]}" in str(error.value) for row in training.plan.order.rows(1)
+    )
     assert bits(training.state()[0]) == before
     assert training.step == 1
 
@@ -213,7 +216,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def identity(folder: Path, **given: Any) -> dict[str, Any]:
-    return trained(small_settings(folder, **given), steps=0).identity()
+    return trained(small_settings(folder, **given), steps=0).plan.identity()
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +243,7 @@ def test_training_begins_at_the_base_whatever_the_first_values_are(tmp_path: Pat
 
 def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_path: Path):
     training = trained(small_settings(tmp_path, init="pissa"), steps=3)
-    module = load_for_training(training._weights, training.target, residency="decoded", batch=8, n_tokens=40)
+    module = load_for_training(training.plan.weights, training.target, residency="decoded", batch=8, n_tokens=40)
     attach(module, training.adapter)
     made = batches(training.data.rows(training.data.valid), 8)
     assert mean_loss(Alone(module), made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)
@@ -258,7 +261,7 @@ def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_pa
 def test_an_adapter_of_a_tied_head_is_told_before_training(tmp_path: Path, model: str, modules: Any, told: list[str]):
     tied = open_weights(builtin_path(model)).config.tie_word_embeddings
     training = trained(small_settings(tmp_path, model=model, target_modules=modules), steps=0)
-    found = [note for note in training.notes if " tied " in note]
+    found = [note for note in training.plan.notes if " tied " in note]
     assert (tied, len(found)) == (model == "micro-qwen2", bool(told))
     if told:
         assert_tells(found[0], *told, "GGUF")
