@@ -24,7 +24,7 @@ from llorch.engines.messages import described, message, receive
 
 def main(first_import: str) -> None:
     """Answer requests until there are no more; import first what takes long, while nothing is asked yet."""
-    channel = _alone()
+    channel = _isolate_process()
     _ASKING.append(channel)
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()
@@ -49,7 +49,7 @@ def tell(text: str) -> None:
         channel.send(*message(["said", text]))
 
 
-def _alone() -> Channel:
+def _isolate_process() -> Channel:
     """Keep the engine off the channel and the terminal, and let nothing happen to others for its sake."""
     channel = own_channel()
     for number in (signal.SIGINT, signal.SIGTERM):  # to a whole group: they are for the process that asks

@@ -132,7 +132,7 @@ def _form(name: str) -> tuple[str, str] | None:
     return form if name.startswith(_PREFIX) and any(form) else None
 
 
-def _alone(name: str) -> str:
+def _name_in_text_model(name: str) -> str:
     """Return the name of a tensor for a model of the text part alone."""
     return _PREFIX + path_alone(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else name
 
@@ -146,7 +146,7 @@ def _plain_names(file: SafetensorsFile, folder: Path) -> dict[str, str]:
     for stored in file.tensors:
         if stored.endswith(_COPY):
             continue
-        name = _DEFAULT.sub(lambda match: match[1] or match[2], _alone(stored))
+        name = _DEFAULT.sub(lambda match: match[1] or match[2], _name_in_text_model(stored))
         if name in names:
             raise FormatError("Duplicate", f"{stored} and {names[name]} are the same tensor", path=folder)
         names[name] = stored
@@ -199,7 +199,7 @@ def _check_copies(file: SafetensorsFile, targets: Mapping[str, LoraTarget]) -> N
     for name, info in file.tensors.items():
         if not name.endswith(_COPY):
             continue
-        target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == _alone(name)), None)
+        target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == _name_in_text_model(name)), None)
         if target is None or target.name not in ("embed_tokens", "lm_head"):
             raise FormatError(
                 "Unexpected", f"expected adapter tensors only, got the base matrix {name}", path=file.path

@@ -12,7 +12,7 @@ from llorch.learn.exercise import Call, Exercise
 ELEMENTS = 32  # of a block
 
 
-def _alone(decode: Decoder) -> Callable[[np.ndarray], np.ndarray]:
+def _reference_of(decode: Decoder) -> Callable[[np.ndarray], np.ndarray]:
     def reference(blocks: np.ndarray) -> np.ndarray:
         values = np.empty((len(blocks), ELEMENTS), np.float32)
         decode(Chunk(blocks, np.empty(values.size * SCRATCH_BYTES, np.uint8)), values)
@@ -29,10 +29,10 @@ def _into(call: Call, right: Call) -> Call:
 
 
 Q8_0 = Exercise(
-    name="q8_0", reference=_alone(our_q8_0), returns=("values",), adapt=_into,
+    name="q8_0", reference=_reference_of(our_q8_0), returns=("values",), adapt=_into,
     replaces="llorch.files.blocks.uniform.decode_q8_0",
 )  # fmt: skip
 Q4_0 = Exercise(
-    name="q4_0", reference=_alone(our_q4_0), returns=("values",), adapt=_into,
+    name="q4_0", reference=_reference_of(our_q4_0), returns=("values",), adapt=_into,
     replaces="llorch.files.blocks.uniform.decode_q4_0",
 )  # fmt: skip
