@@ -211,7 +211,7 @@ def _judged(
         return _stored(plan, workers)
     if plan.numerics == EXACT:
         return _live(plan, given, tell, verify_live)
-    return _as_stored(plan, residency, given, tell)
+    return _judge_as_stored(plan, residency, given, tell)
 
 
 def _judged_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> JudgedModel:
@@ -322,7 +322,7 @@ def refuse_residency(wanted: ClaimedArithmetic) -> None:
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
-def _as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
+def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
     assert plan.weights is not None
     ids, text = _checked_input(Model(plan.weights), given)
     model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)

@@ -123,7 +123,7 @@ def _put_packed(
     model: nn.Module, weights: Weights, row: Weight, kind: Kind, dtype: torch.dtype, device: torch.device, cut: Cut
 ) -> None:
     """Replace the module that a matrix belongs to by one that keeps it packed."""
-    slot, stored = weights.slots[row.name], _as_stored(weights, row)
+    slot, stored = weights.slots[row.name], _packed_matrices(weights, row)
     fields = _fields(stored, kind, slot.interleaved_heads)
     fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
     _require_finite(fields, kind, stored)
@@ -145,7 +145,7 @@ def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int) -> Fie
     return pack(torch.from_numpy(by_row), kind)
 
 
-def _as_stored(weights: Weights, row: Weight) -> list[Packed]:
+def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:
     """Return the packed matrix of a weight, or the packed matrices of all experts."""
     if len(row.shape) == 3:
         return [weights.expert_as_stored(row.name, number) for number in range(row.shape[0])]

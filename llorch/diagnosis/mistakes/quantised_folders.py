@@ -286,7 +286,7 @@ def requantised(array: np.ndarray, like: QuantisedMatrix, divisor: float) -> np.
     made, values = np.empty_like(rows), np.sort(centred(like)).astype(array.dtype)
     for start in range(0, rows.shape[1], size):
         part = rows[:, start : start + size]
-        scale = _as_stored(np.abs(part).max(axis=1, keepdims=True) / divisor, like)
+        scale = _round_scales(np.abs(part).max(axis=1, keepdims=True) / divisor, like)
         made[:, start : start + size] = _nearest(values, part / np.where(scale > 0, scale, 1)) * scale
     return made.reshape(array.shape)
 
@@ -298,7 +298,7 @@ def _nearest(values: np.ndarray, x: np.ndarray) -> np.ndarray:
     return values[np.searchsorted((values[1:] + values[:-1]) / 2, x)]
 
 
-def _as_stored(scale: np.ndarray, like: QuantisedMatrix) -> np.ndarray:
+def _round_scales(scale: np.ndarray, like: QuantisedMatrix) -> np.ndarray:
     """Round scales to the dtype in which the folder stores those of a matrix."""
     stored = {part.dtype for key, part in like.parts.items() if key in ("scale", "scales")}
     if stored == {"BF16"}:
