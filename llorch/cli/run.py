@@ -115,7 +115,7 @@ def command(
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
             say("note: --top-k, --top-p and --min-p have no effect at temperature 0; set -t")
-        text, messages = of_first(mesh, lambda: _asked(prompt, chat, system, history))
+        text, messages = of_first(mesh, lambda: _read_input(prompt, chat, system, history))
         _use_parts(impl, can=backend == "numpy" and arithmetic == EXACT and adapter is None)
         timing = Timing()
         most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
@@ -143,7 +143,7 @@ def command(
             say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
 
 
-def _asked(
+def _read_input(
     prompt: str | None, chat: str | None, system: str | None, history: Path | None
 ) -> tuple[str | None, list[dict[str, object]] | None]:
     """Read a text to continue, or a conversation."""

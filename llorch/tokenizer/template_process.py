@@ -56,7 +56,7 @@ class TemplateProcess:
         with self._lock:
             worker = self._running()
             try:
-                return _asked(worker, data)
+                return _ask_worker(worker, data)
             except (EOFError, OSError):
                 return {"code": "TemplateBudget", "message": self._breach(self._ended(worker))}
             except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
@@ -80,7 +80,7 @@ class TemplateProcess:
             command = _command()
             worker = self._worker = Worker(command, output=DEVNULL)
             try:
-                _asked(worker, _encoded(asdict(self.limits)))
+                _ask_worker(worker, _encoded(asdict(self.limits)))
             except BaseException as error:
                 status = self._ended(worker)
                 if isinstance(error, EOFError | OSError):
@@ -119,7 +119,7 @@ def _encoded(request: Mapping[str, object]) -> bytes:
     return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _asked(worker: Worker, data: bytes) -> dict[str, str]:
+def _ask_worker(worker: Worker, data: bytes) -> dict[str, str]:
     worker.channel.send(data)
     return json.loads(worker.channel.receive(_MAX_ANSWER).decode("utf-8", "surrogatepass"))
 

@@ -219,7 +219,7 @@ def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutpu
     for name in plan.producers:
         say(f"running {name}")
         with not_run(name, failed):
-            evidence[name], theirs = _asked(name, plan, _from(say, name))
+            evidence[name], theirs = _run_producer(name, plan, _from(say, name))
             tokens |= {name: theirs} if theirs is not None else {}
     texts = [TokenCheck(plan.text, tokens)] if plan.text is not None else []
     truth: Truth | None = None
@@ -233,7 +233,7 @@ def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutpu
     return LiveOutput(weights, _of_numbers(evidence, truth, config.family, failed), truth, texts)
 
 
-def _asked(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineOutput, Sequence[int] | None]:
+def _run_producer(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineOutput, Sequence[int] | None]:
     """Run one producer, and tokenize the text of the plan by it."""
     _require_able(name, plan.path, plan.unable)
     with open_producer(name, plan.path, say=say) as producer:

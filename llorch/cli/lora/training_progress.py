@@ -119,16 +119,16 @@ def try_it(model: str, data: str, adapter: Path) -> str:
     if not has_vocabulary(opened.weights.source):
         return shlex.join(["llorch", "lora", "eval", model, str(adapter), "--data", data])
     records = islice(read_records(find_splits(find_data(data))["train"]), _ROWS)
-    found = (_asked(parse(record, format_of(record)), opened) for record in records)
+    found = (_question_of(parse(record, format_of(record)), opened) for record in records)
     asked = next(filter(None, found), ["Once upon a time"])
     return shlex.join(["llorch", "run", model, *asked, "--adapter", str(adapter)])
 
 
-def _asked(row: Parsed, model: Opened) -> list[str]:
+def _question_of(row: Parsed, model: Opened) -> list[str]:
     """Give the question of a row as arguments; nothing if it is no short text."""
     match row:
         case Instruction():
-            return _asked(row.chat if model.chat_templates or row.plain is None else row.plain, model)
+            return _question_of(row.chat if model.chat_templates or row.plain is None else row.plain, model)
         case Chat():
             first, second = [*row.messages, {}][:2]
             system, user = (first, second) if first["role"] == "system" else ({}, first)
