@@ -157,8 +157,8 @@ def check_layout() -> None:
             "nb": tuple(view.nb) == (4, 60, 20, 420) and libggml.ggml_nbytes(ctypes.byref(view)) == 420,
             "op": softmax.op == _op_number(b"SOFT_MAX") and op_name(softmax) == "SOFT_MAX",
             "op_params": tuple(float_params(softmax)[:2]) == (0.375, 0.0),
-            "src": [_address(softmax.src[i]) for i in range(3)] == [_at(scores), _at(mask), 0],
-            "view_src": _address(view.view_src) == _at(scores) and view.view_offs == 0,
+            "src": [_address(softmax.src[i]) for i in range(3)] == [_pointer_to(scores), _pointer_to(mask), 0],
+            "view_src": _address(view.view_src) == _pointer_to(scores) and view.view_offs == 0,
             "data": scores.data == libggml.ggml_get_data(ctypes.byref(scores)) is not None,
             "name": softmax.name == libggml.ggml_get_name(ctypes.byref(softmax)) == b"probe",
         }
@@ -190,10 +190,10 @@ def _op_number(name: bytes) -> int:
 
 
 def _address(pointer: Any) -> int:
-    return _at(pointer.contents) if pointer else 0
+    return _pointer_to(pointer.contents) if pointer else 0
 
 
-def _at(tensor: GgmlTensor) -> int:
+def _pointer_to(tensor: GgmlTensor) -> int:
     return ctypes.addressof(tensor)
 
 

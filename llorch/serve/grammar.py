@@ -199,7 +199,7 @@ def _cycle(schema: Mapping[str, object]) -> list[str]:
     pending = [(one, [one]) for one in _references(schema)]
     while pending:
         pointer, way = pending.pop()
-        for following in _references(_at(schema, pointer)):
+        for following in _references(_resolve_pointer(schema, pointer)):
             if following in way:
                 return [*way[way.index(following) :], following]
             pending.append((following, [*way, following]))
@@ -217,7 +217,7 @@ def _references(schema: object) -> list[str]:
     return own + [pointer for part in parts for pointer in _references(part)]
 
 
-def _at(schema: object, pointer: str) -> object:
+def _resolve_pointer(schema: object, pointer: str) -> object:
     """Return the value that a JSON pointer such as `#/$defs/a` names in a schema; None where there is none."""
     for name in pointer.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

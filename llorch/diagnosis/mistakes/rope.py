@@ -50,7 +50,7 @@ def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
     return turned(s, rotated_heads(s, stage), inv_freq)
 
 
-def _at(moved: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+def _tables_at(moved: Callable[[np.ndarray], np.ndarray]) -> Replacement:
     """Make the tables of other positions."""
 
     def replacement(right: Function) -> Function:
@@ -111,23 +111,23 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         "rope_theta.",
     ),
     Mistake(
-        name="rope-position-plus-one", stages=ROTATED, part=TABLES, wrong=_at(lambda positions: positions + 1),
+        name="rope-position-plus-one", stages=ROTATED, part=TABLES, wrong=_tables_at(lambda positions: positions + 1),
         diagnosis="Every position was one too high; the first token is at position 0. The scores cannot show it, "
         "a cache filled by another engine does.",
     ),
     Mistake(
         name="rope-position-frozen", stages=ROTATED, cases=("far",), part=TABLES,
-        wrong=_at(lambda positions: np.full_like(positions, positions[0])),
+        wrong=_tables_at(lambda positions: np.full_like(positions, positions[0])),
         diagnosis="All tokens of the pass got the position of its first token; each has its own.",
     ),
     Mistake(
         name="rope-position-restarts", stages=ROTATED, after_cached=True, part=TABLES,
-        wrong=_at(lambda positions: positions - positions[0]),
+        wrong=_tables_at(lambda positions: positions - positions[0]),
         diagnosis="Positions started at 0 again in this pass; they go on after the tokens in the cache.",
     ),
     Mistake(
         name="rope-position-counts-steps", stages=ROTATED, after_cached=True, part=TABLES,
-        wrong=_at(lambda positions: positions - positions[0] + (positions[0] > 0)),
+        wrong=_tables_at(lambda positions: positions - positions[0] + (positions[0] > 0)),
         diagnosis="The pass after the prompt was given position 1, a counter of passes; it is the number of tokens "
         "before it.",
     ),

@@ -96,7 +96,7 @@ class _Search:
             best, near = (None, []) if wrong.difference.fault else self._explained(of_group, cure)
             self.findings.append(_finding(wrong, of_group, self.rows, best, near))
             if best is None:
-                closed[wrong.key[1]] = _at(wrong.key)
+                closed[wrong.key[1]] = _run_index(wrong.key)
             elif best.cause[0].name == AFTER_CLIPPING:
                 self._take(self.dump.as_clipped())
             else:
@@ -157,11 +157,11 @@ class _Search:
 def _next(rows: Sequence[JudgedArray], closed: Mapping[str, int]) -> JudgedArray | None:
     """Return the first wrong row whose group is not closed as unexplained, and which inherits no unexplained error."""
     first = min(closed.values(), default=math.inf)
-    left = [row for row in rows if row.key[1] not in closed and (row.mode == ISOLATED or _at(row.key) < first)]
+    left = [row for row in rows if row.key[1] not in closed and (row.mode == ISOLATED or _run_index(row.key) < first)]
     return first_wrong(left)
 
 
-def _at(key: Sequence) -> int:
+def _run_index(key: Sequence) -> int:
     """Return the position of a quantity in the run: the groups of all steps in a row."""
     return key[0] * len(FLOW) + FLOW.index(key[1])
 
@@ -170,9 +170,11 @@ def _since(rows: Sequence[JudgedArray], wrong: Key) -> set[str]:
     """Collect the quantities made since the last right one of the dump, the wrong one included."""
     right: dict[int, bool] = {}
     for row in rows:
-        right[_at(row.key)] = right.get(_at(row.key), True) and row.over <= 1
-    last = max((at for at, all_right in right.items() if all_right and at < _at(wrong)), default=-1)
-    return {FLOW[at % len(FLOW)] for at in range(max(last + 1, _at(wrong) - 2 * len(FLOW)), _at(wrong) + 1)}
+        right[_run_index(row.key)] = right.get(_run_index(row.key), True) and row.over <= 1
+    last = max((at for at, all_right in right.items() if all_right and at < _run_index(wrong)), default=-1)
+    return {
+        FLOW[at % len(FLOW)] for at in range(max(last + 1, _run_index(wrong) - 2 * len(FLOW)), _run_index(wrong) + 1)
+    }
 
 
 def _key(key: Key) -> str:
