@@ -19,7 +19,7 @@ def new_file(path: Path) -> Iterator[Path]:
     removed, and an OSError of the body names the place where it named no file.
     """
     _remove_leftovers(path)
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     try:
         with _naming(path):
             yield temporary
@@ -34,7 +34,7 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """As `new_file`, a folder; one at the place is removed at the end, so the caller looks at what is in it."""
     _remove_leftovers(path)
-    temporary, old = _beside(path), _beside(path, "old")
+    temporary, old = _temporary_path(path), _temporary_path(path, "old")
     temporary.mkdir()
     try:
         with _naming(path):
@@ -86,7 +86,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _beside(path: Path, ending: str = "tmp") -> Path:
+def _temporary_path(path: Path, ending: str = "tmp") -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{ending}")
 
 

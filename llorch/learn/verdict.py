@@ -111,7 +111,7 @@ class LessonVerdict:
 
     def _numbers(self, wrong: Wrong) -> Iterator[str]:
         row, first, worst = wrong.row, wrong.first, wrong.worst
-        begins, beside = f"{_stage(row)} {first.where}", _beside(first)
+        begins, beside = f"{_stage(row)} {first.where}", _format_number(first)
         fits = len(f"{begins}   {beside}") <= WIDTH - LABEL
         yield from _line("first wrong number", f"{begins}   {beside}" if fits else begins)
         yield from () if fits else _line("", beside)
@@ -172,7 +172,7 @@ def _stage(row: Comparison) -> str:
     return f"{row.stage}{layer}"
 
 
-def _beside(number: Number) -> str:
+def _format_number(number: Number) -> str:
     return f"expected {number.golden:+.5g}   got {number.yours:+.5g}   difference {number.off:.1e}"
 
 
