@@ -43,13 +43,13 @@ def _ids(rows: Rows) -> np.ndarray:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
-def _bits(matrix: QuantisedMatrix) -> int:
+def _n_code_bits(matrix: QuantisedMatrix) -> int:
     return int(matrix.values.size - 1).bit_length()
 
 
 def _stored_zeros(matrix: QuantisedMatrix) -> Reader:
     """Read the zero points of GPTQ as the words have them."""
-    bits, n_out = _bits(matrix), matrix.shape[0]
+    bits, n_out = _n_code_bits(matrix), matrix.shape[0]
     return lambda parts, rows: across(parts["qzeros"].array, bits, rows, n_out).astype(np.float32)
 
 
@@ -81,7 +81,7 @@ def zero_not_wrapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 def zero_carried(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Add the one to whole words, so that it is carried into the next code."""
-    if _bits(matrix) != 4 or not _is_first_version(matrix):
+    if _n_code_bits(matrix) != 4 or not _is_first_version(matrix):
         return matrix
     part = matrix.parts["qzeros"]
     words = part.array.view(np.uint32) + np.uint32(_GPTQ_ZEROS)
@@ -101,7 +101,7 @@ def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Read the codes of a word in the order of AWQ."""
-    if _bits(matrix) != 4:
+    if _n_code_bits(matrix) != 4:
         return matrix
     places = np.arange(matrix.shape[1])
     places = places // 8 * 8 + _AWQ_PLACES[places % 8]
@@ -126,20 +126,20 @@ def ten_per_word_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 def codes_signed(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Read codes as two's complement."""
-    codes = integers(_bits(matrix))
+    codes = integers(_n_code_bits(matrix))
     return _with(matrix, values=np.where(codes >= codes.size // 2, codes - codes.size, codes))
 
 
 def zero_point_forgotten(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Multiply codes without subtracting the zero point."""
-    return _with(matrix, zero=None, values=integers(_bits(matrix)))
+    return _with(matrix, zero=None, values=integers(_n_code_bits(matrix)))
 
 
 def symmetric(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Take the middle of the codes for every zero point."""
     if matrix.recipe.zero is None:
         return matrix
-    return _with(matrix, zero=None, values=integers(_bits(matrix), offset=matrix.values.size // 2))
+    return _with(matrix, zero=None, values=integers(_n_code_bits(matrix), offset=matrix.values.size // 2))
 
 
 def zero_point_not_scaled(matrix: QuantisedMatrix) -> QuantisedMatrix:

@@ -92,7 +92,7 @@ def decode_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
 
 def decode_row(kind: GGMLType, ours: np.ndarray, values: np.ndarray) -> Comparison:
     """Ours beside what ggml made of the blocks."""
-    return _bits(kind.name, StageRef(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
+    return _bits_row(kind.name, StageRef(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
 
 
 def other_bits(ours: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -108,7 +108,7 @@ def rounding_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
             theirs = golden.rounding.get(f"{kind}.{variant}")
             if theirs is not None:
                 wrong = packed_activations(rows, kind, variant) != theirs
-                yield _bits(kind, StageRef(CHECKPOINT, "rounding", part=f"{kind}.{variant}"), wrong, "bytes")
+                yield _bits_row(kind, StageRef(CHECKPOINT, "rounding", part=f"{kind}.{variant}"), wrong, "bytes")
 
 
 def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Comparison]:
@@ -148,7 +148,7 @@ def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantN
     return packed
 
 
-def _bits(model: str, place: StageRef, wrong: np.ndarray, of: str) -> Comparison:
+def _bits_row(model: str, place: StageRef, wrong: np.ndarray, of: str) -> Comparison:
     first = int(np.argmax(wrong.any(axis=-1)))
     note = f"{int(wrong.sum())} of {wrong.size} {of} differ, the first in block {first}" if wrong.any() else ""
     return _exact_row(model, place, float(wrong.mean()), note)
