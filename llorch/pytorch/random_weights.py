@@ -76,7 +76,7 @@ def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: Kind) -> N
 
 def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) -> Fields:
     """Random codes, with scales that give numbers of about the size of real weights."""
-    elements, n_bytes = _block(packed)
+    elements, n_bytes = _block_size(packed)
     if shape[1] % elements:
         raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
     raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
@@ -100,7 +100,7 @@ def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
     return {"codes": codes, "d": d} | ({"minimum": -d * values.max() / 2} if (values >= 0).all() else {})
 
 
-def _block(packed: Kind) -> tuple[int, int]:
+def _block_size(packed: Kind) -> tuple[int, int]:
     """Elements and bytes of codes that cannot be told apart."""
     if isinstance(packed, Table):
         return GROUP, GROUP // 2 if packed.name == "TABLE_4" else GROUP
@@ -115,7 +115,7 @@ def kind_named(name: str) -> Kind:
 def random_bytes(config: ModelConfig, target: Target, packed: Kind | None = None) -> int:
     """Bytes that `random_model` takes: all weights, and what the largest needs while it is made."""
     shapes = [row.shape for row in inventory(config).values()]
-    elements, n_bytes = (1, target.dtype.itemsize) if packed is None else _block(packed)
+    elements, n_bytes = (1, target.dtype.itemsize) if packed is None else _block_size(packed)
     scales = 2 * sum(map(math.prod, shapes)) * 4 // GROUP if isinstance(packed, Table) else 0
     return sum(map(math.prod, shapes)) * n_bytes // elements + scales + 4 * max(map(math.prod, shapes))
 

@@ -223,7 +223,7 @@ def _rotate(config: ModelConfig, at: Target) -> KernelExample:
     return KernelExample(rotate_and_cache, inputs)
 
 
-def _block(config: ModelConfig, at: Target) -> KernelExample:
+def _block_example(config: ModelConfig, at: Target) -> KernelExample:
     """Make an example of a block: a whole model of one layer, which reads a padded prompt and goes on."""
     model = random_model(config, at)
     use_sdpa(model)
@@ -268,6 +268,6 @@ def _graph(config: ModelConfig, at: Target) -> KernelExample:
 
 
 _EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
-    "norm": _norm, "linear": _linear, "rotate": _rotate, "attend": _attend, "act": _act, "block": _block,
+    "norm": _norm, "linear": _linear, "rotate": _rotate, "attend": _attend, "act": _act, "block": _block_example,
     "graph": _graph,
 }  # fmt: skip
