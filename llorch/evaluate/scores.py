@@ -55,12 +55,12 @@ def log_softmax(logits: Logits) -> Float64[np.ndarray, "rows vocab"]:
 
 def losses(logits: Logits, targets: Targets) -> PerToken:
     """Compute minus the log probability of the right token of each row, in nats."""
-    return np.concatenate([_loss(log_softmax(logits[rows]), targets[rows]) for rows in _blocks(logits)])
+    return np.concatenate([_loss(log_softmax(logits[rows]), targets[rows]) for rows in _row_slices(logits)])
 
 
 def compare_rows(reference: Logits, logits: Logits, targets: Targets) -> PairScores:
     """Compare two models on the same tokens; of equally likely ones that with the lowest id counts as the best."""
-    return PairScores.join([_compare(reference[rows], logits[rows], targets[rows]) for rows in _blocks(logits)])
+    return PairScores.join([_compare(reference[rows], logits[rows], targets[rows]) for rows in _row_slices(logits)])
 
 
 def _compare(reference: np.ndarray, logits: np.ndarray, targets: np.ndarray) -> PairScores:
@@ -77,7 +77,7 @@ def _loss(log_probs: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return -log_probs[np.arange(len(targets)), targets]
 
 
-def _blocks(logits: np.ndarray) -> Iterator[slice]:
+def _row_slices(logits: np.ndarray) -> Iterator[slice]:
     """Cut rows so that float64 copies stay small however large the vocabulary is."""
     step = max(1, _BLOCK // logits.shape[1])
     return (slice(start, start + step) for start in range(0, len(logits), step))

@@ -195,7 +195,7 @@ def _queries_stand_alone(q: Float[Tensor, "heads seq width"], keys: Float[Tensor
 def _scores(
     q: Float[Tensor, "heads seq head_dim"], keys: Float[Tensor, "kv_heads ctx head_dim"], n: int
 ) -> Float[Tensor, "heads seq ctx"]:
-    blocks = _blocks(keys)
+    blocks = _key_blocks(keys)
     tiles = [torch.cat([matmul(tile, block.mT) for block in blocks], dim=-1) for tile in _tiles(q, len(keys), n)]
     return _untiled(torch.stack(tiles), n)[:, : q.shape[1], : keys.shape[1]]
 
@@ -204,7 +204,7 @@ def _context(
     probs: Float[Tensor, "heads seq ctx"], values: Float[Tensor, "kv_heads ctx head_dim"], n: int
 ) -> Float[Tensor, "heads seq head_dim"]:
     """Blocks are added in their order; those that no token sees add exact zeros, so that their number is no matter."""
-    blocks = _blocks(values)
+    blocks = _key_blocks(values)
     padded = pad(probs, (0, len(blocks) * KEYS - probs.shape[-1]))
     parts = _tiles(padded, len(values), n).unflatten(-1, (-1, KEYS)).permute(3, 0, 1, 2, 4).contiguous()  # block first
     total = torch.zeros((), dtype=values.dtype, device=values.device)
@@ -213,7 +213,7 @@ def _context(
     return _untiled(total, n)[:, : probs.shape[1]]
 
 
-def _blocks(context: Float[Tensor, "kv_heads ctx head_dim"]) -> Float[Tensor, "blocks kv_heads keys head_dim"]:
+def _key_blocks(context: Float[Tensor, "kv_heads ctx head_dim"]) -> Float[Tensor, "blocks kv_heads keys head_dim"]:
     """Keys or values in new memory, `KEYS` slots to a block; zeros in the last one's rest."""
     padded = pad(context, (0, 0, 0, -context.shape[1] % KEYS))
     return padded.unflatten(1, (-1, KEYS)).transpose(0, 1).contiguous()
