@@ -132,7 +132,7 @@ class Opened:
             self.require_fits(prompt)
             return self.tokenizer.encode(prompt)
         if _is_conversation(prompt):
-            written = self.chats.written(_checked(prompt))
+            written = self.chats.written(_checked_conversation(prompt))
             self.require_fits(written.text)
             return self.chats.encoded(written)
         return list(prompt)  # type: ignore[arg-type] (ids)
@@ -375,14 +375,14 @@ def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None
         return prompt
     if messages is None or prompt is not None:
         raise ValueError(f"generate: expected a prompt or messages, got {'neither' if messages is None else 'both'}")
-    return _checked(messages)
+    return _checked_conversation(messages)
 
 
 def _is_conversation(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _checked(messages: Sequence[Any]) -> list[dict[str, object]]:
+def _checked_conversation(messages: Sequence[Any]) -> list[dict[str, object]]:
     return checked_messages(Fields({}, "generate"), "messages", list(messages))
 
 

@@ -188,7 +188,7 @@ class ModelConfig:
     @classmethod
     def from_huggingface(cls, values: Mapping[str, object], *, path: str | Path) -> "ModelConfig":
         """Read the object of a `config.json`; a FormatError names the key and the file `path`."""
-        return _checked(huggingface.read(values, path), path)
+        return _config_from(huggingface.read(values, path), path)
 
     @classmethod
     def from_gguf(
@@ -205,10 +205,10 @@ class ModelConfig:
         Biases and tying show in `tensor_names` only; `vocab_size` is the number of rows of `token_embd.weight`,
         `rope_factors` the tensor `rope_freqs.weight`, when there is one.
         """
-        return _checked(gguf.read(metadata, tensor_names, vocab_size, rope_factors, path), path)
+        return _config_from(gguf.read(metadata, tensor_names, vocab_size, rope_factors, path), path)
 
 
-def _checked(fields: dict[str, Any], path: str | Path) -> ModelConfig:
+def _config_from(fields: dict[str, Any], path: str | Path) -> ModelConfig:
     with Fields({}, path).naming_the_file():
         return ModelConfig(**fields)
 

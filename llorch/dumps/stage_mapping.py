@@ -140,12 +140,12 @@ def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
         else:
             node = meaning if meaning.by_llamacpp else None
             layout = mapping.layout(meaning.stages[0], pattern)
-            names.named.append(_checked(raw.source, n_pass, array, meaning, layout, config))
+            names.named.append(_named_array(raw.source, n_pass, array, meaning, layout, config))
             names.assumed += [meaning.assumed] if meaning.assumed else []
     return names
 
 
-def _checked(
+def _named_array(
     source: str, n_pass: int, array: RawArray, meaning: Meaning, layout: DumpLayout, config: ModelConfig
 ) -> NamedArray:
     stages = meaning.stages

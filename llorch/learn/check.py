@@ -60,18 +60,18 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
         MissingExtra: The lesson is that on torch, which is not installed.
         LeftOut: The lesson needs goldens that a wheel leaves out.
     """
-    found = _checked(lesson, implementation, mode)
+    found = _judge_lesson(lesson, implementation, mode)
     if mode == "isolated" or found.word != FAIL:
         return found
     before = [each for each in LESSONS[: LESSONS.index(lesson)] if not each.on_torch]
     for at, earlier in enumerate(before):  # what is wrong there is handed on
-        if (first := _checked(earlier, implementation, mode)).word == FAIL:
+        if (first := _judge_lesson(earlier, implementation, mode)).word == FAIL:
             behind = ", ".join(each.number for each in (*before[at + 1 :], lesson))
             return replace(first, notes=[*first.notes, f"not checked: {behind}"])
     return found
 
 
-def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonVerdict:
+def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonVerdict:
     borrowed, how, fault, traceback = implementation.borrowed(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
     judged: list[LessonComparison] = []

@@ -248,7 +248,7 @@ def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel
             number = channel.receive_object()
             allowed.begin()
             assert isinstance(implementation, Implementation)
-            answer = _checked(number, implementation, mode, with_teeth)
+            answer = _check_in_sandbox(number, implementation, mode, with_teeth)
     os._exit(0)  # threads of the learner's may go on for ever
 
 
@@ -260,7 +260,7 @@ def _opened(source: str, allowed: "_Allowed") -> Implementation | Exception:
         return error
 
 
-def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth: bool) -> Outcome:
+def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, with_teeth: bool) -> Outcome:
     lesson = BY_NUMBER[number]
     try:
         verdict = check(lesson, implementation, mode)

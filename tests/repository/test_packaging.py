@@ -21,7 +21,7 @@ from llorch.learn.checks.forward import models_of
 from llorch.learn.checks.quantised import golden
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.sandbox import _checked
+from llorch.learn.sandbox import _check_in_sandbox
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -147,5 +147,5 @@ def test_the_newest_version_of_the_changelog_is_that_of_the_package():
 @pytest.mark.parametrize(("number", "word"), [("01", PASS), *((each, NOT_RUN) for each in ("05b", "06b", "13", "17"))])
 def test_a_lesson_that_a_wheel_lacks_goldens_for_is_not_run_and_others_are_judged(number: str, word: str):
     written = {part.name: part.reference for part in BY_NUMBER[number].parts}
-    outcome = _checked(number, Implementation("the reference", written), "isolated", with_teeth=False)
+    outcome = _check_in_sandbox(number, Implementation("the reference", written), "isolated", with_teeth=False)
     assert (outcome.word, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)
