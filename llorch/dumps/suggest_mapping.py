@@ -55,7 +55,7 @@ def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_po
     patterns = patterns_of(unnamed, config.n_layers)
     compare(patterns, weights, passes)
     offset = _counted_from(patterns)
-    chosen = _chosen(patterns, offset)
+    chosen = _choose_stages(patterns, offset)
     lines = [*_HEAD, "", "[names]"]
     lines += [_name_line(pattern, chosen.get(pattern.name), offset, config.head_dim) for pattern in patterns]
     rotated = {g.stages[0][0] for g in chosen.values() if g.layout.permuted and g.stages[0].endswith("_rope")}
@@ -96,7 +96,7 @@ def _counted_from(patterns: Sequence[Pattern]) -> int:
     return int(alike[1] > alike[0])
 
 
-def _chosen(patterns: Sequence[Pattern], offset: int) -> dict[str, Guess]:
+def _choose_stages(patterns: Sequence[Pattern], offset: int) -> dict[str, Guess]:
     """Choose a stage for each pattern, none twice: first by similar values, then by the order of writing."""
     open_to = {pattern.name: [*_possible(pattern, offset)] for pattern in patterns}
     chosen: dict[str, Guess] = {}

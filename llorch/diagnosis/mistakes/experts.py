@@ -49,7 +49,7 @@ def _gates(config: ModelConfig) -> bool:
     return config.experts is not None and config.experts.shared_gate
 
 
-def _chosen(probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _chosen_probs(probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.take_along_axis(probs, ids, axis=-1)
 
 
@@ -177,18 +177,18 @@ ROUTING: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="topk-weights-not-normalised", stages=("topk_weights",), applies_to=_normalises, part=WEIGHTS,
-        wrong=instead(lambda probs, ids, normalised: _chosen(probs, ids)),
+        wrong=instead(lambda probs, ids, normalised: _chosen_probs(probs, ids)),
         diagnosis="The probabilities of the chosen experts were used as they are; norm_topk_prob divides by their sum.",
     ),
     Mistake(
         name="topk-weights-normalised", stages=("topk_weights",), applies_to=_keeps_probs, part=WEIGHTS,
-        wrong=instead(lambda probs, ids, normalised: (p := _chosen(probs, ids)) / p.sum(axis=-1, keepdims=True)),
+        wrong=instead(lambda probs, ids, normalised: (p := _chosen_probs(probs, ids)) / p.sum(axis=-1, keepdims=True)),
         diagnosis="The weights sum to 1, by a division or a softmax after top-k; without norm_topk_prob they are the "
         "probabilities among all experts.",
     ),
     Mistake(
         name="topk-weights-softmax-twice", stages=("topk_weights",), applies_to=_chooses, part=WEIGHTS,
-        wrong=instead(lambda probs, ids, normalised: router_probs(_chosen(probs, ids))),
+        wrong=instead(lambda probs, ids, normalised: router_probs(_chosen_probs(probs, ids))),
         diagnosis="A softmax was applied to probabilities; divide the chosen ones by their sum instead.",
     ),
     Mistake(

@@ -84,7 +84,7 @@ def _delta_rule(config: ModelConfig, at: Target) -> KernelExample:
     )  # ours writes the state there
 
 
-def _chosen(config: ModelConfig, at: Target, plain: nn.Module, width: int) -> KernelExample:
+def _routed_example(config: ModelConfig, at: Target, plain: nn.Module, width: int) -> KernelExample:
     numbers = Numbers(at)
     ids = {seq: numbers(1, seq, N_EXPERTS).argsort(-1)[..., :TOP] for seq in LENGTHS}
     given = [(numbers(1, seq, one, width), ids[seq]) for one in (1, TOP) for seq in LENGTHS]
@@ -95,14 +95,14 @@ def _experts(config: ModelConfig, at: Target) -> KernelExample:
     numbers, width, size = Numbers(at), config.hidden_size, config.intermediate_size // 8
     plain = ExpertLinear(1, 1, 1)
     plain.weight = _frozen(numbers(N_EXPERTS, size, width))
-    return _chosen(config, at, plain, width)
+    return _routed_example(config, at, plain, width)
 
 
 def _packed_experts(config: ModelConfig, at: Target, kind: Kind) -> KernelExample:
     width = -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     fields = random_fields((N_EXPERTS * (config.intermediate_size // 8), width), kind, at.device)
-    return _chosen(config, at, QuantisedExperts(fields, kind, N_EXPERTS), width)
+    return _routed_example(config, at, QuantisedExperts(fields, kind, N_EXPERTS), width)
 
 
 EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
