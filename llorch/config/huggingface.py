@@ -207,7 +207,7 @@ def _layers(fields: Fields, family: Family, context: int, *, has_experts: bool) 
     experts = _with_experts(fields, n_layers, family.sparse) if has_experts else [False] * n_layers
     kinds = _kinds(fields, family, n_layers, rope)
     window = fields.integer("sliding_window", low=1) if "sliding_attention" in kinds else None
-    chunk = _chunk(fields, family) if "chunked_attention" in kinds else None
+    chunk = _read_attention_chunk(fields, family) if "chunked_attention" in kinds else None
     head_norm = family.head_norm and fields.boolean("use_qk_norm", default=True)
     tempered = _tempered(fields, family, rope)
     return [
@@ -293,7 +293,7 @@ def _with_rope(fields: Fields, n_layers: int, usual: int) -> list[bool]:
     return [bool(one) for one in listed[:n_layers]]
 
 
-def _chunk(fields: Fields, family: Family) -> int:
+def _read_attention_chunk(fields: Fields, family: Family) -> int:
     chunk = fields.integer("attention_chunk_size", default=family.chunk, low=1)
     fields.refuse_null("attention_chunk_size")
     return chunk

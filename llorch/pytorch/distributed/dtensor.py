@@ -40,11 +40,11 @@ def part_of(complete: Tensor, example: Tensor) -> Tensor:
     for axis, placement in reversed(list(enumerate(example.placements))):
         if not placement.is_replicate():
             cut: Any = placement  # Shard or _StridedShard, which are no relatives
-            complete = _chunk(complete, mesh.size(axis), cut.dim, mesh.get_local_rank(axis))
+            complete = _chunk_of(complete, mesh.size(axis), cut.dim, mesh.get_local_rank(axis))
     return complete
 
 
-def _chunk(tensor: Tensor, count: int, dim: int, number: int) -> Tensor:
+def _chunk_of(tensor: Tensor, count: int, dim: int, number: int) -> Tensor:
     """One of some chunks as torch cuts them; those at the end may be shorter, or have nothing."""
     chunks = tensor.chunk(count, dim)
     return chunks[number] if number < len(chunks) else tensor.narrow(dim, 0, 0)

@@ -87,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             with only(lm_head, tokens[part]):
-                made = _chunk(rows[part], targets[part], lm_head, trained, smoothing=smoothing)
+                made = _chunk_loss(rows[part], targets[part], lm_head, trained, smoothing=smoothing)
             losses[part], d_rows[part], more = made
             pairs = zip(d_trained, more, strict=True)
             d_trained = [new if old is None or new is None else old + new for old, new in pairs]
@@ -102,7 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return d_rows, None, None, None, None, None, *d_trained
 
 
-def _chunk(
+def _chunk_loss(
     rows: Float[Tensor, "rows hidden"],
     targets: Int64[Tensor, " rows"],
     lm_head: nn.Module,
