@@ -154,12 +154,12 @@ def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
     """Pack the codes, some rows at a time."""
     width = matrix.shape[1] // (2 if kind.name == "TABLE_4" else 1)
     packed = torch.empty(matrix.shape[0], width, dtype=torch.uint8)
-    for rows, codes in _codes(matrix):
+    for rows, codes in _codes_in_parts(matrix):
         packed[rows] = join_four_bits(codes) if kind.name == "TABLE_4" else codes
     return packed
 
 
-def _codes(matrix: QuantisedMatrix) -> Iterator[tuple[slice, Tensor]]:
+def _codes_in_parts(matrix: QuantisedMatrix) -> Iterator[tuple[slice, Tensor]]:
     n_out, n_in = matrix.shape
     step = max(32, _AT_ONCE // n_in // 32 * 32)  # whole words of formats that pack along the rows
     for start in range(0, n_out, step):

@@ -8,7 +8,7 @@ from llorch.files.quant import ACTIVATION_TYPE
 from llorch.ops.rounding import BLOCK_SIZE, BlockKind, quantize_blocks
 
 
-def _codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _rounded_codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return activations in blocks, with their scales before and after storage."""
     kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
     blocks = s.x.reshape(-1, BLOCK_SIZE[kind])
@@ -21,13 +21,13 @@ def scale_not_stored(s: QuantisedInputs) -> np.ndarray:
     """Multiply the codes by the float32 scale instead of the stored scale."""
     kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
     codes, _ = quantize_blocks(s.x, kind, s.variant)
-    blocks, exact, _ = _codes(s)
+    blocks, exact, _ = _rounded_codes(s)
     return (codes.reshape(blocks.shape).astype(np.float32) * exact).reshape(s.x.shape)
 
 
 def codes_truncated(s: QuantisedInputs) -> np.ndarray:
     """Truncate codes towards zero."""
-    blocks, exact, stored = _codes(s)
+    blocks, exact, stored = _rounded_codes(s)
     with np.errstate(all="ignore"):
         codes = np.trunc(np.where(exact > 0, blocks / exact, 0))
     return (codes * stored).astype(np.float32).reshape(s.x.shape)
@@ -35,7 +35,7 @@ def codes_truncated(s: QuantisedInputs) -> np.ndarray:
 
 def codes_up_to_128(s: QuantisedInputs) -> np.ndarray:
     """Divide the maximum by 128 for the scale."""
-    blocks, exact, _ = _codes(s)
+    blocks, exact, _ = _rounded_codes(s)
     scale = exact * np.float32(127 / 128)
     stored = scale if s.activations == "Q8_K" else scale.astype(np.float16).astype(np.float32)
     with np.errstate(all="ignore"):
