@@ -72,7 +72,7 @@ def read(
             "tie_word_embeddings": "output.weight" not in tensor_names,
             "layers": one_for_each(layers),
             "experts": experts,
-            "delta_net": _delta_net(fields) if family.hybrid else None,
+            "delta_net": _read_delta_net(fields) if family.hybrid else None,
             "attention_gate": family.hybrid,
             "rotary_dim": rotary_dim,
             "rope_sections": _sections(fields, family),
@@ -196,7 +196,7 @@ def _intermediate_size(fields: Fields, experts: Experts | None) -> int:
     return fields.integer("feed_forward_length", **({} if experts is None else {"default": experts.expert_size}))
 
 
-def _delta_net(fields: Fields) -> DeltaNet:
+def _read_delta_net(fields: Fields) -> DeltaNet:
     n_value_heads = fields.integer("ssm.time_step_rank", low=1)
     inner = fields.integer("ssm.inner_size", low=1)
     if inner % n_value_heads:

@@ -70,7 +70,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
             "tie_word_embeddings": _tied(whole, fields, default=family.tied),
             "layers": one_for_each(layers),
             "experts": experts,
-            "delta_net": _delta_net(fields) if family.hybrid else None,
+            "delta_net": _read_delta_net(fields) if family.hybrid else None,
             "attention_gate": family.hybrid,
             "rotary_dim": rotary_dim,
             "adjacent_pairs": family.adjacent_pairs,
@@ -189,7 +189,7 @@ def _normalises(fields: Fields, family: Family) -> bool:
     return True if default is None else fields.boolean("norm_topk_prob", default=default)
 
 
-def _delta_net(fields: Fields) -> DeltaNet:
+def _read_delta_net(fields: Fields) -> DeltaNet:
     return DeltaNet(
         conv_kernel=fields.integer("linear_conv_kernel_dim", default=4),
         n_key_heads=fields.integer("linear_num_key_heads", default=16),

@@ -88,7 +88,13 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     }
     if family.qkv_bias is None:
         values[family.bias_key[0]] = config.qkv_bias
-    return values | {**family.written} | _experts(config, family) | _delta_net(config) | _positions(config, family)
+    return (
+        values
+        | {**family.written}
+        | _experts(config, family)
+        | _delta_net_settings(config)
+        | _positions(config, family)
+    )
 
 
 def _experts(config: ModelConfig, family: Family) -> dict[str, object]:
@@ -107,7 +113,7 @@ def _experts(config: ModelConfig, family: Family) -> dict[str, object]:
     return values | ({"shared_expert_intermediate_size": experts.shared_size} if experts.shared_size else {})
 
 
-def _delta_net(config: ModelConfig) -> dict[str, object]:
+def _delta_net_settings(config: ModelConfig) -> dict[str, object]:
     if (net := config.delta_net) is None:
         return {}
     kinds = {"delta_net": "linear_attention", "attention": "full_attention"}
