@@ -49,7 +49,7 @@ class RecordedCalls:
     def _recording(self, part: Exercise) -> Call:
         def call(**given: Any) -> Any:
             name = f"{part.name}/{len(self.of_part[part.name]):04d}"
-            self.of_part[part.name].append(_digest(given))
+            self.of_part[part.name].append(_digest_of_inputs(given))
             answers = {each: f"{name}/{each}" for each in part.returns}
             self._listed.append({"part": part.name, "arguments": self._said(given, f"{name}/"), "answers": answers})
             return part.reference(**given)
@@ -65,7 +65,7 @@ class RecordedCalls:
                 said[name] = value
             else:
                 array = np.array(value)
-                said[name] = self._names.setdefault(_digest({"": array}), above + name)
+                said[name] = self._names.setdefault(_digest_of_inputs({"": array}), above + name)
                 self.arrays.setdefault(said[name], array)
         return said
 
@@ -135,7 +135,7 @@ def _looking_up(part: Exercise, digests: list[bytes], arrays: Mapping[str, np.nd
 
     def call(**given: Any) -> Any:
         nonlocal next_one
-        digest = _digest(given)
+        digest = _digest_of_inputs(given)
         n = next_one % len(digests)
         if digests[n] != digest:
             n = first.get(digest, n)
@@ -149,7 +149,7 @@ def _looking_up(part: Exercise, digests: list[bytes], arrays: Mapping[str, np.nd
     return call
 
 
-def _digest(given: Mapping[str, Any]) -> bytes:
+def _digest_of_inputs(given: Mapping[str, Any]) -> bytes:
     made = hashlib.sha256()
     for name, array in flat(given).items():
         made.update(f"{name} {array.dtype.str} {array.shape} ".encode())

@@ -84,7 +84,7 @@ class Guard:
             log: Gets a line for each request, if there is one: method, path, status, time; nothing of its text or key.
         """
         self._app, self._max_body, self._log = app, max_body, log
-        self._key = None if key is None else _digest(key.encode())
+        self._key = None if key is None else _digest_of_key(key.encode())
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.encode() for origin in origins)
         self._n_held = 0  # bytes of bodies under way
@@ -175,7 +175,9 @@ class Guard:
             tried = [credentials]
         else:
             return False
-        return any([hmac.compare_digest(_digest(one.strip()), self._key) for one in tried])  # a list: all in one time
+        return any(
+            [hmac.compare_digest(_digest_of_key(one.strip()), self._key) for one in tried]
+        )  # a list: all in one time
 
     async def _read(self, body: bytearray, receive: Receive) -> tuple[Refusal | None, bool]:
         """Read into `body`: what it is refused for, and whether a rest of it was not read, or never came."""
@@ -194,7 +196,7 @@ class Guard:
                 return None, False
 
 
-def _digest(key: bytes) -> bytes:
+def _digest_of_key(key: bytes) -> bytes:
     """Of one length, so that comparing takes one time."""
     return hashlib.sha256(key).digest()
 

@@ -76,7 +76,7 @@ def synced_parts(folder: Path) -> dict[str, str]:
     digests = {}
     for name in sorted(os.listdir(folder)):
         sync(folder / name)
-        digests[name] = _digest(folder / name)
+        digests[name] = _digest_of_file(folder / name)
     sync(folder)
     return digests
 
@@ -132,10 +132,10 @@ def _require_parts(path: Path, digests: Mapping[str, object]) -> None:
             "Unexpected", f"expected only the files that were saved, got also {more[0]}", path=path / PARTS
         )
     for name, digest in digests.items():
-        _require_digest(_digest(path / PARTS / name), digest, path / PARTS / name)
+        _require_digest(_digest_of_file(path / PARTS / name), digest, path / PARTS / name)
 
 
-def _digest(path: Path) -> str:
+def _digest_of_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

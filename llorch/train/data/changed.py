@@ -41,10 +41,10 @@ def first_change(data: TrainingData, folder: Path) -> str:
 def _lines(data: TrainingData) -> Iterator[str]:
     for split in ("train", "valid", "test"):
         for example in getattr(data, split):
-            yield f"{_digest(example, split)} {split} {example.source}"
+            yield f"{_digest_of_example(example, split)} {split} {example.source}"
 
 
-def _digest(example: Example, split: str) -> str:
+def _digest_of_example(example: Example, split: str) -> str:
     content = np.array([example.ids, example.labels], "<i8").tobytes()
     return hashlib.sha256(split.encode() + content).hexdigest()[:_DIGITS]
 

@@ -56,7 +56,7 @@ def read_data(
     if settings.valid:
         splits |= _held_out(splits["train"], settings.valid, files["train"], notes)
     train, valid, test = (splits.get(split, Examples()) for split in ("train", "valid", "test"))
-    return TrainingData(train, valid, test, settings, _digest((train, valid, test), settings), notes)
+    return TrainingData(train, valid, test, settings, _digest_of_data((train, valid, test), settings), notes)
 
 
 def _read_split(
@@ -112,7 +112,7 @@ def _notes(file: str, name: str, n_rows: int, n_examples: int, unused: set[str],
     return [first, *(f"{file}: {what}: {count}" for what, count in encoder.counts.items())]
 
 
-def _digest(splits: tuple[Examples, ...], settings: DataSettings) -> str:
+def _digest_of_data(splits: tuple[Examples, ...], settings: DataSettings) -> str:
     in_ids = ("valid", "template_date", "chat_template_kwargs")  # settings whose effect the examples show
     encoding = {name: value for name, value in asdict(settings).items() if name not in in_ids}
     digest = hashlib.sha256(json.dumps(encoding, sort_keys=True).encode())
