@@ -47,7 +47,7 @@ def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, d
     notes: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     for name, told in hashes.items():
-        mine = known.get(name) or next((known[end] for end in _ends(name) if end in known), None)
+        mine = known.get(name) or next((known[end] for end in _name_suffixes(name) if end in known), None)
         if (mine is None or digest(weights.array(mine)) != told) and not ours.is_in_folder(name, told):
             how, is_ours = ours.guise(mine, told)
             (notes if is_ours else others).setdefault(how, []).append(name)
@@ -94,7 +94,7 @@ class _Ours:
 
     def is_in_folder(self, name: str, told: str) -> bool:
         """Tell if a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""
-        tensor = next((self._in_folder[end] for end in (name, *_ends(name)) if end in self._in_folder), None)
+        tensor = next((self._in_folder[end] for end in (name, *_name_suffixes(name)) if end in self._in_folder), None)
         if tensor is None:
             return False
         arrays = [assembled(self._weights, tensor, in_gguf=False)]
@@ -156,7 +156,7 @@ def _names(config: ModelConfig) -> dict[str, str]:
     return known
 
 
-def _ends(name: str) -> Iterator[str]:
+def _name_suffixes(name: str) -> Iterator[str]:
     """Yield a name without its first parts, the longest first: wrappers add parts in front."""
     parts = name.split(".")
     return (".".join(parts[n:]) for n in range(1, len(parts)))

@@ -72,7 +72,11 @@ class LoraConfig:
         named = {"module": (self.target_modules, False), "parameter": (self.target_parameters, True)}
         for kind, (ends, is_parameter) in named.items():
             paths = [t.path for t in every.values() if t.is_parameter is is_parameter]
-            absent = [end for end in ends if not any(_ends(path, end) for path in paths)] if ends != ALL_LINEAR else []
+            absent = (
+                [end for end in ends if not any(_path_ends_with(path, end) for path in paths)]
+                if ends != ALL_LINEAR
+                else []
+            )
             if absent and isinstance(ends, tuple):
                 raise ValueError(f"lora config: {_absent(kind, absent, paths, config)}")
         found = {name: target for name, target in every.items() if self._takes(target)}
@@ -115,7 +119,7 @@ class LoraConfig:
 
     def _takes(self, target: LoraTarget) -> bool:
         if target.is_parameter:
-            return any(_ends(target.path, end) for end in self.target_parameters)
+            return any(_path_ends_with(target.path, end) for end in self.target_parameters)
         if self.layers_to_transform is not None and _layer_of(target) not in self.layers_to_transform:
             return False
         return _fits(target, self.target_modules) and not (self.exclude_modules and _fits(target, self.exclude_modules))
@@ -131,7 +135,7 @@ def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str,
         paths = {target.path for target in targets.values() if target.is_parameter is is_parameter}
         others = {target.path for target in targets_of(model).values() if target.is_parameter is is_parameter} - paths
         ends = {_end(path) for path in paths}
-        same = not any(_ends(path, end) for path in others for end in ends)
+        same = not any(_path_ends_with(path, end) for path in others for end in ends)
         found[name] = tuple(sorted(ends if same else paths))
     return found
 
@@ -208,7 +212,7 @@ def _fits(target: LoraTarget, modules: tuple[str, ...] | str) -> bool:
         return target.name not in ("embed_tokens", "lm_head")
     if isinstance(modules, str):
         return _matches(modules, target.path)
-    return any(_ends(target.path, end) for end in modules)
+    return any(_path_ends_with(target.path, end) for end in modules)
 
 
 def _matches(pattern: str, path: str) -> bool:
@@ -235,7 +239,7 @@ def _layer_of(target: LoraTarget) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _ends(path: str, end: str) -> bool:
+def _path_ends_with(path: str, end: str) -> bool:
     return path == end or path.endswith(f".{end}")
 
 

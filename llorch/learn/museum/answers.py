@@ -39,7 +39,7 @@ def judged(shown: Exhibit, answer: str) -> MuseumAnswer:
     values = {float(name.partition("=")[2]) for name in shown.planted if "=" in name}
     is_other = said in {_plain(name) for name in MISTAKES.keys() - names}
     meant = said in {_plain(name) for name in names} or any(_plain(word) in said for word in shown.words)
-    if not is_other and (meant or any(_ends(name) <= {*said.split()} for name in names)):
+    if not is_other and (meant or any(_mistake_words(name) <= {*said.split()} for name in names)):
         return MuseumAnswer(True, f"Yes. {shown.cause}")
     if not is_other and _number(answer) in values:
         return MuseumAnswer(True, f"Yes, that is the value. {shown.cause}")
@@ -79,7 +79,7 @@ def _plain(text: str) -> str:
     return " ".join(re.sub(r"[-_]", " ", text.lower()).split())
 
 
-def _ends(name: str) -> set[str]:
+def _mistake_words(name: str) -> set[str]:
     """Split off the words of a mistake's name after its subject: `interleaved pairs`."""
     return {*_plain(name).split()[1:]} or {name}
 

@@ -20,7 +20,7 @@ def all_rows(worker: Alone, rows: Tensor, n_rows: int) -> Tensor:
 
 def own_input(worker: Alone, matrix: str, x: Tensor) -> Tensor:
     """Select the part of a matrix's input, by the matrix's canonical name, that this rank multiplies."""
-    if not isinstance(worker, OnMesh) or not _ends(matrix, ROWS):
+    if not isinstance(worker, OnMesh) or not _is_one_of(matrix, ROWS):
         return x
     ranks = worker.tensor_parallel
     return x.chunk(ranks.size(), -1)[ranks.get_local_rank()]
@@ -30,10 +30,10 @@ def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
     """Combine the output of a matrix on this rank with the outputs of the other ranks."""
     if not isinstance(worker, OnMesh):
         return part
-    if _ends(matrix, ROWS):
+    if _is_one_of(matrix, ROWS):
         return summed(part.clone(), worker.tensor_parallel)
-    return gathered(part, -1, worker.tensor_parallel) if _ends(matrix, COLUMNS) else part
+    return gathered(part, -1, worker.tensor_parallel) if _is_one_of(matrix, COLUMNS) else part
 
 
-def _ends(matrix: str, paths: tuple[str, ...]) -> bool:
+def _is_one_of(matrix: str, paths: tuple[str, ...]) -> bool:
     return matrix.endswith(tuple(path.rpartition(".")[2] for path in paths))
