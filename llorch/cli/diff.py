@@ -112,14 +112,14 @@ def _side(
     return Side.of_stages(read_stages(path, weights, mapping, tokens, first_position))
 
 
-def _first(reports: "dict[int, Report]") -> tuple[int, str] | None:
+def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
     return next(
         ((n_pass, report.first_divergence) for n_pass, report in reports.items() if report.first_divergence), None
     )
 
 
 def _record(reports: "dict[int, Report]") -> dict[str, object]:
-    first = _first(reports)
+    first = _first_divergence(reports)
     stages = [
         {"pass": n_pass, "stage": name, "error": each.error, "worst": each.worst, "limit": report.tolerance.error,
          "index": list(each.index), "a": each.got, "b": each.want, "fault": each.fault}
@@ -158,7 +158,7 @@ def _print(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]
         if only := _only(reports, side):
             more = f" and {len(only) - 8} more" if len(only) > 8 else ""
             out.print(printable(f"only in {path}: {', '.join(only[:8])}{more}"))
-    first, n_stages = _first(reports), sum(len(report.differences) for report in reports.values())
+    first, n_stages = _first_divergence(reports), sum(len(report.differences) for report in reports.values())
     if first is None:
         out.print(f"{n_stages} stages agree")
     else:

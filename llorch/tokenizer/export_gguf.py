@@ -183,7 +183,7 @@ def _add_special(
     roles["bos"] = vocabulary.special.bos_token_id if roles["bos"] is None else roles["bos"]
     for role, key in (("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
         named = [ids.get(_text(config.get(f"{key}_token")))]
-        named += [_first(values.get(f"{key}_token_id"), vocabulary.vocab_size) for values in (generation, model)]
+        named += [_first_id(values.get(f"{key}_token_id"), vocabulary.vocab_size) for values in (generation, model)]
         roles.setdefault(role, None)
         roles[role] = next((token_id for token_id in [roles[role], *named] if token_id is not None), None)
     for role, token_id in roles.items():
@@ -208,7 +208,7 @@ def _text(token: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _first(value: object, vocab_size: int) -> int | None:
+def _first_id(value: object, vocab_size: int) -> int | None:
     """Return an id, or the first of a list; None for all that is no id of the vocabulary, such as -1."""
     value = value[0] if isinstance(value, list) and value else value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size:
