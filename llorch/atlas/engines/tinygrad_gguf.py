@@ -35,7 +35,7 @@ class TinygradModel:
         for layer, block in enumerate(self.model.blk):
             for place, (before, after) in STAGES.items():
                 if module := getattr(block, place, None):
-                    self._watch(module, *_gated(before, after, block.config), layer)
+                    self._watch(module, *_names_with_gates(before, after, block.config), layer)
             if block.config.rope_dim == block.config.head_dim and said["general.architecture"] != "smollm3":
                 block._attention = self._with_rope(block._attention, layer)
 
@@ -77,7 +77,7 @@ class TinygradModel:
         self._add("logits", None, self.model.output(normed))
 
 
-def _gated(before: str, after: str, config: Any) -> tuple[str, str]:
+def _names_with_gates(before: str, after: str, config: Any) -> tuple[str, str]:
     """Where the queries come with gates."""
     gated = before.replace("attn_context", "attn_gated"), "q_gate_proj" if after == "q_proj" else after
     return gated if config.attn_output_gate else (before, after)

@@ -155,7 +155,7 @@ def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
     return state if stage == "delta_state" else np.concatenate(out)
 
 
-def _gated(made: Callable[[StageInputs, np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
+def _gated_mistake(made: Callable[[StageInputs, np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
     """Make a mistake from a function of the inputs, the heads, their gates (before the activation) and the gain."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
@@ -356,27 +356,27 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="gated-norm-gated-first", stages=("gated_norm",),
-        wrong=_gated(lambda s, x, z, gain: _normed(s, x * _silu(z), gain)),
+        wrong=_gated_mistake(lambda s, x, z, gain: _normed(s, x * _silu(z), gain)),
         diagnosis="Heads were gated and then normalised; the norm comes first.",
     ),
     Mistake(
         name="gated-norm-gain-plus-one", stages=("gated_norm",),
-        wrong=_gated(lambda s, x, z, gain: _normed(s, x, 1 + gain) * _silu(z)),
+        wrong=_gated_mistake(lambda s, x, z, gain: _normed(s, x, 1 + gain) * _silu(z)),
         diagnosis="The gain was applied as 1 + weight; only this norm of the model stores the gain itself.",
     ),
     Mistake(
         name="gated-norm-sigmoid", stages=("gated_norm",),
-        wrong=_gated(lambda s, x, z, gain: _normed(s, x, gain) * sigmoid(z)),
+        wrong=_gated_mistake(lambda s, x, z, gain: _normed(s, x, gain) * sigmoid(z)),
         diagnosis="Heads were multiplied by sigmoid(z); it is silu(z) = z * sigmoid(z).",
     ),
     Mistake(
         name="gated-norm-gate-missing", stages=("gated_norm",),
-        wrong=_gated(lambda s, x, z, gain: _normed(s, x, gain)),
+        wrong=_gated_mistake(lambda s, x, z, gain: _normed(s, x, gain)),
         diagnosis="Heads were normalised but not gated by silu(z).",
     ),
     Mistake(
         name="gated-norm-of-heads-together", stages=("gated_norm",),
-        wrong=_gated(
+        wrong=_gated_mistake(
             lambda s, x, z, gain: x / np.sqrt(np.mean(x * x, (-2, -1), keepdims=True) + s.config.rms_norm_eps)
             * gain * _silu(z)
         ),

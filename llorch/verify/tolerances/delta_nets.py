@@ -49,7 +49,7 @@ def _sigmoid(s: Step) -> np.ndarray:
     return own_half(s).given[0] * np.square(s.y * (1 - s.y)) + 4 * s.rounding
 
 
-def _gated(s: Step) -> np.ndarray:
+def _gated_variance(s: Step) -> np.ndarray:
     (context, gate), (of_context, of_gate) = s.x, s.given
     return of_context * np.square(gate) + of_gate * np.square(context) + 2 * s.rounding
 
@@ -218,7 +218,7 @@ def _net(s: Step) -> DeltaNet:
 RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
     {
         "attn_gate": _sigmoid,
-        "attn_gated": _gated,
+        "attn_gated": _gated_variance,
         "conv_state": _conv_state,
         "conv_out": _conv_out,
         "q_l2": _l2_norm,
