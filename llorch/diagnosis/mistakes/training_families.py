@@ -94,7 +94,9 @@ def has_delta_net(config: ModelConfig) -> bool:
     return config.delta_net is not None
 
 
-def _gradient(name: str, part: str, wrong: Function, of: Callable[[ModelConfig], bool], diagnosis: str) -> Mistake[Any]:
+def _family_gradient_mistake(
+    name: str, part: str, wrong: Function, of: Callable[[ModelConfig], bool], diagnosis: str
+) -> Mistake[Any]:
     return Mistake(
         name=f"gradient-{name}",
         stages=("gradient",),
@@ -107,46 +109,46 @@ def _gradient(name: str, part: str, wrong: Function, of: Callable[[ModelConfig],
 
 
 OF_FAMILIES: tuple[Mistake[Any], ...] = (
-    _gradient(
+    _family_gradient_mistake(
         "router-left-out", OPS + "routing.router_probs_backward", nothing, has_experts,
         "The router got no gradient; its weights multiply the outputs of the experts.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "routing-sum-as-constant", OPS + "routing.topk_weights_backward", sum_as_constant,
         lambda config: config.experts is not None and config.experts.norm_topk_prob,
         "The sum that divides the weights was treated as a constant; it depends on the probabilities.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "router-softmax-of-chosen", OPS + "routing.router_probs_backward", of_chosen_alone,
         lambda config: config.experts is not None and not config.experts.norm_topk_prob,
         "Logits of experts that were not chosen got no gradient; the softmax divides by all of them.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "experts-unweighted", OPS + "routing.mixed_backward", unweighted, has_experts,
         "Each expert got the whole gradient of the sum; it gets the share of its weight.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "gate-as-constant", OPS + "sigmoid.sigmoid_backward", nothing,
         lambda config: config.attention_gate or (config.experts is not None and config.experts.shared_gate),
         "A gate was treated as a constant; it depends on the token.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "decay-left-out", OPS + "delta_rule.log_decay_backward", nothing, has_delta_net,
         "The decay was treated as a constant; in_proj_a computes it from the token.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "state-cut-between-chunks", OPS + "delta_rule_backward.token_backward", state_cut, has_delta_net,
         "The state passed no gradient to the previous chunk; later tokens read what that chunk wrote.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "delta-keys-of-one-head", OPS + "delta_rule_backward.delta_rule_backward", of_one_value_head, has_delta_net,
         "A key got the gradient of one value head; it gets the sum over all heads that read it.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "l2-norm-as-constant", OPS + "delta_rule.l2_norm_backward", length_as_constant, has_delta_net,
         "The length of a key was treated as a constant; it depends on the key and removes the gradient along it.",
     ),
-    _gradient(
+    _family_gradient_mistake(
         "conv-taps-turned", OPS + "short_conv.short_conv_backward", taps_turned, has_delta_net,
         "The kernel was not reversed for the gradient; a value contributes to later tokens, not to earlier ones.",
     ),

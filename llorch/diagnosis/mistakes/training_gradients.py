@@ -141,78 +141,78 @@ def is_grouped(config: ModelConfig) -> bool:
     return config.n_heads > config.n_kv_heads
 
 
-def _gradient(name: str, part: str, wrong: Function, diagnosis: str, **more: Any) -> Mistake[Any]:
+def _gradient_mistake(name: str, part: str, wrong: Function, diagnosis: str, **more: Any) -> Mistake[Any]:
     return Mistake(name=name, stages=("gradient",), part=part, wrong=wrong, cases=ONE_STEP, diagnosis=diagnosis, **more)
 
 
 GRADIENTS: tuple[Mistake[Any], ...] = (
-    _gradient(
+    _gradient_mistake(
         "gradient-softmax-term-missing", OPS + "attention.attention_probs_backward", softmax_diagonal,
         "The gradient was only multiplied by the probabilities; also subtract the sum of the product over the keys.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-softmax-as-sigmoid", OPS + "attention.attention_probs_backward", softmax_second_twice,
         "The softmax was derived as p (1 - p), element by element; probabilities of a row depend on each other.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-scores-not-scaled", OPS + "attention.attention_scores_backward", scores_not_scaled,
         "The gradients of queries and keys were not divided by sqrt(head_dim), as the scores are.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-keys-not-summed-over-group", OPS + "attention.attention_scores_backward", keys_of_one_head,
         "A key got the gradient of one query head; it gets the sum over all heads of its group.", applies_to=is_grouped,
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-values-not-summed-over-group", OPS + "attention.attention_context_backward", values_of_one_head,
         "A value got the gradient of one query head; it gets the sum over all heads of its group.",
         applies_to=is_grouped,
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-norm-second-term-missing", OPS + "rms_norm.rms_norm_backward", norm_first_term,
         "The root mean square was treated as a constant; it depends on the row, which gives a second term.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-norm-gain-missing", OPS + "rms_norm.rms_norm_backward", norm_without_gain,
         "The gain of the norm is missing in the gradient; frozen or not, it scales the gradient.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-rope-turned-on", OPS + "rope.rope_backward", turned_on,
         "The gradient was rotated by the angle of the forward pass; rotate it by the negative angle.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-rope-missing", OPS + "rope.rope_backward", not_turned,
         "The gradient of queries and keys was not rotated; rotate it by the negative angle of its position.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-silu-second-term-missing", OPS + "swiglu.swiglu_backward", silu_as_gate,
         "The sigmoid of the gate was treated as a constant; silu' is s (1 + z (1 - s)).",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-lora-not-scaled", OPS + "lora.lora_backward", not_scaled,
         "The scale is in the forward pass only; it multiplies the gradients of A, B and the input too.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-lora-input-left-out", OPS + "lora.lora_backward", lora_input_left_out,
         "The gradient of the adapter's input is missing; x goes into both the matrix and the adapter.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-frozen-weight-stops-it", OPS + "lora.LoraMatrix.backward", base_left_out,
         "The frozen matrix blocked the gradient; it is not trained, but passes the gradient on.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-graph-cut-between-blocks", "llorch.backward.block_backward", graph_cut,
         "Blocks below got no gradient: the graph was cut, as by recomputation with a frozen input, and their adapters "
         "are never trained.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-residual-left-out", "llorch.backward.block_backward", residual_cut,
         "The gradient of the residual stream was lost; it passes every block unchanged.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-divided-by-rows", OPS + "cross_entropy.cross_entropy_backward", rows_for_tokens,
         "The gradient was divided by the rows of the document; it is divided by the learned tokens of the step.",
     ),
-    _gradient(
+    _gradient_mistake(
         "gradient-target-missing", OPS + "cross_entropy.cross_entropy_backward", target_missing,
         "The gradient of the logits is the probabilities minus the target; the target was not subtracted.",
     ),

@@ -249,11 +249,11 @@ class TorchTrainingRunner:
         stepper.backward(self.batches[:1])
         yield from self._of_parameters(stepper, "plain")
         for place, tensor in inputs.items():
-            yield place, self._tokens(all_rows(worker, _gradient(tensor), n_rows))
+            yield place, self._tokens(all_rows(worker, _gradient_of(tensor), n_rows))
 
     def _of_parameters(self, stepper: Stepper, case: str) -> Results:
         for name, place in of_tensors("gradient", self.n_layers, case).items():
-            yield place, array_of(whole(_gradient(stepper.optimizer.params[name])))
+            yield place, array_of(whole(_gradient_of(stepper.optimizer.params[name])))
 
     def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
         """Build the stepper with which the trainer makes its steps."""
@@ -375,7 +375,7 @@ class _Border(torch.autograd.Function):
         return (gradient if ctx.needs_input_grad[0] else None), grads[0], None
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+def _gradient_of(tensor: Tensor) -> Tensor:
     """Return the gradient of a tensor; zero where there is none, so that a cut graph is a wrong number."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
