@@ -55,7 +55,7 @@ def summarise(path: str | Path, weights: Weights | None = None) -> Summary:
     recorded, path = recorded_base(path), Path(path)
     config = read_config(path)[0] if path.is_dir() else None
     with SafetensorsFile(tensor_file(path)) if path.is_dir() else GGUFFile(path) as file:
-        halves = _halves(file)
+        halves = _halves_by_path(file)
         alpha = Fields(file.metadata, path).number(ALPHA, default=0.0) if isinstance(file, GGUFFile) else 0.0
         whole = {name: pair for name, pair in halves.items() if pair.keys() == {"A", "B"}}
         matrices = [_summary(name, pair, config, alpha, weights) for name, pair in sorted(whole.items())]
@@ -93,7 +93,7 @@ def _types(file: SafetensorsFile | GGUFFile) -> list[str]:
     return sorted({file.packed(name).ggml_type.name for name in file.tensors if "lora" in name})
 
 
-def _halves(file: SafetensorsFile | GGUFFile) -> dict[str, dict[str, np.ndarray]]:
+def _halves_by_path(file: SafetensorsFile | GGUFFile) -> dict[str, dict[str, np.ndarray]]:
     pattern = _PEFT if isinstance(file, SafetensorsFile) else _GGUF
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in file.tensors:

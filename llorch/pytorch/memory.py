@@ -306,9 +306,9 @@ def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[
     half = Target(target.device, DTYPES["bfloat16"])
     packable = wanted.residency == "decoded" and any(kind_of(weights, name) for name in weights)
     packed = replace(wanted, residency="packed")
-    for batch in _halves(wanted.batch, least=1):
+    for batch in _halvings(wanted.batch, least=1):
         yield f"a batch of {batch}", target, replace(wanted, batch=batch)
-    for n_tokens in _halves(wanted.n_tokens, least=256):
+    for n_tokens in _halvings(wanted.n_tokens, least=256):
         yield f"{n_tokens} tokens of context", target, replace(wanted, n_tokens=n_tokens)
     if packable:
         yield "--weights packed", target, packed
@@ -316,11 +316,11 @@ def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[
         yield "--dtype bfloat16", half, wanted
         if packable:
             yield "--dtype bfloat16 --weights packed", half, packed
-        for n_tokens in _halves(wanted.n_tokens, least=256):
+        for n_tokens in _halvings(wanted.n_tokens, least=256):
             yield f"--dtype bfloat16 with {n_tokens} tokens of context", half, replace(wanted, n_tokens=n_tokens)
 
 
-def _halves(n: int, *, least: int) -> Iterator[int]:
+def _halvings(n: int, *, least: int) -> Iterator[int]:
     while n // 2 >= least:
         n //= 2
         yield n

@@ -35,27 +35,27 @@ def _part(s: QuantisedInputs, part: slice) -> np.ndarray:
     return s.blocks.reshape(-1, BLOCK_SIZES[s.kind][1])[:, part]
 
 
-def _halves(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _nibbles(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes & 0x0F, codes >> 4
 
 
 def nibbles_alternate(s: QuantisedInputs) -> QuantisedInputs:
     """Take both codes of a byte for neighbours."""
     codes = _part(s, CODES[s.kind.name])
-    in_order = np.stack(_halves(codes), axis=-1).reshape(len(codes), 2, -1)
+    in_order = np.stack(_nibbles(codes), axis=-1).reshape(len(codes), 2, -1)
     return _spoilt(s, CODES[s.kind.name], in_order[:, 0] | in_order[:, 1] << 4)
 
 
 def nibbles_swapped(s: QuantisedInputs) -> QuantisedInputs:
     """Read the upper half of each byte first."""
-    low, high = _halves(_part(s, CODES[s.kind.name]))
+    low, high = _nibbles(_part(s, CODES[s.kind.name]))
     return _spoilt(s, CODES[s.kind.name], low << 4 | high)
 
 
 def sub_blocks_of_16_bytes(s: QuantisedInputs) -> QuantisedInputs:
     """Take every 16 bytes for a sub-block of 32, as in Q4_0."""
     codes = _part(s, CODES[s.kind.name])
-    halves = np.stack(_halves(codes.reshape(-1, 4, 2, 16)), axis=3)  # (blocks, pairs, sub-block, half, 16)
+    halves = np.stack(_nibbles(codes.reshape(-1, 4, 2, 16)), axis=3)  # (blocks, pairs, sub-block, half, 16)
     in_order = halves.reshape(len(codes), 4, 2, 32)
     return _spoilt(s, CODES[s.kind.name], (in_order[:, :, 0] | in_order[:, :, 1] << 4).reshape(codes.shape))
 

@@ -124,12 +124,12 @@ def has_finite_numbers(fields: Fields, table: Table) -> bool:
 
 
 def _pack_q8_0(blocks: Tensor) -> dict[str, Tensor]:
-    return {"codes": blocks[..., 2:].flatten(1).view(torch.int8), "d": _halves(blocks[..., :2])}
+    return {"codes": blocks[..., 2:].flatten(1).view(torch.int8), "d": _as_float16(blocks[..., :2])}
 
 
 def _pack_q4_0(blocks: Tensor) -> dict[str, Tensor]:
     codes = torch.cat((blocks[..., 2:] & 15, blocks[..., 2:] >> 4), dim=-1)  # (out, blocks, 32)
-    return {"codes": join_four_bits(codes.flatten(1)), "d": _halves(blocks[..., :2])}
+    return {"codes": join_four_bits(codes.flatten(1)), "d": _as_float16(blocks[..., :2])}
 
 
 def _pack_q4_k(blocks: Tensor) -> dict[str, Tensor]:
@@ -141,8 +141,8 @@ def _pack_q4_k(blocks: Tensor) -> dict[str, Tensor]:
     return {
         "codes": join_four_bits(codes.flatten(1)),
         "scales": _join_six_bits(scale.flatten(1), minimum.flatten(1)),
-        "d": _halves(blocks[..., :2]),
-        "dmin": _halves(blocks[..., 2:4]),
+        "d": _as_float16(blocks[..., :2]),
+        "dmin": _as_float16(blocks[..., 2:4]),
     }
 
 
@@ -155,7 +155,7 @@ def _pack_q6_k(blocks: Tensor) -> dict[str, Tensor]:
         "codes": join_four_bits(lower.flatten(1)),
         "upper": _join_two_bits(upper.flatten(1)),
         "scales": blocks[..., 192:208].flatten(1).view(torch.int8),
-        "d": _halves(blocks[..., 208:]),
+        "d": _as_float16(blocks[..., 208:]),
     }
 
 
@@ -204,7 +204,7 @@ def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
     return (runs.float() * scales[..., None]).flatten(-2)
 
 
-def _halves(columns: Tensor) -> Tensor:
+def _as_float16(columns: Tensor) -> Tensor:
     """Two bytes of every block as float16."""
     return columns.flatten(1).contiguous().view(torch.float16)
 
