@@ -28,7 +28,9 @@ async def answer(request: Request) -> Response:
     """Answer a request of this route."""
     body, service = await read(request, TraceRequest), service_of(request)
     ignored = ignored_fields(body)
-    adapter, ids, unwritten = await prepared(service, lambda: _ids(service, body), renders=body.messages is not None)
+    adapter, ids, unwritten = await prepared(
+        service, lambda: _read_ids(service, body), renders=body.messages is not None
+    )
     ignored += unwritten
     figures = _Figures(body.arrays or ())
     return await unless_gone(request, _traced(service, body, ids, adapter, figures, ignored))
@@ -46,7 +48,7 @@ async def _traced(
     return reply(Trace(model=body.model, tokens=ids, stages=stages, arrays=arrays), ignored)
 
 
-def _ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int], list[str]]:
+def _read_ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int], list[str]]:
     """Read the input; also returned are the adapter, and the keys of messages that the model does not read."""
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages or ()]
     if body.tokens is not None:

@@ -188,7 +188,7 @@ class NamedIds:
         rows = model.integer("vocab_size", default=0, low=0)
         limit = max(rows, max(ids.values()) + 1)
         begins, ends = (
-            [*_id_of_text(tokenizer, f"{role}_token", ids), *_ids((model, generation), f"{role}_token_id", limit)]
+            [*_id_of_text(tokenizer, f"{role}_token", ids), *_token_ids((model, generation), f"{role}_token_id", limit)]
             for role in ("bos", "eos")
         )
         return cls(
@@ -199,7 +199,7 @@ class NamedIds:
         )
 
 
-def _ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
+def _token_ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
     """One id, a list of ids, or nothing, in each file."""
     for fields in files:
         value = fields.values.get(key)

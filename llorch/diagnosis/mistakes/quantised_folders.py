@@ -39,7 +39,7 @@ def _then(reader: Reader, change: Callable[[np.ndarray], np.ndarray]) -> Reader:
     return lambda parts, rows: change(reader(parts, rows))
 
 
-def _ids(rows: Rows) -> np.ndarray:
+def _row_numbers(rows: Rows) -> np.ndarray:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
@@ -249,7 +249,7 @@ def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Take the four rows in a byte for four adjacent rows."""
 
     def codes(parts: Parts, rows: Rows) -> np.ndarray:
-        ids = _ids(rows)
+        ids = _row_numbers(rows)
         return parts["codes"].array[ids // 4] >> (ids % 4 * 2).astype(np.uint8)[:, None] & 3
 
     return _with(matrix, codes=codes)
