@@ -117,7 +117,7 @@ def judge_all(
     for judged in () if as_json else done:
         print_model(out, judged, detail=detail)
     alone = bool(on_torch) or any(plan.engines for plan in plans)
-    with Workers(_jobs(plans), 1 if alone else allowed_cores()) as workers:
+    with Workers(_verify_jobs(plans), 1 if alone else allowed_cores()) as workers:
         for plan in plans:
             for backend in on_torch or [None]:
                 with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
@@ -189,7 +189,7 @@ def _kernels(backend: "TorchBackend") -> JudgedModel:
     return JudgedModel(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
-def _jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
+def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
     """Split the judging of built-in models on NumPy into independent parts."""
     parts = {(plan.spec, at): part for plan in plans for at, part in enumerate(_parts(plan))}
     return {name: lambda part=part: list(part()) for name, part in parts.items()}

@@ -34,7 +34,7 @@ async def answer(request: Request) -> Response:
     """Answer a request of this route."""
     body, service = await read(request, ChatRequest), service_of(request)
     ignored = ignored_fields(body)
-    jobs, unwritten = await prepared(service, lambda: _jobs(service, body), n_answers=body.n or 1, renders=True)
+    jobs, unwritten = await prepared(service, lambda: _chat_jobs(service, body), n_answers=body.n or 1, renders=True)
     ignored += unwritten
     chat = _Chat(service, body, Answering(service.engine, service.model, jobs, body.stops, service.timeout))
     if body.stream:
@@ -42,7 +42,7 @@ async def answer(request: Request) -> Response:
     return await unless_gone(request, chat.whole(ignored))
 
 
-def _jobs(service: Service, body: ChatRequest) -> tuple[list[Job], list[str]]:
+def _chat_jobs(service: Service, body: ChatRequest) -> tuple[list[Job], list[str]]:
     """Prepare an answer each; also returned are the keys of messages that the model does not read."""
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
     variables, seed = template_variables(body, service.model.chats), first_seed(body.seed)

@@ -27,7 +27,7 @@ async def answer(request: Request) -> Response:
     """Answer a request of this route."""
     body, service = await read(request, CompletionRequest), service_of(request)
     ignored = ignored_fields(body)
-    jobs = await prepared(service, lambda: _jobs(service, body), n_answers=len(body.prompts) * (body.n or 1))
+    jobs = await prepared(service, lambda: _completion_jobs(service, body), n_answers=len(body.prompts) * (body.n or 1))
     answering = Answering(service.engine, service.model, jobs, body.stops, service.timeout)
     completion = _Completion(service, body, answering)
     if body.stream:
@@ -35,7 +35,7 @@ async def answer(request: Request) -> Response:
     return await unless_gone(request, completion.whole(ignored))
 
 
-def _jobs(service: Service, body: CompletionRequest) -> list[Job]:
+def _completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
     adapter, seed, n = service.adapter(body.model), first_seed(body.seed), body.n or 1
     special = {"parse_special": body.parse_special, "add_special": body.add_special_tokens}
     prompts = [service.text_ids(one, **special) if isinstance(one, str) else one for one in body.prompts]
