@@ -232,17 +232,19 @@ def written_family(config: ModelConfig) -> FamilyName:
 
 def gguf_tensors(config: ModelConfig) -> list[Tensor]:
     """List the tensors of a GGUF file."""
-    return _joined((weight.gguf, weight.in_gguf, weight) for weight in inventory(config).values())
+    return _join_tensors((weight.gguf, weight.in_gguf, weight) for weight in inventory(config).values())
 
 
 def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
     """List the tensors of a Hugging Face folder of the text alone; experts as transformers writes them."""
     config = replace(config, family=written_family(config))
-    tensors = _joined((weight.huggingface, weight.in_huggingface, weight) for weight in inventory(config).values())
+    tensors = _join_tensors(
+        (weight.huggingface, weight.in_huggingface, weight) for weight in inventory(config).values()
+    )
     return [one for tensor in tensors for one in _each_expert(tensor)]
 
 
-def _joined(rows: Iterable[tuple[str, Layout, Weight]]) -> list[Tensor]:
+def _join_tensors(rows: Iterable[tuple[str, Layout, Weight]]) -> list[Tensor]:
     found: dict[str, Tensor] = {}
     for name, layout, weight in rows:
         before = found[name].weights if name in found else ()

@@ -152,7 +152,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
     if "delta_net" in traits:
         if family.joined:
             for short, of in (("in_proj_qkvz", ("in_qkv", "in_z")), ("in_proj_ba", ("in_b", "in_a"))):
-                yield _joined(f"{theirs}linear_attn.{short}", short, named(*of))
+                yield _joined_target(f"{theirs}linear_attn.{short}", short, named(*of))
         else:
             yield from (plain(f"in_{which}", f"linear_attn.in_proj_{which}") for which in ("qkv", "z", "b", "a"))
         yield plain("out_proj", "linear_attn.out_proj")
@@ -194,7 +194,7 @@ def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, .
     return rows, columns
 
 
-def _joined(path: str, short: str, of: list[Weight]) -> LoraTarget:
+def _joined_target(path: str, short: str, of: list[Weight]) -> LoraTarget:
     """One of the two matrices of Qwen3-Next; GGUF files have qkv and z apart, b and a joined as they are."""
     rows = [_numbers(weight.in_huggingface.rows.index()) for weight in of if weight.in_huggingface.rows is not None]
     parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))

@@ -132,13 +132,13 @@ def _mixed(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     return probs @ _repeated(v, len(probs) // len(v))  # (heads, seq, head_dim)
 
 
-def _joined(mixed: np.ndarray) -> np.ndarray:
+def _join_heads(mixed: np.ndarray) -> np.ndarray:
     return mixed.swapaxes(0, 1).reshape(mixed.shape[1], -1)
 
 
 def values_tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Mix value head h % n_kv_heads for query head h."""
-    return _joined(probs @ _tiled(v, len(probs) // len(v)))
+    return _join_heads(probs @ _tiled(v, len(probs) // len(v)))
 
 
 def heads_joined_without_transpose(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -265,7 +265,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="context-mixes-keys", stages=("attn_context",), reads=("k_cache",),
-        wrong=lambda s, _: _joined(_mixed(s["attn_probs"], s["k_cache"])),
+        wrong=lambda s, _: _join_heads(_mixed(s["attn_probs"], s["k_cache"])),
         diagnosis="The probabilities mixed the keys; they must mix the values.",
     ),
 )  # fmt: skip
