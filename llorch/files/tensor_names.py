@@ -23,7 +23,7 @@ from operator import attrgetter
 import numpy as np
 
 from llorch.config import FAMILIES, Family, FamilyName, ModelConfig
-from llorch.files.tensor_storage import AS_IS, Layout, in_gguf, joined
+from llorch.files.tensor_storage import AS_IS, Layout, in_gguf, joined_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,9 @@ def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -
             prefix = weight.huggingface.rpartition("linear_attn.")[0]
             name = f"{prefix}linear_attn.in_proj_{pair}.weight"
             gguf = weight.gguf if pair == "qkvz" else weight.gguf.rpartition("ssm_")[0] + "ssm_ba.weight"
-            return replace(weight, huggingface=name, gguf=gguf, in_huggingface=joined(short, net, weight.shape[1]))
+            return replace(
+                weight, huggingface=name, gguf=gguf, in_huggingface=joined_layout(short, net, weight.shape[1])
+            )
         case _:
             return weight
 

@@ -143,7 +143,7 @@ def in_gguf(short: str, net: DeltaNet, hidden_size: int, *, tiled: bool) -> Layo
     The value heads of Qwen3.5 are tiled, those of Qwen3-Next are not.
     """
     if not tiled:
-        return joined(short, net, hidden_size) if short in ("in_b", "in_a") else AS_IS
+        return joined_layout(short, net, hidden_size) if short in ("in_b", "in_a") else AS_IS
     if net.n_key_heads == net.n_value_heads:
         return AS_IS
     match short:
@@ -159,7 +159,7 @@ def in_gguf(short: str, net: DeltaNet, hidden_size: int, *, tiled: bool) -> Layo
             return AS_IS
 
 
-def joined(short: str, net: DeltaNet, hidden_size: int) -> Layout:
+def joined_layout(short: str, net: DeltaNet, hidden_size: int) -> Layout:
     """Return the layout of a weight in the two matrices that Qwen3-Next has in a Hugging Face folder."""
     group = net.n_value_heads // net.n_key_heads
     if short in ("in_qkv", "in_z"):

@@ -13,7 +13,7 @@ from refusals import refuses
 from llorch.architecture import DeltaNet
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
-from llorch.files.tensor_storage import Layout, in_gguf, joined
+from llorch.files.tensor_storage import Layout, in_gguf, joined_layout
 
 NET = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=4, value_head_dim=5)
 RNG = np.random.default_rng(3)
@@ -172,11 +172,11 @@ def test_value_heads_of_qwen_3_5_files_are_dealt_out_to_the_key_heads_in_turn():
 def test_queries_keys_values_and_gates_of_qwen3_next_lie_head_after_head():
     matrix = np.array([f"{part}{head}.{i}" for head in range(2) for part, n in zip("qkvz", (4, 4, 15, 15), strict=True)
                        for i in range(n)])  # fmt: skip
-    taken = joined("in_qkv", NET, HIDDEN).taken(matrix, (46,))
+    taken = joined_layout("in_qkv", NET, HIDDEN).taken(matrix, (46,))
     assert [*taken[[0, 4, 8, 12, 16, 31]]] == ["q0.0", "q1.0", "k0.0", "k1.0", "v0.0", "v1.0"]
-    assert joined("in_z", NET, HIDDEN).taken(matrix, (30,))[[0, 14, 15]].tolist() == ["z0.0", "z0.14", "z1.0"]
+    assert joined_layout("in_z", NET, HIDDEN).taken(matrix, (30,))[[0, 14, 15]].tolist() == ["z0.0", "z0.14", "z1.0"]
     pairs = np.array(["b0", "b1", "b2", "a0", "a1", "a2", "b3", "b4", "b5", "a3", "a4", "a5"])
-    assert joined("in_a", NET, HIDDEN).taken(pairs, (6,)).tolist() == ["a0", "a1", "a2", "a3", "a4", "a5"]
+    assert joined_layout("in_a", NET, HIDDEN).taken(pairs, (6,)).tolist() == ["a0", "a1", "a2", "a3", "a4", "a5"]
 
 
 @pytest.mark.parametrize("short", ["in_qkv", "in_z", "in_b", "out_proj", "conv", "decay"])

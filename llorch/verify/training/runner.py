@@ -140,7 +140,7 @@ class NumpyTrainingRunner:
         for case, adapter in {"plain": self.adapter, "zero_b": with_zero_b(self.adapter)}.items():
             _, grads = numpy_step.loss_and_gradients(self.weights, adapter, self.batches[:1], label_smoothing=0.0)
             yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
-        yield from joined([found for found, _ in self._block_gradients({})]).items()
+        yield from join_documents([found for found, _ in self._block_gradients({})]).items()
 
     def _given(self, place: StageRef) -> np.ndarray:
         return self._golden.shown(place).astype(self.dtype)
@@ -185,7 +185,7 @@ class NumpyTrainingRunner:
         given = {place: self._given(place) for pair in borders(self.n_layers).items() for place in pair}
         found = list(self._block_gradients(given))
         tensors = of_tensors("gradient", self.n_layers)
-        yield from joined([blocks for blocks, _ in found]).items()
+        yield from join_documents([blocks for blocks, _ in found]).items()
         yield from named(
             tensors, {name: np.sum([grads[name] for _, grads in found], axis=0) for name in tensors}
         ).items()
@@ -268,7 +268,7 @@ class NumpyTrainingRunner:
             yield at("learning_rate", case=name), np.asarray(rates)
 
 
-def joined(documents: Sequence[Arrays]) -> Arrays:
+def join_documents(documents: Sequence[Arrays]) -> Arrays:
     """Tokens of all documents in a row."""
     return {place: np.concatenate([found[place] for found in documents]) for place in documents[0]}
 
