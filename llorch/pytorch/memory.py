@@ -77,7 +77,7 @@ def predict(
     slots = min(-(-n_tokens // SLOTS) * SLOTS, config.max_position_embeddings) + 1
     cache = sum(_remembered(config, layer, slots, target.dtype) for layer in range(config.n_layers)) * batch
     names = [row.name for row in inventory(weights.config).values()]  # in order of loading
-    kept = [_kept(weights, name, target, residency, n_ranks) for name in names]
+    kept = [_kept_bytes(weights, name, target, residency, n_ranks) for name in names]
     copies = [_copies(weights, name, target, residency, n_ranks) for name in names]
     beside = copies if kind == "cpu" else [0] * len(copies)
     return Need(
@@ -210,7 +210,7 @@ def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
     return residency == "packed" and kind_of(weights, name) is not None
 
 
-def _kept(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
+def _kept_bytes(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Bytes of a weight, or of a rank's part of it, once it is loaded."""
     n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
     if _stays_packed(weights, name, residency):
@@ -237,7 +237,7 @@ def _lost(weights: Weights, target: Target, residency: str, n_ranks: int) -> int
         return 0
     decoded = [name for name in weights if weights.stored_type(name) is not GGMLType.F32]
     kept = [name for name in decoded if not _stays_packed(weights, name, residency)]
-    return sum(_kept(weights, name, target, residency, n_ranks) for name in kept) // 10
+    return sum(_kept_bytes(weights, name, target, residency, n_ranks) for name in kept) // 10
 
 
 def _shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> int:

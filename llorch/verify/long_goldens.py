@@ -94,14 +94,14 @@ def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGo
     weights = open_weights(path)
     with open_producer("transformers", path, dtype="float64") as engine:
         cases, truth = _with_clear_choices(engine, weights)
-    kept = {case: _kept(weights.config, trace) for case, trace in truth.items()}
+    kept = {case: _last_rows(weights.config, trace) for case, trace in truth.items()}
     distances: dict[str, dict[str, dict[str, Difference]]] = {}
     for name in engines:
         able = {case: this for case, this in cases.items() if not unable_for_long(name, weights.config, this)}
         if not able:
             continue
         with open_producer(name, path, n_threads=2) as engine:  # type: ignore[arg-type] (a name of an engine)
-            shown = {case: _kept(weights.config, _trace(engine, this)) for case, this in able.items()}
+            shown = {case: _last_rows(weights.config, _trace(engine, this)) for case, this in able.items()}
         distances[name] = {case: _distances(kept[case], trace) for case, trace in shown.items()}
         _refuse_far(path, name, distances[name])
     return LongGolden(cases, kept, distances, weights_sha256)
@@ -141,7 +141,7 @@ def _trace(engine: Producer, this: Pass) -> Trace:
     return engine.trace(this.ids, first_position=this.first_position)
 
 
-def _kept(config: ModelConfig, trace: Trace) -> dict[str, np.ndarray]:
+def _last_rows(config: ModelConfig, trace: Trace) -> dict[str, np.ndarray]:
     return {name: last_tokens(stage, trace[name]).copy() for name, stage, _ in judged_stages(config)}
 
 
