@@ -34,7 +34,7 @@ class BlocksCheck:
     def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for part in written_parts(lesson, implementation):
-            kind, (blocks, values) = _kind(part), _golden(part)
+            kind, (blocks, values) = _block_type(part), _golden(part)
             ours = _decoded(part, implementation, blocks)
             row = replace(decode_row(kind, ours, values), backend=BACKEND)
             yield LessonComparison(row, None, ours, part=part.name)
@@ -46,7 +46,7 @@ class BlocksCheck:
         part = PARTS[wrong[0].part]
         blocks, values = (each[:ORDINARY] for each in _golden(part))
         ours = _decoded(part, implementation, blocks)
-        inputs = QuantisedInputs(_kind(part), blocks, values.shape, np.empty((0, 0), np.float32))
+        inputs = QuantisedInputs(_block_type(part), blocks, values.shape, np.empty((0, 0), np.float32))
         return [
             Suspect(mistake.name, mistake.diagnosis, ("decode",), 1.0, 0.0)
             for mistake, made in quantised_variants("decode", inputs).wrong
@@ -54,15 +54,15 @@ class BlocksCheck:
         ]
 
 
-def _kind(part: Exercise) -> GGMLType:
+def _block_type(part: Exercise) -> GGMLType:
     return GGMLType[part.name.upper()]
 
 
 def _golden(part: Exercise) -> tuple[np.ndarray, np.ndarray]:
     arrays = golden().blocks
-    return arrays[f"{_kind(part).name}.blocks"], arrays[f"{_kind(part).name}.values"]
+    return arrays[f"{_block_type(part).name}.blocks"], arrays[f"{_block_type(part).name}.values"]
 
 
 def _decoded(part: Exercise, implementation: Implementation, blocks: np.ndarray) -> np.ndarray:
     with implementation.installed([part]):
-        return decode(blocks, _kind(part), (len(blocks), 32))
+        return decode(blocks, _block_type(part), (len(blocks), 32))

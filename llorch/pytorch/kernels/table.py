@@ -68,11 +68,11 @@ def put_leaves(model: CausalLM, leaves: KernelTable) -> None:
 
 def faster(leaf: nn.Module, leaves: KernelTable) -> nn.Module:
     """Ours for a norm, a projection or the like; any other module, or one whose kind is not in the table, as it is."""
-    make = leaves.get(_kind(leaf))
+    make = leaves.get(_kind_of(leaf))
     return leaf if make is None else make(leaf)
 
 
-def _kind(leaf: nn.Module) -> str:
+def _kind_of(leaf: nn.Module) -> str:
     if isinstance(leaf, QuantisedLinear):
         return f"packed {leaf.ggml_type.name}"
     if isinstance(leaf, QuantisedExperts):
