@@ -95,7 +95,7 @@ def on_mesh(
     timeout = timedelta(seconds=rank_timeout)
     if not is_rank():
         target(device)  # that it is here
-        _launch(axes, timeout)
+        _launch_ranks(axes, timeout)
     _interruptible()
     try:
         mesh = start(axes, device=device, timeout=timeout)
@@ -120,7 +120,7 @@ def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
     return Ranks(mesh).first(read)
 
 
-def _launch(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
+def _launch_ranks(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
     from llorch.pytorch.distributed.launch import RanksEnded, on_ranks
 
     try:
