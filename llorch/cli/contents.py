@@ -142,13 +142,13 @@ def _by_row(config: Mapping[str, Any]) -> dict[str, object]:
         if isinstance(value, Mapping):
             rows |= {f"{name}.{inner}": one for inner, one in value.items()}
         elif name == "layers":
-            rows |= _layers([_in_words(layer) for layer in value] or ["attention"] * config["n_layers"])
+            rows |= _layers_by_kind([_in_words(layer) for layer in value] or ["attention"] * config["n_layers"])
         else:
             rows[name] = value or config["head_dim"] if name == "rotary_dim" else value
     return rows
 
 
-def _layers(kinds: list[str]) -> dict[str, str]:
+def _layers_by_kind(kinds: list[str]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for at, kind in enumerate(kinds):
         found.setdefault(kind, []).append(str(at))

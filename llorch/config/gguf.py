@@ -52,7 +52,7 @@ def read(
         context = fields.integer("context_length")
         experts = _experts(fields, family)
         temperature = _temperature(fields, family, context)
-        layers = _layers(fields, family, n_layers, context, experts, tempered=temperature is not None)
+        layers = _read_layers(fields, family, n_layers, context, experts, tempered=temperature is not None)
         return {
             "family": name,
             "hidden_size": hidden_size,
@@ -210,7 +210,7 @@ def _read_delta_net(fields: Fields) -> DeltaNet:
     )
 
 
-def _layers(
+def _read_layers(
     fields: Fields, family: Family, n_layers: int, context: int, experts: Experts | None, *, tempered: bool
 ) -> list[Layer]:
     if not 1 <= n_layers <= MOST_LAYERS:

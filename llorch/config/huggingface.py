@@ -49,7 +49,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
         rope = _rope(fields, family)
         rotary_dim = _rotary_dim(fields, rope, family, head_dim)
         experts = _experts(fields, family)
-        layers = _layers(fields, family, context, has_experts=experts is not None)
+        layers = _read_layers(fields, family, context, has_experts=experts is not None)
         tempered = any(layer.tempered for layer in layers)
         return {
             "family": name,
@@ -199,7 +199,7 @@ def _read_delta_net(fields: Fields) -> DeltaNet:
     )
 
 
-def _layers(fields: Fields, family: Family, context: int, *, has_experts: bool) -> list[Layer]:
+def _read_layers(fields: Fields, family: Family, context: int, *, has_experts: bool) -> list[Layer]:
     n_layers = fields.integer("num_hidden_layers")
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes

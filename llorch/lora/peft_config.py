@@ -74,7 +74,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
             target_modules=_modules(fields, "target_modules"),
             target_parameters=_parameters(fields),
             exclude_modules=_modules(fields, "exclude_modules") if fields.has("exclude_modules") else (),
-            layers_to_transform=_layers(fields),
+            layers_to_transform=_layer_numbers(fields),
             lora_dropout=fields.number("lora_dropout", default=0.0),
             use_rslora=fields.boolean("use_rslora", default=False),
             use_dora=fields.boolean("use_dora", default=False),
@@ -164,7 +164,7 @@ def _modules(fields: Fields, key: str) -> tuple[str, ...] | str:
     return tuple(sorted(value))
 
 
-def _layers(fields: Fields) -> tuple[int, ...] | None:
+def _layer_numbers(fields: Fields) -> tuple[int, ...] | None:
     value = fields.values.get("layers_to_transform")
     if value is None:
         return None

@@ -154,7 +154,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: target_parameters must be a list of names, got {value!r}")
         return names
     if name == "layers_to_transform":
-        return _layers(value, where)
+        return _parse_layers(value, where)
     if name == "chat_template_kwargs":
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ValueError(f"{where}: {name} must be names with values (enable_thinking: false), got {value!r}")
@@ -191,7 +191,7 @@ def _modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
     raise ValueError(f"{where}: {name} must be a list of module names or text, got {value!r}")
 
 
-def _layers(value: Any, where: str) -> tuple[int, ...] | None:
+def _parse_layers(value: Any, where: str) -> tuple[int, ...] | None:
     """Numbers as a list, or as text with commas and ranges: `0,4-7`."""
     if isinstance(value, str) and re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", value.replace(" ", "")):
         ends = [[int(number) for number in part.split("-")] for part in value.split(",")]
