@@ -42,7 +42,7 @@ def of_torch() -> Iterator[HealthCheck]:
     said, why = said_by(_TORCH, timeout=_TIMEOUT)
     facts: dict[str, Any] = {key: value for one in said for key, value in one.items()}
     yield _devices(facts, why)
-    yield _leaves(facts, why)
+    yield _check_kernels(facts, why)
 
 
 def _devices(facts: Mapping[str, Any], why: str) -> HealthCheck:
@@ -62,7 +62,7 @@ def _devices(facts: Mapping[str, Any], why: str) -> HealthCheck:
     )
 
 
-def _leaves(facts: Mapping[str, Any], why: str) -> HealthCheck:
+def _check_kernels(facts: Mapping[str, Any], why: str) -> HealthCheck:
     if facts.get("leaves"):
         return HealthCheck("engines", "C kernels", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
     if "compiler" in facts and facts["compiler"] is None:

@@ -35,7 +35,7 @@ def environment(device: str) -> dict[str, Any]:
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Write a line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
-    old, new = dict(_leaves(saved)), dict(_leaves(now))
+    old, new = dict(_flat_values(saved)), dict(_flat_values(now))
     return [
         f"{name}: saved {_shown(old, name)}, now {_shown(new, name)}"
         for name in {**old, **new}
@@ -93,11 +93,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values that are no mappings, with their dotted names; tuples as JSON knows them."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _flat_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 

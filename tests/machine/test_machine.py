@@ -6,7 +6,7 @@ from refusals import assert_tells
 
 from llorch.builtin import goldens_folder
 from llorch.machine.caches import of_caches
-from llorch.machine.engines import _devices, _leaves, of_witnesses
+from llorch.machine.engines import _check_kernels, _devices, of_witnesses
 from llorch.machine.hardware import of_hardware, processor
 from llorch.machine.self_test import self_test
 
@@ -71,7 +71,7 @@ def test_devices_are_those_that_torch_sees(
     ],
 )
 def test_leaves_are_built_or_it_is_said_what_is_missing(facts: dict[str, object], state: str, told: str):
-    found = _leaves(facts, "lasts 180 s")
+    found = _check_kernels(facts, "lasts 180 s")
     assert found.state == state
     assert_tells(found.text, told)
 

@@ -114,7 +114,7 @@ def connect(module: CausalLM, ranks: DeviceMesh) -> None:
             split_experts(layer, ranks, layer.mlp.gate.out_features, lambda part: _leaving(part, ranks))
         for name in _entries(layer):
             layer.get_submodule(name).register_forward_pre_hook(lambda _, args: (_entering(args[0], ranks), *args[1:]))
-        for path, leaf in _leaves(layer):
+        for path, leaf in _sharded_modules(layer):
             if path in ROWS:
                 leaf.register_forward_hook(lambda _, args, part: _leaving(part, ranks))
             if isinstance(leaf, LoraLeaf):
@@ -158,7 +158,7 @@ def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
 
 
 def _require_plain_experts(layer: Any) -> None:
-    leaves = [leaf for path, leaf in _leaves(layer) if path in EXPERTS]
+    leaves = [leaf for path, leaf in _sharded_modules(layer) if path in EXPERTS]
     if any(isinstance(leaf, LoraLeaf) for leaf in leaves):
         raise ValueError("tensor parallel: cannot split adapters on experts; adapt other matrices, or use tp=1")
     if any(isinstance(leaf, QuantisedExperts) for leaf in leaves):
@@ -176,7 +176,7 @@ def _entries(layer: Any) -> Iterator[str]:
         yield "mlp.shared_expert"
 
 
-def _leaves(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+def _sharded_modules(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     there = dict(layer.named_modules())
     yield from ((path, there[path]) for path in (*COLUMNS, *ROWS, *EXPERTS) if path in there)
 
