@@ -38,7 +38,7 @@ def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
         out.print(f"judged as {printable(arithmetic)}: {count(n, 'stage')}")
     for note in diagnosis.notes:
         out.print(f"note: {printable(note)}")
-    shown = [_Line(result.key, result) for result in diagnosis.results] if every else list(_lines(diagnosis))
+    shown = [_Line(result.key, result) for result in diagnosis.results] if every else list(_diagnosis_lines(diagnosis))
     if shown:
         _print_lines(out, shown, every=every, n_passes=n_passes)
     out.print()
@@ -49,7 +49,7 @@ def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
     out.print(Text.assemble((verdict(diagnosis), _STYLES[verdict(diagnosis)]), f": {_closing(diagnosis)}{hint}"))
 
 
-def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
+def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     """Up to the first cause: its layer stage by stage, those before as one line; of a right dump a line a stage."""
     found = causes(diagnosis)
     if not found:

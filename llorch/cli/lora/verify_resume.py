@@ -70,11 +70,11 @@ def command(
     except (Stopped, RanksEnded) as stopped:
         say("llorch: interrupted")
         raise click.exceptions.Exit(stopped.exit_code) from None
-    click.echo(to_json(_as_json(proof)) if as_json else "\n".join(_lines(proof, verbose=verbose)))
+    click.echo(to_json(_as_json(proof)) if as_json else "\n".join(_proof_lines(proof, verbose=verbose)))
     raise click.exceptions.Exit(OK if proof.holds else DIFFERS)
 
 
-def _lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
+def _proof_lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
     after = proof.steps - proof.stopped_at
     yield f"{proof.steps} uninterrupted steps against {proof.stopped_at} + {after} after a resume"
     yield from _table(proof.halves, verbose=verbose)

@@ -18,7 +18,7 @@ _DIGITS = 16  # of a SHA-256 in hexadecimal: enough to notice a change
 def write_rows(data: TrainingData, folder: Path) -> None:
     """Write a digest and a source for each example into the folder of a run."""
     with new_file(folder / ROWS) as path, path.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in _lines(data))
+        file.writelines(f"{line}\n" for line in _digest_lines(data))
 
 
 def first_change(data: TrainingData, folder: Path) -> str:
@@ -28,7 +28,7 @@ def first_change(data: TrainingData, folder: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     counts = f"{len(saved)} examples then, {len(data.train) + len(data.valid) + len(data.test)} now"
-    for old, new in zip_longest(saved, _lines(data)):
+    for old, new in zip_longest(saved, _digest_lines(data)):
         if old is None:
             return f"{_source(new)} is new ({counts})"
         if new is None:
@@ -38,7 +38,7 @@ def first_change(data: TrainingData, folder: Path) -> str:
     return f"no example changed ({counts}), so the settings of the data differ"
 
 
-def _lines(data: TrainingData) -> Iterator[str]:
+def _digest_lines(data: TrainingData) -> Iterator[str]:
     for split in ("train", "valid", "test"):
         for example in getattr(data, split):
             yield f"{_digest_of_example(example, split)} {split} {example.source}"

@@ -77,13 +77,13 @@ def _of_list(file: IO[bytes], path: Path) -> Iterator[Record]:
 
 
 def _of_lines(file: IO[bytes], path: Path) -> Iterator[Record]:
-    for number, line in enumerate(_lines(file, path), start=1):
+    for number, line in enumerate(_bounded_lines(file, path), start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield Record(_parse(line, where), where, f"{path.name}:{number}")
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+def _bounded_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     number = 1
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
