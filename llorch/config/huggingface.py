@@ -229,14 +229,14 @@ def _kinds(fields: Fields, family: Family, n_layers: int, rope: list[bool]) -> l
     if family.hybrid:
         interval = fields.integer("full_attention_interval", default=4, low=1)
         made = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n_layers)]
-        return _listed(fields, "layer_types", made, ("linear_attention", "full_attention"))
+        return _read_layer_list(fields, "layer_types", made, ("linear_attention", "full_attention"))
     if family.chunk is not None:
         made = ["chunked_attention" if one else "full_attention" for one in rope]
-        return _listed(fields, "layer_types", made, ("chunked_attention", "full_attention"))
+        return _read_layer_list(fields, "layer_types", made, ("chunked_attention", "full_attention"))
     made = ["sliding_attention" if there else "full_attention" for there in _windowed(fields, family, rope)]
     takes_list = family.window in ("late", "every_other", "unrotated")
     wanted = ("full_attention", "sliding_attention") if takes_list and _has_window(fields, family) else None
-    kinds = _listed(fields, "layer_types", made, wanted)
+    kinds = _read_layer_list(fields, "layer_types", made, wanted)
     if wanted is None and kinds != made:
         raise fields.error("Unsupported", "layer_types", f"{' '.join(sorted({*made}))} for every layer", kinds)
     return kinds
@@ -325,7 +325,7 @@ def _numbers(fields: Fields, key: str) -> list[int]:
     return [int(one) for one in listed]
 
 
-def _listed(fields: Fields, key: str, made: list[str], known: tuple[str, ...] | None) -> list[str]:
+def _read_layer_list(fields: Fields, key: str, made: list[str], known: tuple[str, ...] | None) -> list[str]:
     """Return the list in the file, with one known name for each layer.
 
     Without a list in the file, return `made`, as transformers makes it. `known` is None if the names are not checked

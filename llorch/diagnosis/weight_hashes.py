@@ -52,14 +52,14 @@ def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, d
             how, is_ours = ours.guise(mine, told)
             (notes if is_ours else others).setdefault(how, []).append(name)
     if others:
-        what = "; ".join(f"{_listed(names)} {how}" for how, names in others.items())
+        what = "; ".join(f"{_format_names(names)} {how}" for how, names in others.items())
         raise GuardFailed(
             "weights",
             f"expected the numbers of {weights.path}, got others in {sum(map(len, others.values()))} of {len(hashes)} "
             f"tensors: {what}; give the file that the engine loads",
             source=source,
         )
-    return [f"weights: {_listed(names)} {how}" for how, names in notes.items()]
+    return [f"weights: {_format_names(names)} {how}" for how, names in notes.items()]
 
 
 class _Ours:
@@ -162,5 +162,5 @@ def _name_suffixes(name: str) -> Iterator[str]:
     return (".".join(parts[n:]) for n in range(1, len(parts)))
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -94,7 +94,7 @@ def config_json(config: LoraConfig, targets: Mapping[str, LoraTarget], *, base: 
         "alpha_pattern": {key: _short(alpha) for key, alpha in config.alpha_pattern.items()},
         "base_model_name_or_path": base,
         "bias": "none",
-        "exclude_modules": _listed(config.exclude_modules, targets) or None,
+        "exclude_modules": _module_names(config.exclude_modules, targets) or None,
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -107,7 +107,7 @@ def config_json(config: LoraConfig, targets: Mapping[str, LoraTarget], *, base: 
         "r": config.r,
         "rank_pattern": dict(config.rank_pattern),
         "revision": None,
-        "target_modules": _listed(config.target_modules, targets),
+        "target_modules": _module_names(config.target_modules, targets),
         **({"target_parameters": sorted(config.target_parameters)} if config.target_parameters else {}),
         "task_type": "CAUSAL_LM",
         "use_dora": config.use_dora,
@@ -233,7 +233,7 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
     )
 
 
-def _listed(names: tuple[str, ...] | str, targets: Mapping[str, LoraTarget]) -> list[str] | str:
+def _module_names(names: tuple[str, ...] | str, targets: Mapping[str, LoraTarget]) -> list[str] | str:
     """List module names, sorted: PEFT writes a set, whose order changes from run to run."""
     if names == ALL_LINEAR:
         return sorted({target.path.rpartition(".")[2] for target in modules(targets.values())})
@@ -246,7 +246,7 @@ def _short(alpha: float) -> float | int:
 
 def _patterned_layers(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, object]:
     """PEFT takes no choice of layers beside a regular expression: name every module then."""
-    if config.layers_to_transform is None or not isinstance(_listed(config.target_modules, targets), str):
+    if config.layers_to_transform is None or not isinstance(_module_names(config.target_modules, targets), str):
         return {}
     paths = sorted(target.path for target in modules(targets.values()))
     return {"target_modules": paths, "layers_to_transform": None}

@@ -53,11 +53,11 @@ def _stage_record(result: StageResult) -> dict[str, object]:
     }
     local, profile = result.local, result.profile
     at = {"index": list(local.index), "got": local.got, "want": local.want, "fault": local.fault, "over": result.over}
-    lists = profile and {each.name: _listed(getattr(profile, each.name)) for each in fields(profile)}
+    lists = profile and {each.name: _as_list(getattr(profile, each.name)) for each in fields(profile)}
     return shown | at | {"profile": lists}
 
 
-def _listed(array: np.ndarray | None) -> list[float] | None:
+def _as_list(array: np.ndarray | None) -> list[float] | None:
     return None if array is None else array.tolist()
 
 
