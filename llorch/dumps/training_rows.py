@@ -35,12 +35,12 @@ def documents_of(
 
 def placed(name: str, arrays: Sequence[RawArray], batches: Iterable[Batch]) -> tuple[np.ndarray, np.ndarray]:
     """Arrays of all micro-batches, a row for every token of the documents, and which of these rows are known."""
-    place: Callable[[RawArray, Batch], tuple[np.ndarray, np.ndarray]] = _logits if name == "logits" else _losses
+    place: Callable[[RawArray, Batch], tuple[np.ndarray, np.ndarray]] = _logits_rows if name == "logits" else _losses
     rows, known = zip(*(place(array, batch) for array, batch in zip(arrays, batches, strict=True)), strict=True)
     return np.concatenate(rows), np.concatenate(known)
 
 
-def _logits(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def _logits_rows(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     held, read = batch.documents >= 0, array.read().astype(np.float64)
     read = read[None] if read.ndim == 2 else read
     if read.shape[:-1] != held.shape:

@@ -113,7 +113,7 @@ def _feed_forwards(part: Exercise) -> Mapping[str, Call]:
     return {**_replaced(part), **_of_products("ffn_out", of_down)}
 
 
-def _logits(part: Exercise) -> Mapping[str, Call]:
+def _logits_mistakes(part: Exercise) -> Mapping[str, Call]:
     """Get the product wrong, or what is done to the logits."""
 
     def of_output(linear: Call) -> Call:
@@ -172,7 +172,7 @@ SPECIAL: Mapping[str, Typed] = {
     "append": _both_caches,
     "attention_output": _outputs_of_attention,
     "feed_forward": _feed_forwards,
-    "logits": _logits,
+    "logits": _logits_mistakes,
     "q8_0": _decoders,
     "q4_0": _decoders,
     "torch_rms_norm": _norms_of_tensors,

@@ -14,7 +14,7 @@ PART = "logits"
 MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # what attention or a delta net, and the feed-forward part made
 
 
-def _logits(s: StageInputs, x: np.ndarray) -> np.ndarray:
+def _logits_of(s: StageInputs, x: np.ndarray) -> np.ndarray:
     return linear(x, s.weights[output_matrix(s.config)])
 
 
@@ -72,13 +72,13 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The block's input came out unchanged: the layer was skipped.",
     ),
     Mistake(
-        name="logits-final-norm-skipped", stages=("logits",), wrong=lambda s, _: _logits(s, s["last_block_out"]),
+        name="logits-final-norm-skipped", stages=("logits",), wrong=lambda s, _: _logits_of(s, s["last_block_out"]),
         reads=("last_block_out",),
         diagnosis="The last block's output was projected; it goes through the final norm first.",
     ),
     Mistake(
         name="logits-final-norm-twice", stages=("logits",),
-        wrong=lambda s, _: _logits(s, s.rms_norm(s["final_norm"], "final_norm")),
+        wrong=lambda s, _: _logits_of(s, s.rms_norm(s["final_norm"], "final_norm")),
         diagnosis="The final norm was applied twice; apply it once.",
     ),
     Mistake(
