@@ -136,7 +136,7 @@ def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tupl
     from llorch.pytorch.bench import ParallelEngine, TorchEngine, parallel_subject, torch_subject
     from llorch.pytorch.device import target
 
-    made = _made(chosen, target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels), load, mesh)
+    made = _open_measured(chosen, target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels), load, mesh)
     say(f"{made.name}: loaded, weights {made.weights}, {made.target}")
     use_threads(made.module.config)
     if mesh is not None:
@@ -145,7 +145,7 @@ def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tupl
     return engine, torch_subject(made.module, made.target, made.name, made.weights)
 
 
-def _made(chosen: ModelChoice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "MeasuredModel":
+def _open_measured(chosen: ModelChoice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "MeasuredModel":
     from llorch.cli.inputs import model_path
     from llorch.pytorch.bench import opened, opened_on, random
 

@@ -92,11 +92,11 @@ def _heads_of(other: Other) -> Wrong:
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         kind = _of(other, s)
         if stage == "k_cache":
-            return np.concatenate([s["past_k"], _made(s, "k", kind).swapaxes(0, 1)], axis=1)
+            return np.concatenate([s["past_k"], _heads_by_kind(s, "k", kind).swapaxes(0, 1)], axis=1)
         if stage == "attn_scores":
-            queries = _made(s, "q", kind)
+            queries = _heads_by_kind(s, "q", kind)
             return with_mask(replace(s, arrays={"q_rope": queries, "k_cache": s["k_cache"]}), stage, hidden_in(s, kind))
-        return _made(s, stage[0], kind)
+        return _heads_by_kind(s, stage[0], kind)
 
     return wrong
 
@@ -106,7 +106,7 @@ def _of(other: Other, s: StageInputs) -> Layer:
     return other(s.config, s.layer)
 
 
-def _made(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
+def _heads_by_kind(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
     """Compute the heads of queries or keys in a layer of a kind: (seq, heads, head_dim)."""
     x = s.heads(PROJECTED[which])
     if kind.rope:

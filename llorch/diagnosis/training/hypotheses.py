@@ -137,13 +137,13 @@ def told(what: str, right: float, shown: Callable[[float], float] = float) -> Ca
 def scaled(factor: float) -> Mistake[Any]:
     """Multiply every scale of the adapter by a factor."""
     wrong = lambda right: lambda config, target: right(config, target) * factor  # noqa: E731
-    return _made("lora-scaling", "lora_delta", SCALING, wrong)
+    return _step_mistake("lora-scaling", "lora_delta", SCALING, wrong)
 
 
 def smoothed(share: float) -> Mistake[Any]:
     """Use another label smoothing."""
     wrong = lambda right: lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": share})  # noqa: E731
-    return replace(_made("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
+    return replace(_step_mistake("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
 
 
 def normalised(factor: float) -> Mistake[Any]:
@@ -156,12 +156,12 @@ def normalised(factor: float) -> Mistake[Any]:
 
         return made
 
-    return _made("loss-normalisation", "loss", STEP, wrong)
+    return _step_mistake("loss-normalisation", "loss", STEP, wrong)
 
 
 def in_clip(max_norm: float) -> Mistake[Any]:
     """Use another largest norm."""
-    return _made(
+    return _step_mistake(
         "max-grad-norm", "first_moment", CLIP, lambda right: lambda grads, **_: right(grads, max_norm=max_norm)
     )
 
@@ -169,10 +169,10 @@ def in_clip(max_norm: float) -> Mistake[Any]:
 def in_update(**other: Any) -> Mistake[Any]:
     """Use other settings of AdamW."""
     wrong = lambda right: lambda *arrays, **how: right(*arrays, **how | other)  # noqa: E731
-    return _made("adamw", "first_moment" if "betas" in other else "parameters", UPDATE, wrong)
+    return _step_mistake("adamw", "first_moment" if "betas" in other else "parameters", UPDATE, wrong)
 
 
-def _made(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> Mistake[Any]:
+def _step_mistake(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> Mistake[Any]:
     return Mistake(name=name, stages=(stage,), part=part, wrong=wrong, cases=ONE_STEP, diagnosis="")
 
 
