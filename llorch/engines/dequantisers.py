@@ -69,7 +69,7 @@ class Folder:
 
 def dequantised(path: str, name: str) -> np.ndarray | None:
     """Decode one matrix (out, in) of a folder to float32; None if the library reads no matrix of this name."""
-    matrix = _matrices(path).get(name)
+    matrix = _open_matrices(path).get(name)
     with torch.no_grad():
         return None if matrix is None else matrix().float().contiguous().numpy()
 
@@ -77,7 +77,7 @@ def dequantised(path: str, name: str) -> np.ndarray | None:
 def all_dequantised(path: Path) -> Tensors:
     """Decode every matrix of a folder, by the name of the weight."""
     with torch.no_grad():
-        return {name: matrix() for name, matrix in _matrices(str(path)).items()}
+        return {name: matrix() for name, matrix in _open_matrices(str(path)).items()}
 
 
 def missing(path: str) -> str | None:
@@ -89,7 +89,7 @@ def missing(path: str) -> str | None:
 
 
 @cache
-def _matrices(path: str) -> Mapping[str, Matrix]:
+def _open_matrices(path: str) -> Mapping[str, Matrix]:
     folder = Folder(Path(path))
     return LIBRARIES[folder.library].opened(folder)
 

@@ -43,7 +43,7 @@ def find_blocks(weights: Weights) -> Blocks:
 
 def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.ndarray]:
     """Yield the bytes of a kept matrix in the row order of GGUF files, or those of its experts one after another."""
-    for matrix in _matrices(weights, weight):
+    for matrix in _stored_matrices(weights, weight):
         assert isinstance(matrix, QuantisedMatrix)
         matrix.require_scales()
         if weight.interleaved_heads:
@@ -58,11 +58,13 @@ def _block_type(weights: Weights, weight: Weight) -> GGMLType | str:
         return "an adapter is merged into it"
     if weight.in_gguf != AS_IS or weights.slots[weight.name].layout.rows is not None:
         return "its rows or columns have another order in GGUF files"
-    kinds = {block_type(one) if isinstance(one, QuantisedMatrix) else "floats" for one in _matrices(weights, weight)}
+    kinds = {
+        block_type(one) if isinstance(one, QuantisedMatrix) else "floats" for one in _stored_matrices(weights, weight)
+    }
     return kinds.pop() if len(kinds) == 1 else "experts of several types"
 
 
-def _matrices(weights: Weights, weight: Weight) -> Iterator[Packed]:
+def _stored_matrices(weights: Weights, weight: Weight) -> Iterator[Packed]:
     if len(weight.shape) == 2:
         yield weights.as_stored(weight.name)
         return

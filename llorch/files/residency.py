@@ -48,7 +48,7 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
     """Choose a residency that fits with so many tokens of context; MemoryError, with the figures, where none does."""
     n_tokens = min(n_tokens, weights.config.max_position_embeddings)
     working = _OVERHEAD + working_bytes(weights, n_tokens)
-    stored = list(_matrices(weights))
+    stored = list(_matrix_sizes(weights))
     types: dict[str, int] = {}
     for kind, _, n_bytes in stored:
         types[kind.name] = types.get(kind.name, 0) + n_bytes
@@ -94,7 +94,7 @@ def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
     return 4 * (rows + scores + config.vocab_size)
 
 
-def _matrices(weights: Weights) -> Iterator[tuple[StoredType, int, int]]:
+def _matrix_sizes(weights: Weights) -> Iterator[tuple[StoredType, int, int]]:
     """Type, elements and bytes of every matrix."""
     for name in weights:
         if weights.slots[name].multiplied:
