@@ -159,7 +159,7 @@ def _accumulated(mistake: Mistake[Any], part: Exercise) -> Call:
     return accumulated
 
 
-def _merged(mistake: Mistake[Any], part: Exercise) -> Call:
+def _wrong_merge(mistake: Mistake[Any], part: Exercise) -> Call:
     def merged(weight: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
         wrong = mistake.wrong(lambda weight, adapter, name: part.reference(weight, lora_A, lora_B, scaling))
         return wrong(weight, SimpleNamespace(scaling=lambda name: scaling), "")
@@ -185,6 +185,6 @@ BROUGHT: Mapping[str, Mapping[str, Brought]] = {  # exercise -> function of llor
     "adamw_step": {ADAMW + "adamw_step": _step, ADAMW + "moved": _inside_step, ADAMW + "moments": _inside_step},
     "learning_rate": {"llorch.train.schedules.learning_rate": _rate},
     "accumulated": {"llorch.train.numpy_step.loss_and_gradients": _accumulated},
-    "merged": {"llorch.lora.merge.merged_matrix": _merged},
+    "merged": {"llorch.lora.merge.merged_matrix": _wrong_merge},
     "gguf_alpha": {"llorch.lora.gguf_format.common_alpha": _alpha},
 }

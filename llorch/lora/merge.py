@@ -74,11 +74,11 @@ def merged_matrix(
     lora_A, lora_B = target.pair_of(part, whole.lora_A, whole.lora_B)
     if target.n_experts and expert is None:
         each = zip(weight, map(LoraTensors, lora_A, lora_B), strict=True)
-        merged = np.stack([_merged(one, tensors, scaling, is_embedding=False) for one, tensors in each])
+        merged = np.stack([_merge_matrix(one, tensors, scaling, is_embedding=False) for one, tensors in each])
     else:
         pair = (lora_A, lora_B) if expert is None else (lora_A[expert], lora_B[expert])
         magnitude = whole.magnitude if part.rows is None or whole.magnitude is None else whole.magnitude[[*part.rows]]
-        merged = _merged(weight, LoraTensors(*pair, magnitude), scaling, is_embedding=target.is_embedding)
+        merged = _merge_matrix(weight, LoraTensors(*pair, magnitude), scaling, is_embedding=target.is_embedding)
     if not np.isfinite(merged).all():
         raise FormatError(
             "NonFinite", f"{name}: expected finite numbers after merging, got NaN or infinity", path=str(where)
@@ -86,7 +86,7 @@ def merged_matrix(
     return merged
 
 
-def _merged(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
+def _merge_matrix(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
     factors = None
     if tensors.magnitude is not None:
         factors = tensors.magnitude / output_lengths(weight, tensors, scaling, is_embedding=is_embedding)

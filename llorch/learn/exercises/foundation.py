@@ -113,7 +113,7 @@ def _scored_adapted(call: Call, right: Call) -> Call:
             if piece[:cut] in numbers and piece[cut:] in numbers
         ]
         pieces = list(numbers)
-        return [pieces[number] for number in _merged(call, [numbers[each] for each in text], rows, len(pieces))]
+        return [pieces[number] for number in _merge_by(call, [numbers[each] for each in text], rows, len(pieces))]
 
     return adapted
 
@@ -143,10 +143,10 @@ def _word(call: Call, encoder: ByteLevelBPE, word: str) -> list[int]:
     pieces = _inside(word, ids)
     pairs = {(piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece))} & ranks.keys()
     rows = [(ids[left], ids[right], ids[left + right], ranks[left, right]) for left, right in pairs]
-    return _merged(call, [ids[each] for each in word], rows, len(texts))
+    return _merge_by(call, [ids[each] for each in word], rows, len(texts))
 
 
-def _merged(call: Call, ids: list[int], rows: list[tuple[int, int, int, int]], n_pieces: int) -> list[int]:
+def _merge_by(call: Call, ids: list[int], rows: list[tuple[int, int, int, int]], n_pieces: int) -> list[int]:
     if not rows:
         return ids
     table = np.array(sorted(rows, key=lambda row: row[3]), np.int64).reshape(-1, 4)
