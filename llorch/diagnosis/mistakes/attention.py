@@ -128,7 +128,7 @@ def softmax_not_divided(scores: np.ndarray) -> np.ndarray:
     return np.exp(scores - scores.max(axis=-1, keepdims=True))
 
 
-def _mixed(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+def _mix_values(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     return probs @ _repeated(v, len(probs) // len(v))  # (heads, seq, head_dim)
 
 
@@ -143,12 +143,12 @@ def values_tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def heads_joined_without_transpose(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Reshape (heads, seq, head_dim) without a transpose."""
-    return _mixed(probs, v).reshape(probs.shape[1], -1)
+    return _mix_values(probs, v).reshape(probs.shape[1], -1)
 
 
 def heads_interleaved(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Join heads in the order (seq, head_dim, heads)."""
-    return _mixed(probs, v).transpose(1, 2, 0).reshape(probs.shape[1], -1)
+    return _mix_values(probs, v).transpose(1, 2, 0).reshape(probs.shape[1], -1)
 
 
 ATTENTION: tuple[Mistake[StageInputs], ...] = (
@@ -265,7 +265,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="context-mixes-keys", stages=("attn_context",), reads=("k_cache",),
-        wrong=lambda s, _: _join_heads(_mixed(s["attn_probs"], s["k_cache"])),
+        wrong=lambda s, _: _join_heads(_mix_values(s["attn_probs"], s["k_cache"])),
         diagnosis="The probabilities mixed the keys; they must mix the values.",
     ),
 )  # fmt: skip

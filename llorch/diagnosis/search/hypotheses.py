@@ -276,7 +276,7 @@ def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
 
         def exchanged(setting: LayerSetting) -> LayerSetting:
             def weights(i: int | None) -> Mapping[str, Any]:
-                return setting.layer_weights(i) if i is None else _mixed(setting, i, layer, names)
+                return setting.layer_weights(i) if i is None else _weights_of_other_layer(setting, i, layer, names)
 
             return replace(setting, layer_weights=weights)
 
@@ -293,7 +293,7 @@ def _weights_of(stage: str) -> tuple[str, ...]:
     return (matrix, matrix.replace("_proj", "_bias")) if matrix else (stage,)
 
 
-def _mixed(setting: LayerSetting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
+def _weights_of_other_layer(setting: LayerSetting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
     """Return the weights of a layer, with some names replaced by the weights of another layer."""
     own, theirs = setting.layer_weights(layer), setting.layer_weights(other)
     return {name: theirs[name] if name in names else own[name] for name in own}

@@ -649,7 +649,7 @@ def _shared_gate(s: Step) -> np.ndarray:
     return made * np.square(s.y * (1 - s.y)) + 4 * s.rounding
 
 
-def _mixed(s: Step) -> np.ndarray:
+def _mixed_variance(s: Step) -> np.ndarray:
     """Derive the variance of a sum of products, added one by one."""
     (outs, weights, *shared), (of_outs, of_weights, *of_shared) = s.x, s.given
     if s.config.experts is not None and s.config.experts.scaled_inputs:  # they were multiplied before
@@ -702,7 +702,7 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "topk_weights": _topk_weights,
         "expert_in": _expert_in,
         "shared_gate": _shared_gate,
-        "moe_out": _mixed,
+        "moe_out": _mixed_variance,
         **dict.fromkeys(("ffn_act", "expert_act", "shared_ffn_act"), _swiglu),
         **dict.fromkeys(("attn_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"), _norm),
         **OF_DELTA_NETS,
