@@ -49,7 +49,7 @@ def _nodes() -> dict[str, list[str]]:
     return found | {node: [stage] for node, stage in _NODES_BESIDE_THE_TABLE.items()}
 
 
-def _modules() -> dict[tuple[str, str], list[tuple[str, ...]]]:
+def _stages_by_module() -> dict[tuple[str, str], list[tuple[str, ...]]]:
     """Stages by the path of a module inside its layer, empty for the layer itself, and by its end that is watched."""
     found = {place: [stages] for place, stages in _MODULES_BESIDE_THE_TABLE.items()}
     for stage in STAGES:
@@ -60,7 +60,7 @@ def _modules() -> dict[tuple[str, str], list[tuple[str, ...]]]:
 
 
 NODES: Mapping[str, list[str]] = _nodes()
-MODULES: Mapping[tuple[str, str], list[tuple[str, ...]]] = _modules()
+MODULES: Mapping[tuple[str, str], list[tuple[str, ...]]] = _stages_by_module()
 
 
 def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: int | None) -> tuple[str, ...]:

@@ -71,9 +71,9 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
         config = LoraConfig(
             r=fields.integer("r"),
             lora_alpha=fields.number("lora_alpha"),
-            target_modules=_modules(fields, "target_modules"),
+            target_modules=_read_modules(fields, "target_modules"),
             target_parameters=_parameters(fields),
-            exclude_modules=_modules(fields, "exclude_modules") if fields.has("exclude_modules") else (),
+            exclude_modules=_read_modules(fields, "exclude_modules") if fields.has("exclude_modules") else (),
             layers_to_transform=_layer_numbers(fields),
             lora_dropout=fields.number("lora_dropout", default=0.0),
             use_rslora=fields.boolean("use_rslora", default=False),
@@ -155,7 +155,7 @@ def _remedy(fields: Fields) -> str:
     return REMEDY + (_OF_TIED if any(name in str(fields.values.get("target_modules")) for name in _TIED) else "")
 
 
-def _modules(fields: Fields, key: str) -> tuple[str, ...] | str:
+def _read_modules(fields: Fields, key: str) -> tuple[str, ...] | str:
     value = fields.values.get(key)
     if isinstance(value, str):
         return value
@@ -181,7 +181,7 @@ def _pattern(fields: Fields, key: str, read) -> dict:
 
 
 def _parameters(fields: Fields) -> tuple[str, ...]:
-    found = _modules(fields, "target_parameters") if fields.values.get("target_parameters") else ()
+    found = _read_modules(fields, "target_parameters") if fields.values.get("target_parameters") else ()
     if isinstance(found, str):
         raise fields.error("Malformed", "target_parameters", "a list of parameter names", found)
     return found

@@ -147,9 +147,9 @@ def _known(name: str, where: str) -> str:
 def _typed(name: str, value: Any, where: str) -> Any:
     """Convert a value to the type of its field; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
     if name in ("target_modules", "exclude_modules"):
-        return _modules(name, value, where)
+        return _parse_modules(name, value, where)
     if name == "target_parameters":
-        names = _modules(name, value, where) or ()
+        names = _parse_modules(name, value, where) or ()
         if isinstance(names, str):
             raise ValueError(f"{where}: target_parameters must be a list of names, got {value!r}")
         return names
@@ -180,7 +180,7 @@ def _of_kind(kind: type, name: str, value: Any, where: str) -> Any:
     raise ValueError(f"{where}: {name} must be {words[kind]}, got {value!r}")
 
 
-def _modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
+def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
     """Names as a list or with commas; text with anything else in it is a regular expression, or `all-linear`."""
     if isinstance(value, str):
         names = [part.strip() for part in value.split(",")]
