@@ -107,7 +107,7 @@ def _print_lines(
         rows.add_column("where", no_wrap=True)
     for line in found:
         name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
-        cells = [name, str(line.n_rows), *_numbers(line, producers), Text(line.verdict, _STYLES[line.verdict])]
+        cells = [name, str(line.n_rows), *_format_errors(line, producers), Text(line.verdict, _STYLES[line.verdict])]
         where = _where(line.closest) + (f", {line.closest.backend}" if judged.backend and line.closest else "")
         rows.add_row(*cells, *([where] if detail else []))
     print_table(out, rows)
@@ -243,7 +243,7 @@ def _shares(counts: Mapping) -> str:
     return f"{shares.pop('all')} ({', '.join(f'{case} {share}' for case, share in shares.items())})"
 
 
-def _numbers(line: Line, producers: Sequence[str]) -> list[str]:
+def _format_errors(line: Line, producers: Sequence[str]) -> list[str]:
     row = line.closest
     if row is None:
         return ["-"] * (3 + len(producers))

@@ -139,13 +139,13 @@ def _sections(fields: Fields, family: Family) -> tuple[int, ...]:
     """Pairs of the head for each of RoPE's axes: of a text all three are its positions."""
     if not family.sections:
         return ()
-    sections = _numbers(fields, key := "rope.dimension_sections")
+    sections = _read_integers(fields, key := "rope.dimension_sections")
     if len(sections) not in (3, 4) or min(sections) < 0 or not any(sections):
         raise fields.error("Malformed", key, "three or four numbers", sections)
     return tuple(sections)
 
 
-def _numbers(fields: Fields, key: str) -> list[int]:
+def _read_integers(fields: Fields, key: str) -> list[int]:
     listed = fields.values.get(fields.full(key))
     if listed is None:
         raise FormatError("Missing", f"{fields.full(key)}: expected numbers, got nothing", path=fields.path)
@@ -253,7 +253,7 @@ def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
     if not fields.has(key):
         interval = fields.integer("full_attention_interval", default=4, low=1)
         return [(i + 1) % interval != 0 for i in range(n_layers)]
-    listed, n_blocks = _numbers(fields, key), fields.integer("block_count")
+    listed, n_blocks = _read_integers(fields, key), fields.integer("block_count")
     if len(listed) != n_blocks:
         raise fields.error("Inconsistent", key, f"{n_blocks} entries, one for each block", f"{len(listed)} entries")
     return [bool(one) for one in listed[:n_layers]]

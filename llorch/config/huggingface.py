@@ -268,7 +268,7 @@ def _windowed(fields: Fields, family: Family, rope: list[bool]) -> list[bool]:
 def _with_experts(fields: Fields, n_layers: int, sparse: str) -> list[bool]:
     if sparse == "listed":
         return _with_listed_experts(fields, n_layers)
-    dense = _numbers(fields, "mlp_only_layers")
+    dense = _read_integers(fields, "mlp_only_layers")
     step = fields.integer("decoder_sparse_step", default=1, low=1)
     if not sparse and (dense or step != 1):
         raise fields.error(
@@ -279,7 +279,7 @@ def _with_experts(fields: Fields, n_layers: int, sparse: str) -> list[bool]:
 
 def _with_listed_experts(fields: Fields, n_layers: int) -> list[bool]:
     step = fields.integer("interleave_moe_layer_step", default=1, low=1)
-    moe = _numbers(fields, "moe_layers") if fields.has("moe_layers") else [*range(step - 1, n_layers, step)]
+    moe = _read_integers(fields, "moe_layers") if fields.has("moe_layers") else [*range(step - 1, n_layers, step)]
     if any(not 0 <= i < n_layers for i in moe):
         raise fields.error("Inconsistent", "moe_layers", f"layers from 0 to {n_layers - 1}", moe)
     return [i in moe for i in range(n_layers)]
@@ -287,7 +287,7 @@ def _with_listed_experts(fields: Fields, n_layers: int) -> list[bool]:
 
 def _with_rope(fields: Fields, n_layers: int, usual: int) -> list[bool]:
     interval = fields.integer("no_rope_layer_interval", default=usual, low=1)
-    listed = _numbers(fields, "no_rope_layers") or [int((i + 1) % interval != 0) for i in range(n_layers)]
+    listed = _read_integers(fields, "no_rope_layers") or [int((i + 1) % interval != 0) for i in range(n_layers)]
     if len(listed) < n_layers or not {*listed} <= {0, 1}:
         raise fields.error("Inconsistent", "no_rope_layers", f"0 or 1 for each of {n_layers} layers", listed)
     return [bool(one) for one in listed[:n_layers]]
@@ -316,7 +316,7 @@ def _tunes(fields: Fields) -> bool:
     return bool(tuning) if isinstance(tuning, int) else fields.boolean("attn_temperature_tuning", default=True)
 
 
-def _numbers(fields: Fields, key: str) -> list[int]:
+def _read_integers(fields: Fields, key: str) -> list[int]:
     listed = fields.values.get(key)
     if listed is None:
         return []
@@ -384,7 +384,7 @@ def _rotary_dim(fields: Fields, rope: Fields | None, family: Family, head_dim: i
 
 
 def _refuse_sections(rope: Fields, head_dim: int) -> None:
-    sections = _numbers(rope, "mrope_section")
+    sections = _read_integers(rope, "mrope_section")
     if sections and sum(sections) != head_dim // 2:
         raise rope.error("Inconsistent", "mrope_section", f"numbers with the sum {head_dim // 2}", sections)
 

@@ -188,15 +188,17 @@ def _plain(weight: Weight, path: str) -> LoraTarget:
 def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the rows and columns of llorch's matrix in the order of a GGUF file; None where the order is equal."""
     if weight.interleaved_heads:
-        return _numbers(interleave(np.arange(weight.shape[0])[:, None], weight.interleaved_heads)[:, 0]), None
+        return _integers_of(interleave(np.arange(weight.shape[0])[:, None], weight.interleaved_heads)[:, 0]), None
     layout = weight.in_gguf
-    rows, columns = (None if at is None else _numbers(np.argsort(at.index())) for at in (layout.rows, layout.columns))
+    rows, columns = (
+        None if at is None else _integers_of(np.argsort(at.index())) for at in (layout.rows, layout.columns)
+    )
     return rows, columns
 
 
 def _joined_target(path: str, short: str, of: list[Weight]) -> LoraTarget:
     """One of the two matrices of Qwen3-Next; GGUF files have qkv and z apart, b and a joined as they are."""
-    rows = [_numbers(weight.in_huggingface.rows.index()) for weight in of if weight.in_huggingface.rows is not None]
+    rows = [_integers_of(weight.in_huggingface.rows.index()) for weight in of if weight.in_huggingface.rows is not None]
     parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))
     tensors = {_tensor(weight): own for weight, own in zip(of, rows, strict=True)}
     gguf = tuple(MatrixPart(name, own if len(tensors) > 1 else None) for name, own in tensors.items())
@@ -207,7 +209,7 @@ def _joined_target(path: str, short: str, of: list[Weight]) -> LoraTarget:
 def _experts(path: str, short: str, of: list[Weight], *, turned: bool) -> LoraTarget:
     """Make the target of a parameter that holds a matrix of every expert, gate and up joined."""
     n_experts, n_out, n_in = of[0].shape
-    rows = [_numbers(np.arange(i * n_out, (i + 1) * n_out)) if len(of) > 1 else None for i in range(len(of))]
+    rows = [_integers_of(np.arange(i * n_out, (i + 1) * n_out)) if len(of) > 1 else None for i in range(len(of))]
     parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))
     gguf = tuple(MatrixPart(_tensor(weight), own) for weight, own in zip(of, rows, strict=True))
     name = f"{of[0].name.rpartition('.')[0]}.experts_{short}"
@@ -220,5 +222,5 @@ def _tensor(weight: Weight) -> str:
     return weight.gguf.removesuffix(".weight")
 
 
-def _numbers(index: np.ndarray) -> tuple[int, ...]:
+def _integers_of(index: np.ndarray) -> tuple[int, ...]:
     return tuple(index.tolist())

@@ -103,13 +103,13 @@ def _fault(wanted: str, found: str, probed: Mapping[str, str]) -> str:
     least = wanted.removeprefix(name_of(wanted))
     if (exact := least.startswith("==")) and found != least[2:]:
         return f" (should be {least[2:]})"
-    if not exact and _numbers(found) < _numbers(least[2:]):
+    if not exact and _version_numbers(found) < _version_numbers(least[2:]):
         return f" (older than {least[2:]})"
     error = probed.get(name_of(wanted), "")
     return f" ({error[:200]})" if error else ""
 
 
-def _numbers(text: str) -> list[int]:
+def _version_numbers(text: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]]
 
 

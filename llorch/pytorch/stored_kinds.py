@@ -105,7 +105,7 @@ def _table(matrix: Packed) -> Table | None:
     recipe, values = matrix.recipe, matrix.values
     if matrix.shape[1] % RUN or _group(matrix) is None or _scale_columns(matrix) % _HALF_RUN:
         return None
-    zero = None if recipe.zero is None else _numbers(matrix, recipe.zero)
+    zero = None if recipe.zero is None else _group_numbers(matrix, recipe.zero)
     has_zeros = zero is not None and bool(zero.min() != zero.max())
     if zero is not None and not has_zeros:
         values = values - zero.flat[0]
@@ -114,7 +114,7 @@ def _table(matrix: Packed) -> Table | None:
     name = "TABLE_4" if len(values) <= TABLES["TABLE_4"] else "TABLE_8"
     padded = values[0] + np.arange(TABLES[name], dtype=np.float32)  # unused codes continue a row of integers
     padded[: len(values)] = values
-    divisor = None if recipe.divisor is None else float(_numbers(matrix, recipe.divisor)[0, 0])
+    divisor = None if recipe.divisor is None else float(_group_numbers(matrix, recipe.divisor)[0, 0])
     factor = None if recipe.factor is None else float(recipe.factor)
     return Table(name, padded.tobytes(), has_zeros, factor, divisor)
 
@@ -136,13 +136,13 @@ def _group(matrix: QuantisedMatrix) -> int | None:
     return gcd(group, n_in)  # a last group that is shorter: in parts that divide both
 
 
-def _numbers(matrix: QuantisedMatrix, reader: Reader) -> Float32[np.ndarray, "rows groups"]:
+def _group_numbers(matrix: QuantisedMatrix, reader: Reader) -> Float32[np.ndarray, "rows groups"]:
     return reader(matrix.parts, matrix.stored(slice(None)))
 
 
 def _of_groups(matrix: QuantisedMatrix, reader: Reader, size: int) -> Float32[Tensor, "rows groups"]:
     """Read the numbers of every `size` columns, which divides the columns of a group."""
-    numbers, (n_rows, n_in) = _numbers(matrix, reader), matrix.shape
+    numbers, (n_rows, n_in) = _group_numbers(matrix, reader), matrix.shape
     group = matrix.recipe.group if isinstance(matrix.recipe.group, int) else _group(matrix)
     assert group is not None
     if numbers.shape[1] > 1 and group != size:
