@@ -30,10 +30,13 @@ def typed(part: Exercise) -> Mapping[str, Call]:
 
 
 def _replaced(part: Exercise) -> Mapping[str, Call]:
-    return {**{mistake.name: mistake.wrong(part.reference) for mistake in _of(part.name)}, **typed_in_training(part)}
+    return {
+        **{mistake.name: mistake.wrong(part.reference) for mistake in _mistakes_of(part.name)},
+        **typed_in_training(part),
+    }
 
 
-def _of(name: str) -> list[Mistake[Any]]:
+def _mistakes_of(name: str) -> list[Mistake[Any]]:
     return [mistake for mistake in MISTAKES.values() if mistake.part == name]
 
 
@@ -69,7 +72,7 @@ def _both_caches(part: Exercise) -> Mapping[str, Call]:
     def right(past: np.ndarray, new: np.ndarray) -> np.ndarray:
         return np.concatenate([past, new], axis=1)
 
-    return {mistake.name: of_both(mistake.wrong(right)) for mistake in _of(part.name)}
+    return {mistake.name: of_both(mistake.wrong(right)) for mistake in _mistakes_of(part.name)}
 
 
 def _decoders(part: Exercise) -> Mapping[str, Call]:
@@ -130,7 +133,7 @@ def _logits_mistakes(part: Exercise) -> Mapping[str, Call]:
 
 def _of_products(stage: str, brought: Callable[[Call], Call]) -> Mapping[str, Call]:
     """Put the wrong products that a stage can have into a function around them."""
-    mistakes = (mistake for mistake in _of("linear") if stage in mistake.stages)
+    mistakes = (mistake for mistake in _mistakes_of("linear") if stage in mistake.stages)
     return {mistake.name: brought(mistake.wrong(LINEAR.reference)) for mistake in mistakes}
 
 

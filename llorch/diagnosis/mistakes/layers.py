@@ -83,14 +83,14 @@ def _one_layer_early(config: ModelConfig, layer: int) -> Layer:
 
 def _scores_of(other: Other) -> Wrong:
     """Mask right products as another kind of layer does."""
-    return lambda s, stage: with_mask(s, stage, hidden_in(s, _of(other, s)))
+    return lambda s, stage: with_mask(s, stage, hidden_in(s, _layer_of(other, s)))
 
 
 def _heads_of(other: Other) -> Wrong:
     """Compute queries and keys as another kind of layer does, and scores of these queries under the other mask."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
-        kind = _of(other, s)
+        kind = _layer_of(other, s)
         if stage == "k_cache":
             return np.concatenate([s["past_k"], _heads_by_kind(s, "k", kind).swapaxes(0, 1)], axis=1)
         if stage == "attn_scores":
@@ -101,7 +101,7 @@ def _heads_of(other: Other) -> Wrong:
     return wrong
 
 
-def _of(other: Other, s: StageInputs) -> Layer:
+def _layer_of(other: Other, s: StageInputs) -> Layer:
     assert s.layer is not None
     return other(s.config, s.layer)
 

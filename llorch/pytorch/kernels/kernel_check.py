@@ -163,7 +163,7 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
     return family_examples.example_of(kind, config, at)
 
 
-def _of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:
+def _example_of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:
     """Make an example of a kernel that is given tensors only."""
     return KernelExample(plain, lambda dtype: [tuple(tensor.to(dtype) for tensor in given) for given in inputs])
 
@@ -171,7 +171,7 @@ def _of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:
 def _norm(config: ModelConfig, at: Target) -> KernelExample:
     numbers, plain = Numbers(at), RMSNorm(config.hidden_size, config.rms_norm_eps)
     plain.weight = nn.Parameter(1 + numbers(config.hidden_size) / 2, requires_grad=False)
-    return _of(plain, *((numbers(rows, 1, config.hidden_size),) for rows in (1, 5)))
+    return _example_of(plain, *((numbers(rows, 1, config.hidden_size),) for rows in (1, 5)))
 
 
 def _linear(config: ModelConfig, at: Target) -> KernelExample:
@@ -179,19 +179,19 @@ def _linear(config: ModelConfig, at: Target) -> KernelExample:
     plain = nn.Linear(width, out, device="meta")
     plain.weight = nn.Parameter(numbers(out, width), requires_grad=False)
     plain.bias = nn.Parameter(numbers(out), requires_grad=False)
-    return _of(plain, *((numbers(rows, 1, width),) for rows in (1, 3, 8, 9)))
+    return _example_of(plain, *((numbers(rows, 1, width),) for rows in (1, 3, 8, 9)))
 
 
 def _packed(config: ModelConfig, at: Target, ggml_type: Kind) -> KernelExample:
     numbers, width = Numbers(at), -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     plain = QuantisedLinear(random_fields((config.intermediate_size, width), ggml_type, at.device), ggml_type)
-    return _of(plain, *((numbers(rows, width),) for rows in (1, 2, 8, 40, 300)))
+    return _example_of(plain, *((numbers(rows, width),) for rows in (1, 2, 8, 40, 300)))
 
 
 def _act(config: ModelConfig, at: Target) -> KernelExample:
     numbers, width = Numbers(at), config.intermediate_size
-    return _of(swiglu, *((4 * numbers(rows, 1, width), numbers(rows, 1, width)) for rows in (1, 5)))
+    return _example_of(swiglu, *((4 * numbers(rows, 1, width), numbers(rows, 1, width)) for rows in (1, 5)))
 
 
 def _attend(config: ModelConfig, at: Target) -> KernelExample:
