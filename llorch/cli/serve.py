@@ -139,7 +139,7 @@ def command(
         require_key(bound, api_key)
         if ctx is not None:
             _require_context(model, ctx)
-        loaded, batch = _opened(model, backend, parallel, ctx or CONTEXT, **opening)
+        loaded, batch = _open_batch(model, backend, parallel, ctx or CONTEXT, **opening)
         loaded.chats.settings = template_settings(template_date, chat_template_kwargs)
         threads = use_threads(loaded.config)
         for name, path in adapters:
@@ -170,7 +170,7 @@ def _require_context(model: str, wanted: int) -> None:
         raise click.UsageError(f"--ctx: expected at most {most}, the context length of {model}, got {wanted}")
 
 
-def _opened(
+def _open_batch(
     model: str, backend: str, n_jobs: int, context: int, *, numerics: str | None, kv_cache: str, residency: Any,
     device: str | None, dtype: str | None, kernels: Any, mode: Any,
 ) -> "tuple[Any, GenerationBatch]":  # fmt: skip

@@ -240,7 +240,7 @@ def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel
     allowed = _Allowed(seconds, clock)
     with suppress(EOFError, OSError), limited(1):
         channel.receive_object()
-        answer = implementation = _opened(source, allowed)
+        answer = implementation = _open_implementation(source, allowed)
         while True:
             with suppress(Exception):  # such as a stream that the learner's code has closed
                 sys.stdout.flush()
@@ -252,7 +252,7 @@ def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel
     os._exit(0)  # threads of the learner's may go on for ever
 
 
-def _opened(source: str, allowed: "_Allowed") -> Implementation | Exception:
+def _open_implementation(source: str, allowed: "_Allowed") -> Implementation | Exception:
     try:
         with allowed.running():
             return opened(source, allowed.timed)

@@ -104,7 +104,7 @@ def _weighted(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
     return lambda right: lambda outs, weights, shared, gate: right(outs, change(weights), shared, gate)
 
 
-def _opened(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+def _shared_gate(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
     """Open the gate of the shared expert differently."""
 
     def replacement(right: Function) -> Function:
@@ -306,17 +306,17 @@ SUM: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The result is the shared expert alone; add the chosen experts.",
     ),
     Mistake(
-        name="moe-shared-ungated", stages=("moe_out",), applies_to=_gates, part=SUMS, wrong=_opened(np.ones_like),
+        name="moe-shared-ungated", stages=("moe_out",), applies_to=_gates, part=SUMS, wrong=_shared_gate(np.ones_like),
         diagnosis="The shared expert was added without its gate.",
     ),
     Mistake(
         name="moe-shared-twice", stages=("moe_out",), applies_to=_gates, part=SUMS,
-        wrong=_opened(lambda gate: 2 * gate),
+        wrong=_shared_gate(lambda gate: 2 * gate),
         diagnosis="The shared expert was added twice, perhaps in the loop over ranks or halves.",
     ),
     Mistake(
         name="moe-shared-gate-the-other-way", stages=("moe_out",), applies_to=_gates, part=SUMS,
-        wrong=_opened(lambda gate: 1 - gate),
+        wrong=_shared_gate(lambda gate: 1 - gate),
         diagnosis="The shared expert was multiplied by 1 - gate.",
     ),
     Mistake(

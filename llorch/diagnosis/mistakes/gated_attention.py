@@ -69,7 +69,7 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The first half of q_proj's rows was used as the queries; query and gate alternate, head by head.",
     ),
     Mistake(
-        name="query-taken-for-gate", stages=("attn_gate",), wrong=lambda s, _: _opened(_both(s)[:, :, 0]),
+        name="query-taken-for-gate", stages=("attn_gate",), wrong=lambda s, _: _gate_factor(_both(s)[:, :, 0]),
         diagnosis="The queries were used as gates; in the rows of each head the gate comes last.",
     ),
     Mistake(
@@ -83,7 +83,7 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="gate-silu", stages=("attn_gate",),
-        wrong=lambda s, _: _opened(_both(s)[:, :, 1]) * _both(s)[:, :, 1].reshape(len(s["q_gate_proj"]), -1),
+        wrong=lambda s, _: _gate_factor(_both(s)[:, :, 1]) * _both(s)[:, :, 1].reshape(len(s["q_gate_proj"]), -1),
         diagnosis="The gate went through SiLU; attention is gated by a sigmoid.",
     ),
     Mistake(
@@ -117,5 +117,5 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
 )  # fmt: skip
 
 
-def _opened(gate: np.ndarray) -> np.ndarray:
+def _gate_factor(gate: np.ndarray) -> np.ndarray:
     return sigmoid(gate.reshape(len(gate), -1))
