@@ -105,7 +105,7 @@ def _stepped(step: Step) -> Replacement:
     return instead(wrong)
 
 
-def _both(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Replacement:
+def _token_by_token(update: Callable[[np.ndarray, TokenState], np.ndarray]) -> Replacement:
     """Run the delta rule token by token; `update` returns the state that is kept and read."""
 
     def step(state: np.ndarray, token: TokenState) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +139,7 @@ def _rounded(state: np.ndarray, token: TokenState) -> np.ndarray:
 
 def state_in_bfloat16(s: StageInputs, stage: str) -> np.ndarray:
     """Round the state to bfloat16 after each token."""
-    return IN_STAGE[THE_RULE](_both(_rounded), s, stage)
+    return IN_STAGE[THE_RULE](_token_by_token(_rounded), s, stage)
 
 
 def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
@@ -310,22 +310,22 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="delta-decay-after-write", stages=RULE, part=THE_RULE,
-        wrong=_both(lambda state, t: t.decay * t.written(state, t.corrected(state))),
+        wrong=_token_by_token(lambda state, t: t.decay * t.written(state, t.corrected(state))),
         diagnosis="The state decayed after the token was written; it decays before, so that the newest stays whole.",
     ),
     Mistake(
         name="delta-correction-before-decay", stages=RULE, part=THE_RULE,
-        wrong=_both(lambda state, t: t.written(t.decay * state, t.corrected(state))),
+        wrong=_token_by_token(lambda state, t: t.written(t.decay * state, t.corrected(state))),
         diagnosis="The state was read at the key before it decayed; it decays first.",
     ),
     Mistake(
         name="delta-correction-missing", stages=RULE, part=THE_RULE,
-        wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v)),
+        wrong=_token_by_token(lambda state, t: t.written(t.decay * state, t.beta * t.v)),
         diagnosis="Values were added whole (plain linear attention); subtract the state's value at the key.",
     ),
     Mistake(
         name="delta-beta-on-value-only", stages=RULE, part=THE_RULE,
-        wrong=_both(lambda state, t: t.written(t.decay * state, t.beta * t.v - t.k @ (t.decay * state))),
+        wrong=_token_by_token(lambda state, t: t.written(t.decay * state, t.beta * t.v - t.k @ (t.decay * state))),
         diagnosis="beta multiplied the value alone; it multiplies the value minus the state's value at the key.",
     ),
     Mistake(

@@ -276,14 +276,14 @@ def together(changes: Sequence[Change]) -> Change:
     made, *others = changes
     for other in others:
         made = Change(
-            {place: _both(made.plants, other.plants, place) for place in {*made.plants, *other.plants}},
+            {place: _combine_changes(made.plants, other.plants, place) for place in {*made.plants, *other.plants}},
             {**made.passed_on, **other.passed_on},
             lambda setting, one=made.setting, two=other.setting: two(one(setting)),
         )
     return made
 
 
-def _both(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -> Plant:
+def _combine_changes(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -> Plant:
     """Combine the changes at one place; if both have one, the second changes the result of the first."""
     if place not in first or place not in second:
         return first[place] if place in first else second[place]
