@@ -75,7 +75,7 @@ def _length(x: np.ndarray) -> np.ndarray:
     return np.sqrt((x * x).sum(-1, keepdims=True))
 
 
-def _by(divisor: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+def _divided_by(divisor: Callable[[np.ndarray], np.ndarray]) -> Replacement:
     return instead(lambda x: x / divisor(x))
 
 
@@ -239,16 +239,16 @@ DELTA_NET: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="l2-norm-by-mean", stages=LENGTHS, part=UNIT,
-        wrong=_by(lambda x: np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)),
+        wrong=_divided_by(lambda x: np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)),
         diagnosis="Heads were divided by the root of the mean of squares (RMSNorm); divide by the root of their sum.",
     ),
     Mistake(
-        name="l2-norm-eps-outside", stages=LENGTHS, part=UNIT, wrong=_by(lambda x: _length(x) + 1e-6),
+        name="l2-norm-eps-outside", stages=LENGTHS, part=UNIT, wrong=_divided_by(lambda x: _length(x) + 1e-6),
         diagnosis="eps was added to the length; it is added to the sum of squares, inside the root.",
     ),
     Mistake(
         name="l2-norm-of-heads-together", stages=LENGTHS, part=UNIT,
-        wrong=_by(lambda x: np.sqrt((x * x).sum((-2, -1), keepdims=True) + 1e-6)),
+        wrong=_divided_by(lambda x: np.sqrt((x * x).sum((-2, -1), keepdims=True) + 1e-6)),
         diagnosis="All heads of a token were scaled to length 1 together; scale each head separately.",
     ),
     Mistake(

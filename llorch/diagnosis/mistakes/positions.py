@@ -61,7 +61,7 @@ def _tempered(s: StageInputs, factor: np.ndarray) -> np.ndarray:
     return _queries(s) * factor[:, None, None].astype(s.dtype)
 
 
-def _by(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
+def _with_temperature(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
     """Change settings of the temperature."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
@@ -168,12 +168,12 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="temperature-one-position-late", stages=("q_tempered",), cases=("far",), applies_to=_tempers_llama4,
-        wrong=_by(offset=0),
+        wrong=_with_temperature(offset=0),
         diagnosis="The temperature of Llama 4 counts positions from 1; the + 1 before the division is missing.",
     ),
     Mistake(
         name="temperature-one-position-early", stages=("q_tempered",), cases=("near",), applies_to=_tempers_ministral,
-        wrong=_by(offset=1),
+        wrong=_with_temperature(offset=1),
         diagnosis="The temperature of Ministral 3 counts positions from 0; only Llama 4 has the + 1.",
     ),
     Mistake(
@@ -182,7 +182,7 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="temperature-of-another-scale", stages=("q_tempered",), cases=("far",), applies_to=_tempers,
-        wrong=_by(scale=1.0),
+        wrong=_with_temperature(scale=1.0),
         diagnosis="The logarithm was not multiplied by the scale of the configuration, 0.1.",
     ),
     Mistake(
