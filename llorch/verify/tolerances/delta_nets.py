@@ -178,7 +178,7 @@ def _chunk_sums(g: np.ndarray) -> np.ndarray:
     return np.concatenate([np.cumsum(g[at : at + CHUNK]) for at in range(0, len(g), CHUNK)])
 
 
-def _delta_rule(s: Step) -> np.ndarray:
+def _delta_rule_variance(s: Step) -> np.ndarray:
     """Head by head."""
     at_the_end = s.stage.name == "delta_state"
     made = np.stack([_head(s, at).read(at_the_end=at_the_end) for at in range(_net(s).n_value_heads)], axis=1)
@@ -225,8 +225,8 @@ RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "k_l2": _l2_norm,
         "beta": _sigmoid,
         "log_decay": _log_decay,
-        "delta_state": _delta_rule,
-        "delta_out": _delta_rule,
+        "delta_state": _delta_rule_variance,
+        "delta_out": _delta_rule_variance,
         "gated_norm": _gated_norm,
     }
 )
