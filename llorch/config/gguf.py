@@ -50,7 +50,7 @@ def read(
         _refuse_variants(fields, family, head_dim)
         n_layers = _n_layers(fields, family)
         context = fields.integer("context_length")
-        experts = _experts(fields, family)
+        experts = _read_experts(fields, family)
         temperature = _temperature(fields, family, context)
         layers = _read_layers(fields, family, n_layers, context, experts, tempered=temperature is not None)
         return {
@@ -163,7 +163,7 @@ def _n_layers(fields: Fields, family: Family) -> int:
     return n_layers - extra
 
 
-def _experts(fields: Fields, family: Family) -> Experts | None:
+def _read_experts(fields: Fields, family: Family) -> Experts | None:
     if not family.experts:
         return None
     n_experts = fields.integer("expert_count", low=1)

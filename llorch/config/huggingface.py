@@ -48,7 +48,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
         head_dim = head_width(fields, "head_dim", hidden_size, n_heads, family.head_dim)
         rope = _rope(fields, family)
         rotary_dim = _rotary_dim(fields, rope, family, head_dim)
-        experts = _experts(fields, family)
+        experts = _read_experts(fields, family)
         layers = _read_layers(fields, family, context, has_experts=experts is not None)
         tempered = any(layer.tempered for layer in layers)
         return {
@@ -154,7 +154,7 @@ def _intermediate_size(fields: Fields, family: Family, experts: Experts | None) 
     return fields.integer(key, **default)
 
 
-def _experts(fields: Fields, family: Family) -> Experts | None:
+def _read_experts(fields: Fields, family: Family) -> Experts | None:
     if not family.experts:
         return None
     count, size = (family.keys.get(usual, usual) for usual in ("num_experts", "moe_intermediate_size"))

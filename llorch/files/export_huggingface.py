@@ -91,13 +91,13 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     return (
         values
         | {**family.written}
-        | _experts(config, family)
+        | _experts_settings(config, family)
         | _delta_net_settings(config)
         | _positions(config, family)
     )
 
 
-def _experts(config: ModelConfig, family: Family) -> dict[str, object]:
+def _experts_settings(config: ModelConfig, family: Family) -> dict[str, object]:
     if (experts := config.experts) is None:
         return {}
     if family.sparse == "listed":

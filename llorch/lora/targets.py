@@ -167,7 +167,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         ("down_proj", ("experts_down_proj",)),
     ):
         turned = family.turned_experts == "modules"
-        yield _experts(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
+        yield _experts_target(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
     if "shared" in traits:
         for short in OF_EXPERTS:
             yield plain(f"shared_{short}", f"{mlp}.shared_expert.{short}{as_parameter}")
@@ -206,7 +206,7 @@ def _joined_target(path: str, short: str, of: list[Weight]) -> LoraTarget:
     return LoraTarget(f"{prefix}.{short}", path, of[0].shape[1], sum(map(len, rows)), parts, gguf)
 
 
-def _experts(path: str, short: str, of: list[Weight], *, turned: bool) -> LoraTarget:
+def _experts_target(path: str, short: str, of: list[Weight], *, turned: bool) -> LoraTarget:
     """Make the target of a parameter that holds a matrix of every expert, gate and up joined."""
     n_experts, n_out, n_in = of[0].shape
     rows = [_integers_of(np.arange(i * n_out, (i + 1) * n_out)) if len(of) > 1 else None for i in range(len(of))]
