@@ -84,7 +84,7 @@ def _conv_out(s: Step) -> np.ndarray:
     return made * np.square(share * (1 + c * (1 - share))) + 4 * s.rounding
 
 
-def _l2_norm(s: Step) -> np.ndarray:
+def _l2_norm_variance(s: Step) -> np.ndarray:
     at, net = s.stage.name == "k_l2", _net(s)
     part = slice(at * net.key_width, (1 + at) * net.key_width)
     x, given = s.x[0][:, part].reshape(s.y.shape), s.given[0][..., part].reshape(-1, *s.y.shape)
@@ -221,8 +221,8 @@ RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "attn_gated": _gated_variance,
         "conv_state": _conv_state,
         "conv_out": _conv_out,
-        "q_l2": _l2_norm,
-        "k_l2": _l2_norm,
+        "q_l2": _l2_norm_variance,
+        "k_l2": _l2_norm_variance,
         "beta": _sigmoid,
         "log_decay": _log_decay,
         "delta_state": _delta_rule_variance,
