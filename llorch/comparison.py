@@ -175,7 +175,7 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
         return Difference(math.inf, math.inf, fault)
     scale = max(largest, size) or 1.0  # squares must neither overflow nor vanish
     off, scaled = off / scale, b / scale
-    error = times_over(_norm(off), _norm(scaled))
+    error = times_over(_euclidean_norm(off), _euclidean_norm(scaled))
     tokens = None if token_axis is None else _by_token(off, scaled, token_axis)
     factor = 1 + times_over(float(np.vdot(off, scaled)), float(np.vdot(scaled, scaled)))
     return Difference(error, times_over(largest, size), None, index, float(a[index]), float(b[index]), tokens, factor)
@@ -340,7 +340,7 @@ def _place(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(int, np.unravel_index(at, shape)))
 
 
-def _norm(array: "np.ndarray | np.float64") -> float:
+def _euclidean_norm(array: "np.ndarray | np.float64") -> float:
     flat = array.ravel(order="K")
     return math.sqrt(flat.dot(flat))
 

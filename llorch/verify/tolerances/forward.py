@@ -423,7 +423,7 @@ def _embed(s: Step) -> np.ndarray:
     return s.rounding if s.arithmetic.is_half else np.zeros_like(s.y)
 
 
-def _norm(s: Step) -> np.ndarray:
+def _norm_variance(s: Step) -> np.ndarray:
     return _normed(own_half(s), s.weights[s.stage.name])
 
 
@@ -704,7 +704,7 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "shared_gate": _shared_gate,
         "moe_out": _mixed_variance,
         **dict.fromkeys(("ffn_act", "expert_act", "shared_ffn_act"), _swiglu),
-        **dict.fromkeys(("attn_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"), _norm),
+        **dict.fromkeys(("attn_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"), _norm_variance),
         **OF_DELTA_NETS,
         **{stage.name: _expert_product if stage.by_expert else _product for stage in STAGES if stage.matrix},
     }
