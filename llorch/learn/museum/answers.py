@@ -41,7 +41,7 @@ def judged(shown: Exhibit, answer: str) -> MuseumAnswer:
     meant = said in {_plain(name) for name in names} or any(_plain(word) in said for word in shown.words)
     if not is_other and (meant or any(_mistake_words(name) <= {*said.split()} for name in names)):
         return MuseumAnswer(True, f"Yes. {shown.cause}")
-    if not is_other and _number(answer) in values:
+    if not is_other and _parse_number(answer) in values:
         return MuseumAnswer(True, f"Yes, that is the value. {shown.cause}")
     return MuseumAnswer(False, _nudge(findings[0], said.replace(" ", "-") if is_other else answer.strip()))
 
@@ -84,6 +84,6 @@ def _mistake_words(name: str) -> set[str]:
     return {*_plain(name).split()[1:]} or {name}
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     found = re.search(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text.lower())
     return float(found[0]) if found else None
