@@ -92,7 +92,7 @@ class LearnerProgress:
         code = fingerprint(self.folder, lesson)
         with self.changed(lesson) as standing:
             standing.status = outcome.word
-            standing.wrong = _part(outcome.record)
+            standing.wrong = _wrong_part(outcome.record)
             if outcome.word in (PASS, FAIL):
                 standing.attempts += code != standing.tried
                 standing.tried = code
@@ -109,7 +109,7 @@ class LearnerProgress:
         return CHANGED if is_old else standing.status
 
 
-def _part(record: Mapping[str, Any]) -> str:
+def _wrong_part(record: Mapping[str, Any]) -> str:
     """Return the part that a verdict calls wrong: `my_llama/l01b_rope.py:14 rope()`, or `rope() of cmd:PROGRAM`."""
     found = re.search(r"(\w+)\(\)( of |$)", str(record.get("where", "")))
     return found[1] if found else ""

@@ -82,11 +82,11 @@ class _Responding:
         yield self._event("response.in_progress", response=self._response())
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        yield self._event("response.content_part.added", part=_part("", []), **place)
+        yield self._event("response.content_part.added", part=_output_text("", []), **place)
         async for some in tokens_as_events(self.answering, self._delta):
             yield some
         yield self._event("response.output_text.done", text=self._text, logprobs=self._logprobs, **place)
-        yield self._event("response.content_part.done", part=_part(self._text, self._logprobs), **place)
+        yield self._event("response.content_part.done", part=_output_text(self._text, self._logprobs), **place)
         yield self._event("response.output_item.done", output_index=0, item=self._output()[0])
         yield self._event(f"response.{self._status}", response=self._response())
 
@@ -117,7 +117,7 @@ class _Responding:
         return OutputMessage(type="message", id=self._item_id, status=status, role="assistant", content=content)
 
     def _output(self) -> list[OutputMessage]:
-        return [self._message(self._status, [_part(self._text, self._logprobs)])]
+        return [self._message(self._status, [_output_text(self._text, self._logprobs)])]
 
     def _response(self) -> Response:
         ended, work = self._finish is not None, self.answering.works[0]
@@ -153,5 +153,5 @@ class _Responding:
         )
 
 
-def _part(text: str, logprobs: list[TokenLogprob]) -> OutputText:
+def _output_text(text: str, logprobs: list[TokenLogprob]) -> OutputText:
     return OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)

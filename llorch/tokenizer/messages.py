@@ -55,7 +55,7 @@ def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
     return rest | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _part(fields: Fields, name: str, part: object) -> str:
+def _content_text(fields: Fields, name: str, part: object) -> str:
     """Read the text of a part of a content, as OpenAI writes them; Unsupported for an image."""
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise fields.error("Malformed", name, "a part with a type and a text", part)
@@ -76,7 +76,7 @@ def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, obje
     if calls is not None and (role != "assistant" or not isinstance(calls, list)):
         raise fields.error("Malformed", f"{name}.tool_calls", "a list in a message of the assistant", calls)
     if isinstance(content, list):
-        content = "".join(_part(fields, f"{name}.content[{i}]", one) for i, one in enumerate(content))
+        content = "".join(_content_text(fields, f"{name}.content[{i}]", one) for i, one in enumerate(content))
     if not isinstance(content, str) and not (content is None and calls):
         raise fields.error("Malformed", f"{name}.content", "a text", content)
     if not isinstance(entry.get("reasoning_content", ""), str | None):

@@ -31,7 +31,7 @@ def _spoilt(s: QuantisedInputs, part: slice, new: np.ndarray | np.uint8) -> Quan
     return s.with_blocks(blocks)
 
 
-def _part(s: QuantisedInputs, part: slice) -> np.ndarray:
+def _block_part(s: QuantisedInputs, part: slice) -> np.ndarray:
     return s.blocks.reshape(-1, BLOCK_SIZES[s.kind][1])[:, part]
 
 
@@ -41,20 +41,20 @@ def _nibbles(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def nibbles_alternate(s: QuantisedInputs) -> QuantisedInputs:
     """Take both codes of a byte for neighbours."""
-    codes = _part(s, CODES[s.kind.name])
+    codes = _block_part(s, CODES[s.kind.name])
     in_order = np.stack(_nibbles(codes), axis=-1).reshape(len(codes), 2, -1)
     return _spoilt(s, CODES[s.kind.name], in_order[:, 0] | in_order[:, 1] << 4)
 
 
 def nibbles_swapped(s: QuantisedInputs) -> QuantisedInputs:
     """Read the upper half of each byte first."""
-    low, high = _nibbles(_part(s, CODES[s.kind.name]))
+    low, high = _nibbles(_block_part(s, CODES[s.kind.name]))
     return _spoilt(s, CODES[s.kind.name], low << 4 | high)
 
 
 def sub_blocks_of_16_bytes(s: QuantisedInputs) -> QuantisedInputs:
     """Take every 16 bytes for a sub-block of 32, as in Q4_0."""
-    codes = _part(s, CODES[s.kind.name])
+    codes = _block_part(s, CODES[s.kind.name])
     halves = np.stack(_nibbles(codes.reshape(-1, 4, 2, 16)), axis=3)  # (blocks, pairs, sub-block, half, 16)
     in_order = halves.reshape(len(codes), 4, 2, 32)
     return _spoilt(s, CODES[s.kind.name], (in_order[:, :, 0] | in_order[:, :, 1] << 4).reshape(codes.shape))
@@ -64,7 +64,7 @@ def scale_of_neighbour(s: QuantisedInputs) -> QuantisedInputs:
     """Use the scale of the block before."""
     for scale in SCALES[s.kind]:
         part = slice(scale.offset, scale.offset + 2)
-        s = _spoilt(s, part, np.roll(_part(s, part), 1, axis=0))
+        s = _spoilt(s, part, np.roll(_block_part(s, part), 1, axis=0))
     return s
 
 
@@ -72,7 +72,7 @@ def blocks_twice_as_long(s: QuantisedInputs) -> QuantisedInputs:
     """Use one scale for two blocks."""
     for scale in SCALES[s.kind]:
         part = slice(scale.offset, scale.offset + 2)
-        scales = _part(s, part)
+        scales = _block_part(s, part)
         s = _spoilt(s, part, scales[np.arange(len(scales)) // 2 * 2])
     return s
 
@@ -80,7 +80,7 @@ def blocks_twice_as_long(s: QuantisedInputs) -> QuantisedInputs:
 def codes_over_scale(s: QuantisedInputs) -> QuantisedInputs:
     """Read the codes from the beginning of the block."""
     part = CODES[s.kind.name]
-    return _spoilt(s, part, _part(s, slice(0, part.stop - part.start)))
+    return _spoilt(s, part, _block_part(s, slice(0, part.stop - part.start)))
 
 
 def stride_padded(s: QuantisedInputs) -> QuantisedInputs:
@@ -94,14 +94,14 @@ def stride_padded(s: QuantisedInputs) -> QuantisedInputs:
 def fifth_bits_of_first_half(s: QuantisedInputs) -> QuantisedInputs:
     """Use the fifth bits of the block's first half for the second half too."""
     part = UPPER_BITS[s.kind.name]
-    bits = _part(s, part)
+    bits = _block_part(s, part)
     return _spoilt(s, part, np.concatenate([bits[:, :2], bits[:, :2]], axis=1))
 
 
 def upper_bits_inverted(s: QuantisedInputs) -> QuantisedInputs:
     """Invert the upper bits: a set bit is taken for the one that subtracts."""
     part = UPPER_BITS[s.kind.name]
-    return _spoilt(s, part, ~_part(s, part))
+    return _spoilt(s, part, ~_block_part(s, part))
 
 
 def minimum_dropped(s: QuantisedInputs) -> QuantisedInputs:
@@ -113,19 +113,19 @@ def minimum_dropped(s: QuantisedInputs) -> QuantisedInputs:
 def minimum_of_other_sign(s: QuantisedInputs) -> QuantisedInputs:
     """Use the minimum with the other sign."""
     last = slice(MINIMA[s.kind.name] + 1, MINIMA[s.kind.name] + 2)
-    return _spoilt(s, last, _part(s, last) ^ 0x80)
+    return _spoilt(s, last, _block_part(s, last) ^ 0x80)
 
 
 def scale_and_minimum_swapped(s: QuantisedInputs) -> QuantisedInputs:
     """Exchange the two float16 numbers, scale and minimum."""
     first = MINIMA[s.kind.name] - 2
-    both = _part(s, slice(first, first + 4))
+    both = _block_part(s, slice(first, first + 4))
     return _spoilt(s, slice(first, first + 4), np.roll(both, 2, axis=1))
 
 
 def sub_scales_in_a_row(s: QuantisedInputs) -> QuantisedInputs:
     """Read the 12 bytes as 16 numbers of six bits, one after the other."""
-    bits = np.unpackbits(_part(s, slice(4, 16)), axis=1, bitorder="little").reshape(-1, 16, 6)
+    bits = np.unpackbits(_block_part(s, slice(4, 16)), axis=1, bitorder="little").reshape(-1, 16, 6)
     numbers = np.packbits(np.pad(bits, ((0, 0), (0, 0), (0, 2))), axis=2, bitorder="little")[..., 0]
     scales, minima = numbers[:, :8], numbers[:, 8:]
     first = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
@@ -134,13 +134,13 @@ def sub_scales_in_a_row(s: QuantisedInputs) -> QuantisedInputs:
 
 def sub_scales_and_minima_swapped(s: QuantisedInputs) -> QuantisedInputs:
     """Take the 6-bit minima for the scales."""
-    first, second, last = (_part(s, slice(start, start + 4)) for start in (4, 8, 12))
+    first, second, last = (_block_part(s, slice(start, start + 4)) for start in (4, 8, 12))
     return _spoilt(s, slice(4, 16), np.hstack([second, first, last >> 4 | last << 4]))
 
 
 def sub_scales_unsigned(s: QuantisedInputs) -> np.ndarray:
     """Read the scales as unsigned bytes, so that -1 becomes 255."""
-    lost = np.where(_part(s, slice(192, 208)).reshape(-1, 1) > 127, np.float32(256), np.float32(0))
+    lost = np.where(_block_part(s, slice(192, 208)).reshape(-1, 1) > 127, np.float32(256), np.float32(0))
     with_scales_of_1 = _spoilt(s, slice(192, 208), np.uint8(1)).decoded()
     return s.decoded() + (lost * with_scales_of_1.reshape(-1, 16)).reshape(s.shape)
 
@@ -153,7 +153,7 @@ def codes_wrapped(s: QuantisedInputs) -> np.ndarray:
 
 def codes_unsigned(s: QuantisedInputs) -> np.ndarray:
     """Take negative codes of bytes for 128 to 255."""
-    lost = np.where(_part(s, CODES[s.kind.name]) > 127, np.float32(256), np.float32(0))
+    lost = np.where(_block_part(s, CODES[s.kind.name]) > 127, np.float32(256), np.float32(0))
     return s.decoded() + (lost * _spoilt(s, CODES[s.kind.name], np.uint8(1)).decoded().reshape(lost.shape)).reshape(
         s.shape
     )
@@ -222,7 +222,7 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     ),
     Mistake(
         name="block-nibbles-signed", stages=DECODED, cases=("Q4_0",),
-        wrong=in_blocks(lambda s: _spoilt(s, CODES[s.kind.name], _part(s, CODES[s.kind.name]) ^ np.uint8(0x88))),
+        wrong=in_blocks(lambda s: _spoilt(s, CODES[s.kind.name], _block_part(s, CODES[s.kind.name]) ^ np.uint8(0x88))),
         diagnosis="Codes were taken for signed numbers of four bits; those of Q4_0 are 0 to 15; subtract 8.",
     ),
     Mistake(
@@ -254,7 +254,7 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     ),
     Mistake(
         name="k-scales-without-upper-bits", stages=DECODED, cases=("Q4_K", "Q5_K"),
-        wrong=in_blocks(lambda s: _spoilt(s, slice(4, 12), _part(s, slice(4, 12)) & 0x3F)),
+        wrong=in_blocks(lambda s: _spoilt(s, slice(4, 12), _block_part(s, slice(4, 12)) & 0x3F)),
         diagnosis="The last four scales and minima had four bits; their upper two lie above the first four's.",
     ),
     Mistake(

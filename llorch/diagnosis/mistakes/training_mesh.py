@@ -103,7 +103,7 @@ def factor_of_one_rank(n_ranks: int, rank: int) -> Function:
             def kept(key: str, whole: np.ndarray) -> np.ndarray:
                 lora, kind = weight.lora, key.rpartition(".")[2]
                 given = (d_y, lora.kept(x), lora.lora_A, lora.lora_B)
-                return keep(key, whole if WHOLE.get(name) != kind else _part(kind, given, lora, n_ranks, rank))
+                return keep(key, whole if WHOLE.get(name) != kind else _rank_gradient(kind, given, lora, n_ranks, rank))
 
             return right(d_y, name, x, weight, kept)
 
@@ -112,7 +112,7 @@ def factor_of_one_rank(n_ranks: int, rank: int) -> Function:
     return make
 
 
-def _part(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks: int, rank: int) -> np.ndarray:
+def _rank_gradient(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks: int, rank: int) -> np.ndarray:
     d_y, x, lora_A, lora_B = given
     if kind == LORA_A:
         mine = np.array_split(np.arange(len(lora_B)), n_ranks)[rank]
