@@ -191,11 +191,11 @@ def _kernels(backend: "TorchBackend") -> JudgedModel:
 
 def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
     """Split the judging of built-in models on NumPy into independent parts."""
-    parts = {(plan.spec, at): part for plan in plans for at, part in enumerate(_parts(plan))}
+    parts = {(plan.spec, at): part for plan in plans for at, part in enumerate(_stored_checks(plan))}
     return {name: lambda part=part: list(part()) for name, part in parts.items()}
 
 
-def _parts(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
+def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
     if plan.weights is None:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))

@@ -180,12 +180,12 @@ def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]
     for tensor in gguf_tensors(weights.config):
         weight = tensor.weights[0]
         kind = kept.get(weight.name) or _type_of(weight, ggml_type)
-        write = partial(kept_bytes, weights, weight) if weight.name in kept else partial(_parts, weights, tensor)
+        write = partial(kept_bytes, weights, weight) if weight.name in kept else partial(_tensor_parts, weights, tensor)
         entries.append(TensorToWrite(tensor.name, tensor.shape, kind, partial(write, kind)))
     return entries
 
 
-def _parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+def _tensor_parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iterator[np.ndarray]:
     weight = tensor.weights[0]
     if len(weight.shape) == 3:
         yield from _parts_of_stack(weights, weight, ggml_type)
