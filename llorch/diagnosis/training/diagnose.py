@@ -211,7 +211,7 @@ def _finding(
         kind = "honest" if all(one.honest for one in best.cause) else "mistake"
         made_in = tuple(dict.fromkeys(one.planted.mistake.stages[0] for one in best.cause))
         said = " ".join(one.sentence for one in best.cause)
-        sentence = f"{where}: {said} This explains {_percent(best.share)} of the error."
+        sentence = f"{where}: {said} This explains {_percent_or_all(best.share)} of the error."
         if near:
             alike = ", ".join(one.cause[0].name for one in near)
             sentence += f" This dump cannot tell this mistake from {alike}."
@@ -243,7 +243,7 @@ def _suspect(one: TrainingHypothesis, places: Sequence[JudgedArray], scored: Sco
     return Suspect(one.name, one.sentence, planted, scored.share, scored.left, one.value)
 
 
-def _percent(share: float) -> str:
+def _percent_or_all(share: float) -> str:
     return "all" if share >= 0.99995 else f"{100 * share:.2f} %"
 
 
