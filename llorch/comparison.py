@@ -169,7 +169,7 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         off = np.asarray(a - b)
-    index = _place(np.abs(off).argmax(), off.shape)  # of NaN or infinity where there is one
+    index = _index_of(np.abs(off).argmax(), off.shape)  # of NaN or infinity where there is one
     largest, size = float(np.abs(off[index])), float(np.abs(b).max())
     if not math.isfinite(largest) and (fault := _not_finite(got, want, masked=masked)):
         return Difference(math.inf, math.inf, fault)
@@ -208,7 +208,7 @@ def measure_in(got: object, want: object, *, unit: float) -> Difference:
     if fault := _not_finite(got, want):
         return Difference(math.inf, math.inf, fault)
     apart = np.abs(got.astype(np.float64) - want) / unit
-    index = _place(apart.argmax(), apart.shape)
+    index = _index_of(apart.argmax(), apart.shape)
     error = float(np.sqrt(np.square(apart).mean()))
     return Difference(error, float(apart[index]), None, index, float(got[index]), float(want[index]))
 
@@ -331,12 +331,12 @@ def _mask_fault(got: np.ndarray, want: np.ndarray) -> str | None:
 
 def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
     wrong = got != want
-    index = _place(wrong.argmax(), wrong.shape)
+    index = _index_of(wrong.argmax(), wrong.shape)
     # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.
     return Difference(float(wrong.mean()), float(wrong.any()), None, index, float(got[index]), float(want[index]))
 
 
-def _place(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _index_of(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(int, np.unravel_index(at, shape)))
 
 

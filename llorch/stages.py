@@ -537,10 +537,10 @@ def forward_order(names: Iterable[str]) -> list[str]:
     Returns:
         Stages in the order of the forward pass, then whatever else there is, as it came.
     """
-    return sorted(names, key=_place)
+    return sorted(names, key=_forward_place)
 
 
-def _place(name: str) -> tuple[float, int]:
+def _forward_place(name: str) -> tuple[float, int]:
     """Layer and row of the table, infinite where there is none; a layer lies behind `embed` and before `final_norm`."""
     parts = re.fullmatch(r"(?:l([0-9]+)\.)?(\w+)", name)
     stage = BY_NAME.get(parts[2]) if parts else None

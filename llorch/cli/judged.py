@@ -78,7 +78,7 @@ def lines(judged: JudgedModel, *, by_stage: bool = False) -> list[Line]:
         found = [(stage, rows) for (number, stage), rows in groups.items() if number == checkpoint]
         for stage, rows in found:
             closest = max(rows, key=_closeness)
-            beside = [row for row in rows if (row.model, *_place(row)) == (closest.model, *_place(closest))]
+            beside = [row for row in rows if (row.model, *_place_of(row)) == (closest.model, *_place_of(closest))]
             errors = {row.producer: row.producer_error for row in beside}
             out.append(Line(checkpoint, stage, len(rows), closest, errors))
         if not found:
@@ -103,7 +103,7 @@ def closer_to_truth(models: Sequence[JudgedModel], backend: str) -> dict[str, di
         for row in judged.rows:
             known = row.mode == "chained" and not math.isnan(row.truth_error)
             if known and row.backend == backend and row.checkpoint not in TRAINING:
-                places[number, _place(row)].append(row)
+                places[number, _place_of(row)].append(row)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (_, (case, *_)), here in places.items():
         ours = all(row.truth_error <= row.producer_error for row in here)
@@ -156,7 +156,7 @@ def _not_run(judged: JudgedModel) -> set[str]:
     return {*judged.checkpoints} - {row.checkpoint for row in judged.rows}
 
 
-def _place(row: Comparison) -> tuple[str, str, str, int | None]:
+def _place_of(row: Comparison) -> tuple[str, str, str, int | None]:
     return row.case, row.mode, row.stage, row.layer
 
 

@@ -77,7 +77,7 @@ def translate_vocabulary(
         expected = f"{wanted}, which transformers uses for every model of this family"
         raise fields.error("Unsupported", "pre", expected, fields.text("pre", default=""))
     parts["added_tokens"] = _added_tokens(table, vocabulary)
-    _place(parts["model"]["vocab"], parts["added_tokens"])
+    _add_tokens(parts["model"]["vocab"], parts["added_tokens"])
     ids = {role: fields.integer(f"{role}_token_id") for role in _ROLES if fields.has(f"{role}_token_id")}
     ends = vocabulary.special.eos_token_ids
     return HuggingFaceTokenizer(
@@ -174,7 +174,7 @@ def _added_tokens(table: TokenTable, vocabulary: GGUFVocabulary) -> list[Json]:
     ]
 
 
-def _place(vocab: dict[str, int], added: list[Json]) -> None:
+def _add_tokens(vocab: dict[str, int], added: list[Json]) -> None:
     """Put added tokens into the vocabulary, unless the library counts on from its end and so finds their ids."""
     for token in added:
         vocab.pop(token["content"], None)
