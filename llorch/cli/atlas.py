@@ -105,7 +105,7 @@ def command(
     if as_json:
         click.echo(to_json(record(verdicts, facts)))
     else:
-        _print(verdicts)
+        _print_verdicts(verdicts)
     if all(each.word == NOT_RUN for each in verdicts):
         raise click.exceptions.Exit(MISSING)
 
@@ -161,7 +161,7 @@ def _facts() -> dict[str, str]:
     }
 
 
-def _print(verdicts: "Sequence[AtlasVerdict]") -> None:
+def _print_verdicts(verdicts: "Sequence[AtlasVerdict]") -> None:
     from llorch.cli.tables import console, print_table, table
 
     rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake or error message")

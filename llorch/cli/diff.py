@@ -72,7 +72,7 @@ def command(
     if as_json:
         click.echo(to_json(_record(reports)))
     else:
-        _print(console(), reports, dumps)
+        _print_reports(console(), reports, dumps)
     if any(report.first_divergence for report in reports.values()):
         raise click.exceptions.Exit(DIFFERS)
 
@@ -140,7 +140,7 @@ def _only(reports: "dict[int, Report]", side: str) -> list[str]:
 _SIDES = {"a": "got", "b": "want"}  # as `compare` calls them
 
 
-def _print(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
+def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
     from rich.text import Text
 
     from llorch.cli.tables import print_table, table

@@ -85,7 +85,7 @@ def command(
     if as_json:
         click.echo(to_json(about | asdict(judged), indent=1))
     else:
-        _print(about, judged)
+        _print_quality(about, judged)
 
 
 def _read(path: Path) -> str:
@@ -157,7 +157,7 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
     return done
 
 
-def _print(about: dict[str, Any], judged: "ModelDifference | Prediction") -> None:
+def _print_quality(about: dict[str, Any], judged: "ModelDifference | Prediction") -> None:
     from llorch.cli.tables import console, print_table, table
     from llorch.evaluate.scores import ModelDifference
 

@@ -134,7 +134,7 @@ def command(
             text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
             adapter=name,
         )  # fmt: skip
-        finish = _print(timing.watch(tokens), as_json=as_json)
+        finish = _print_tokens(timing.watch(tokens), as_json=as_json)
         if finish == "length" and timing.n_tokens < max_tokens:
             say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full, the text ends here")
         if verbose:
@@ -243,7 +243,7 @@ class Timing:
         return f"{line}; {n_more} more tokens in {decode:.3f} s ({n_more / decode:.1f} tokens/s)"
 
 
-def _print(tokens: Iterator, *, as_json: bool) -> str | None:
+def _print_tokens(tokens: Iterator, *, as_json: bool) -> str | None:
     """Print each token when it comes; returns why they ended."""
     finish = None
     for token in tokens:

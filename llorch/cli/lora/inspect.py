@@ -45,7 +45,7 @@ def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -
         values = asdict(summary) | {"path": str(summary.path)}
         click.echo(to_json(values, indent=1))
     else:
-        _print(summary)
+        _print_summary(summary)
     for problem in summary.problems:
         say(f"llorch: {adapter}: {problem}")
     if weights is not None:
@@ -55,7 +55,7 @@ def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -
         raise click.exceptions.Exit(2)
 
 
-def _print(summary: "Summary") -> None:
+def _print_summary(summary: "Summary") -> None:
     from llorch.cli.tables import console, print_table, table
 
     out = console()

@@ -72,11 +72,11 @@ def command(
     if as_json:
         click.echo(to_json({**values, "adapter": str(output)}))
     else:
-        _print(values)
+        _print_result(values)
         click.echo(f"{output}: adapter saved; try it with: {try_it(settings.model, settings.data, output)}")
 
 
-def _print(values: dict[str, Any]) -> None:
+def _print_result(values: dict[str, Any]) -> None:
     click.echo(f"{values['steps']} steps in {values['seconds']:.1f} s, loss {values['loss']:.4f}")
     if values["valid_loss"] is not None:
         first, best, last = (values["valid_loss"][name] for name in ("first", "best", "last"))
