@@ -27,7 +27,7 @@ def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
     return np.repeat(heads, n, axis=0)
 
 
-def _products(s: StageInputs) -> np.ndarray:
+def _attention_products(s: StageInputs) -> np.ndarray:
     return products(s.heads(QUERY_AND_KEY[0]), s["k_cache"])
 
 
@@ -69,12 +69,12 @@ def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
 
 
 def _with_scale(s: StageInputs, stage: str, scale: float) -> np.ndarray:
-    return _shown(np.where(_hidden(s), -np.inf, _products(s) * s.dtype(scale)), stage)
+    return _shown(np.where(_hidden(s), -np.inf, _attention_products(s) * s.dtype(scale)), stage)
 
 
 def with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
     """Compute scores, or the probabilities made from them, from right products and another mask."""
-    return _shown(np.where(hidden, -np.inf, _products(s) * s.dtype(_scale(s))), stage)
+    return _shown(np.where(hidden, -np.inf, _attention_products(s) * s.dtype(_scale(s))), stage)
 
 
 def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
@@ -203,7 +203,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
-        wrong=lambda s, stage: _shown(_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _hidden(s), stage),
+        wrong=lambda s, stage: _shown(_attention_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _hidden(s), stage),
         diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
     ),
     Mistake(
@@ -224,7 +224,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-after-softmax", stages=("attn_probs",), reads=QUERY_AND_KEY,
-        wrong=lambda s, _: np.where(_hidden(s), 0, attention_probs(_products(s) * s.dtype(_scale(s)))),
+        wrong=lambda s, _: np.where(_hidden(s), 0, attention_probs(_attention_products(s) * s.dtype(_scale(s)))),
         diagnosis="The mask was applied after the softmax, so rows sum to less than one; mask the scores.",
     ),
     Mistake(

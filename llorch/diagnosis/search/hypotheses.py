@@ -349,20 +349,22 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
     for kind in kinds:
         if all(width % BLOCK_SIZE.get(kind, 1) == 0 for width in _widths(config)):
-            yield _products(f"products-of-{kind.lower()}", kind, partial(_rounded, kind=kind))
+            yield _product_hypothesis(f"products-of-{kind.lower()}", kind, partial(_rounded, kind=kind))
     for rounding in (_to_tf32, _cut_to_tf32):
-        yield _products("products-in-tf32", "TF32", rounding, weights=rounding)
+        yield _product_hypothesis("products-in-tf32", "TF32", rounding, weights=rounding)
     for kind in HALF.values():
         rounding = partial(_rounded, kind=kind)
-        yield _products(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
-        yield _products(f"products-kept-in-{kind.lower()}", kind, rounding, weights=rounding, results=rounding)
+        yield _product_hypothesis(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
+        yield _product_hypothesis(
+            f"products-kept-in-{kind.lower()}", kind, rounding, weights=rounding, results=rounding
+        )
 
 
 def _widths(config: ModelConfig) -> tuple[int, ...]:
     return config.hidden_size, config.q_width, config.intermediate_size
 
 
-def _products(
+def _product_hypothesis(
     name: str, kind: str, inputs: Callable[[np.ndarray], np.ndarray], weights: Callable[..., np.ndarray] | None = None,
     results: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Hypothesis:  # fmt: skip
