@@ -122,7 +122,7 @@ def _converse(talk: Any, *, live: bool) -> None:
     piped = None if live else stdin_lines()
     while True:
         try:
-            line = _read(piped)
+            line = _read_turn(piped)
             if line.startswith("/") and not line.startswith("//"):
                 _show(obey(talk, line))
             elif line.strip():
@@ -137,7 +137,7 @@ def _converse(talk: Any, *, live: bool) -> None:
             say(error_line(error))
 
 
-def _read(piped: Iterator[str] | None) -> str:
+def _read_turn(piped: Iterator[str] | None) -> str:
     """Read what the user says next, without the line end, from a terminal or from lines; EOFError at the end."""
     lines: list[str] = []
     while not lines or lines[-1].endswith("\\"):

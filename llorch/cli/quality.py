@@ -70,7 +70,7 @@ def command(
     from llorch.model import load
 
     arithmetic = chosen_numerics(numerics, kv_cache)
-    text = _read(path)
+    text = _read_text(path)
     specs = [reference] if model is None else [reference, model]
     paths = [model_path(spec) for spec in specs]
     windows = cut_text([load(path) for path in paths], text, context=context, limit=limit)
@@ -88,7 +88,7 @@ def command(
         _print_quality(about, judged)
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     from llorch.files.mapped import read_regular
 
     size, free = path.stat().st_size, available_memory()

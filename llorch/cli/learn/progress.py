@@ -33,7 +33,7 @@ def summed_up(folder: Path) -> str:
     """One line."""
     from llorch.learn.lessons import LESSONS
 
-    standing, passed, left = _read(folder)
+    standing, passed, left = _read_standing(folder)
     hints = sum(sum(each.hints.values()) for each in standing.values())
     attempts = sum(each.attempts for each in standing.values())
     said = f"{len(passed)} of {len(LESSONS)} lessons pass, {attempts} attempts, {hints} hints"
@@ -41,7 +41,7 @@ def summed_up(folder: Path) -> str:
     return f"{said}, {solutions} solutions seen; about {left} minutes left"
 
 
-def _read(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
+def _read_standing(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
     """How every lesson stands, those that pass, and the minutes of the others."""
     from llorch.learn.lessons import LESSONS
     from llorch.learn.progress import LearnerProgress
@@ -53,7 +53,7 @@ def _read(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
 
 
 def _as_json(folder: Path) -> str:
-    standing, passed, left = _read(folder)
+    standing, passed, left = _read_standing(folder)
     lessons = {number: asdict(each) for number, each in standing.items()}
     return to_json(
         {"version": 1, "passed": [lesson.number for lesson in passed], "minutes_left": left, "lessons": lessons},

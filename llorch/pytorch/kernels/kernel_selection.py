@@ -81,7 +81,7 @@ def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping
     """
     folder = private_folder()
     kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
-    found = {} if kept is None or anew else _read(kept)
+    found = {} if kept is None or anew else _read_results(kept)
     if not found.keys() >= {*kinds}:
         found = try_apart(at, kinds)
         if kept is not None:
@@ -98,7 +98,7 @@ def try_apart(
         results = Path(folder) / "results"
         while left := [kind for kind in kinds if kind not in found]:
             how = _run([sys.executable, *program, str(results), str(at.device), at.dtype_name, *left])
-            found |= _read(results)
+            found |= _read_results(results)
             if all(kind in found for kind in left):
                 break
             culprit = next(kind for kind in left if kind not in found)
@@ -127,7 +127,7 @@ def main(results: str, device: str, dtype: str, *kinds: str) -> None:
             file.write(json.dumps({kind: asdict(verdict)}) + "\n")
 
 
-def _read(file: Path) -> dict[str, KernelVerdict]:
+def _read_results(file: Path) -> dict[str, KernelVerdict]:
     """Results that were kept; none where they cannot be read, as those of a damaged file."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
