@@ -21,7 +21,7 @@ def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]
     head = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
     command = [sys.executable, "-c", head + code, *arguments]
     ended = run(command, seconds=timeout)
-    return list(_values(ended.text)), _reason(ended, timeout)
+    return list(_values(ended.text)), _reason_of_end(ended, timeout)
 
 
 def _values(out: str) -> Iterator[Any]:
@@ -31,7 +31,7 @@ def _values(out: str) -> Iterator[Any]:
             yield json.loads(value)
 
 
-def _reason(ended: Ended, timeout: float) -> str:
+def _reason_of_end(ended: Ended, timeout: float) -> str:
     if ended.limit:
         return f"did not answer within {timeout:.0f} s"
     if ended.status < 0:

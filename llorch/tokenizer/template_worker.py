@@ -66,7 +66,7 @@ def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
     except MemoryError:
         raise
     except Exception as error:  # of jinja2 or of Python's compiler, whatever it is
-        return {"code": "TemplateError", "message": f"cannot be read: {_reason(error)}"}
+        return {"code": "TemplateError", "message": f"cannot be read: {_short_reason(error)}"}
     variables = request.get("variables")
     if not isinstance(variables, dict):
         return {"text": ""}
@@ -78,7 +78,7 @@ def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
     except _TooLong:
         return {"code": "TemplateBudget", "message": f"writes over {max_text} characters"}
     except Exception as error:  # whatever the template does with what it sees
-        return {"code": "TemplateError", "message": f"refuses this: {_reason(error)}"}
+        return {"code": "TemplateError", "message": f"refuses this: {_short_reason(error)}"}
 
 
 def _clock(time: str) -> Callable[[str], str]:
@@ -86,7 +86,7 @@ def _clock(time: str) -> Callable[[str], str]:
     return datetime.fromisoformat(time).strftime
 
 
-def _reason(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     return str(error).rstrip(".")[:_MAX_REASON] or type(error).__name__
 
 

@@ -43,11 +43,11 @@ def could_not_show(
 
     for mistake in possible(config):
         if not (shows(mistake, (first, "loss", "")) or shows(mistake, None)):  # most show in the first step
-            hidden.setdefault(_reason(mistake, dump, reasons), []).append(mistake.name)
+            hidden.setdefault(_reason_not_shown(mistake, dump, reasons), []).append(mistake.name)
     return hidden, []
 
 
-def _reason(mistake: Mistake[Any], dump: TrainingDump, reasons: Mapping[str, Sequence[str]]) -> str:
+def _reason_not_shown(mistake: Mistake[Any], dump: TrainingDump, reasons: Mapping[str, Sequence[str]]) -> str:
     group = group_of(mistake)
     shown = {of for step in dump.steps for of, _ in step.shown}
     if not shown & {*FLOW[FLOW.index(group) :]}:

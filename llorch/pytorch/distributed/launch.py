@@ -74,7 +74,7 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
         with _handlers_put_back():
             return elastic_launch(config, _rank)(work, *arguments)[0]
     except ChildFailedError as error:
-        raise _reason(error, n_ranks) from None
+        raise _error_of_rank(error, n_ranks) from None
     except SignalException as stopped:
         raise RanksEnded(128 + stopped.sigval) from None
 
@@ -90,7 +90,7 @@ def _handlers_put_back() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _reason(error: ChildFailedError, n_ranks: int) -> Exception:
+def _error_of_rank(error: ChildFailedError, n_ranks: int) -> Exception:
     """Why the first rank ended: with a code, by an exception, which is in its message, or by a signal."""
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     said: Any = failure.message
