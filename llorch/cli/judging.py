@@ -283,10 +283,10 @@ def _live(plan: ModelPlan, given: LiveInput, tell: Say, verify: Callable[..., It
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
     checkpoints = checkpoints_of(plan.config, quantised=any(row.checkpoint == "13" for row in rows))
     unable = {**live.unable, **undecoded(plan.weights)}
-    return JudgedModel(live.name, rows, _reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
+    return JudgedModel(live.name, rows, _format_reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
 
 
-def _reasons(of_engines: Mapping[str, str]) -> list[str]:
+def _format_reasons(of_engines: Mapping[str, str]) -> list[str]:
     return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
 
 
@@ -333,7 +333,7 @@ def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, te
     say_plan(model)
     failed: dict[str, str] = {}
     rows = list(verify_as_stored(model, ids, text=text, say=tell, failed=failed))
-    return JudgedModel(model.name, rows, _reasons(failed), arithmetic, checkpoints)
+    return JudgedModel(model.name, rows, _format_reasons(failed), arithmetic, checkpoints)
 
 
 def _checked_input(model: Model, given: LiveInput) -> tuple[list[int], str | None]:

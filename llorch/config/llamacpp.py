@@ -18,10 +18,10 @@ from llorch.config.families import Family
 
 def cannot_express(config: ModelConfig, n_tokens: int | None = None) -> str:
     """Why llama.cpp computes something else in runs of up to so many tokens, or of the whole context; empty if not."""
-    return next(_reasons(config, config.max_position_embeddings if n_tokens is None else n_tokens), "")
+    return next(_reasons_of_layers(config, config.max_position_embeddings if n_tokens is None else n_tokens), "")
 
 
-def _reasons(config: ModelConfig, n_tokens: int) -> Iterator[str]:
+def _reasons_of_layers(config: ModelConfig, n_tokens: int) -> Iterator[str]:
     layers, experts, family = [config.layer(i) for i in range(config.n_layers)], config.experts, FAMILIES[config.family]
     window = min((layer.window for layer in layers if layer.window is not None), default=n_tokens)
     if window < n_tokens:

@@ -33,7 +33,7 @@ def could_not_show(
     n_weights = config.n_layers * config.hidden_size * (4 * config.hidden_size + 3 * config.intermediate_size)
     if n_tokens * n_weights > MOST_WORK:
         return hidden, ["the model is large: llorch did not test which other mistakes this dump cannot show"]
-    base, reasons = replay.run(), _reasons(dump, adapter)
+    base, reasons = replay.run(), _parts_by_reason(dump, adapter)
     rows, first = judge.rows(base), min(step.number for step in dump.steps if step.batches)
 
     def shows(mistake: Mistake[Any], until: Key | None) -> bool:
@@ -56,7 +56,7 @@ def _reason_not_shown(mistake: Mistake[Any], dump: TrainingDump, reasons: Mappin
     return next(told, "its effect here is no larger than rounding")
 
 
-def _reasons(dump: TrainingDump, adapter: Adapter) -> dict[str, Sequence[str]]:
+def _parts_by_reason(dump: TrainingDump, adapter: Adapter) -> dict[str, Sequence[str]]:
     """Map each reason why a dump cannot show something to parts of the names of the mistakes."""
     settings, config = dump.settings, adapter.config
     batches = [batch for step in dump.steps for batch in step.batches]
