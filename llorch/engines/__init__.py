@@ -82,22 +82,22 @@ def open_here(
     """`open_producer` in this process, which is changed by that."""
     if name == "llamacpp":
         os.environ |= GGML_VARIABLES
-        _require("llama_cpp")
+        _require_package("llama_cpp")
         from llorch.engines.llamacpp import LlamaCpp
 
         return LlamaCpp(path, n_threads=n_threads, numerics=numerics, dtype=dtype)
     if name == "transformers" and numerics != EXACT:
         raise ValueError(f"transformers: expected exact numerics, got {numerics}; use llamacpp")
     if name == "transformers":
-        _require("torch")
-        _require("transformers")
+        _require_package("torch")
+        _require_package("transformers")
         from llorch.engines.transformers import Transformers
 
         return Transformers(path, n_threads=n_threads, dtype=dtype, streamed=streamed)
     raise ValueError(f"engine: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
 
 
-def _require(package: str) -> None:
+def _require_package(package: str) -> None:
     try:
         importlib.import_module(package)
     except ImportError as error:

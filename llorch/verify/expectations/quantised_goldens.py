@@ -81,7 +81,7 @@ def read(folder: Path) -> QuantisedGolden:
     store = GoldenStore(folder)
     record = store.record()
     blocks, rounding, *traces = store.arrays(("blocks", "rounding", *MODELS)).values()
-    _require(folder, record, blocks, rounding)
+    _require_complete(folder, record, blocks, rounding)
     return QuantisedGolden(
         blocks=blocks,
         rounding=rounding,
@@ -92,7 +92,7 @@ def read(folder: Path) -> QuantisedGolden:
     )
 
 
-def _require(folder: Path, record: Mapping, blocks: Arrays, rounding: Arrays) -> None:
+def _require_complete(folder: Path, record: Mapping, blocks: Arrays, rounding: Arrays) -> None:
     wanted = {f"{kind.name}.{part}" for kind in types() for part in ("blocks", "values")}
     missing = sorted(
         MODELS.keys() - record["files"].keys()

@@ -159,7 +159,7 @@ def observer(trace: Trace, goes_on: Callable[[str, np.ndarray], np.ndarray], whe
     """
 
     def keep(name: str, stage: Tensor) -> Tensor:
-        _require(name, stage, target)
+        _require_target(name, stage, target)
         part = where.of(name, stage)
         trace[name] = as_numpy(part)
         instead = goes_on(name, trace[name])
@@ -172,7 +172,7 @@ def observer(trace: Trace, goes_on: Callable[[str, np.ndarray], np.ndarray], whe
     return keep
 
 
-def _require(name: str, stage: Tensor, target: Target) -> None:
+def _require_target(name: str, stage: Tensor, target: Target) -> None:
     short = name.rpartition(".")[2]
     dtype = torch.promote_types(target.dtype, torch.float32) if short in WIDENED else target.dtype
     if BY_NAME[short].is_choice:
