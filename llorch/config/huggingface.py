@@ -46,7 +46,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
     qkv_bias = _stated(family.qkv_bias, fields.boolean(key, default=default))
     with fields.naming_the_file():
         head_dim = head_width(fields, "head_dim", hidden_size, n_heads, family.head_dim)
-        rope = _rope(fields, family)
+        rope = _read_rope(fields, family)
         rotary_dim = _rotary_dim(fields, rope, family, head_dim)
         experts = _read_experts(fields, family)
         layers = _read_layers(fields, family, context, has_experts=experts is not None)
@@ -345,7 +345,7 @@ def _read_layer_list(fields: Fields, key: str, made: list[str], known: tuple[str
     return listed
 
 
-def _rope(fields: Fields, family: Family) -> Fields | None:
+def _read_rope(fields: Fields, family: Family) -> Fields | None:
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new is not None and old is not None and new.values != old.values:
         # transformers takes the old key then, and with it the default theta: never what the author meant.
@@ -390,7 +390,7 @@ def _refuse_sections(rope: Fields, head_dim: int) -> None:
 
 
 def _beta(fields: Fields, family: Family) -> float:
-    rope = _rope(fields, family)
+    rope = _read_rope(fields, family)
     return 0.0 if rope is None else rope.number("llama_4_scaling_beta", low=0.0)
 
 

@@ -80,7 +80,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": shortest(config.rms_norm_eps),
-        **_rope(config, path),
+        **_rope_settings(config, path),
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": DTYPES[ggml_type],
@@ -198,7 +198,7 @@ def _array_of(weights: Weights, tensor: Tensor) -> np.ndarray:
     return assembled(weights, tensor, in_gguf=False)
 
 
-def _rope(config: ModelConfig, path: Path) -> dict[str, object]:
+def _rope_settings(config: ModelConfig, path: Path) -> dict[str, object]:
     """RoPE in the keys that transformers 4 has, too; of families that it has not in the newer one."""
     theta, scaling, kind = shortest(config.rope_theta), _rope_scaling(config, path), written_family(config)
     if FAMILIES[kind].rotary_share is not None:

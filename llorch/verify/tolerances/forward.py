@@ -499,7 +499,7 @@ def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarr
     return made
 
 
-def _rope(s: Step) -> np.ndarray:
+def _rope_variance(s: Step) -> np.ndarray:
     """Pairs mix their errors. The angle is a product of j + 1 float32 factors, each off by half a step.
 
     A scaling only slows the rotation. It adds a few roundings; cosine and sine are off by some more.
@@ -685,8 +685,8 @@ def _squared_terms(x: np.ndarray, matrix: np.ndarray, minima: np.ndarray | None,
 _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
     {
         "embed": _embed,
-        "q_rope": _rope,
-        "k_rope": _rope,
+        "q_rope": _rope_variance,
+        "k_rope": _rope_variance,
         "q_head_norm": _normed,
         "k_head_norm": _normed,
         "q_tempered": _tempered,
