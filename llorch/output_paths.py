@@ -128,7 +128,7 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e3:.0f} kB"
 
 
-def _rounded(value: object) -> object:
+def _as_float32(value: object) -> object:
     """Numbers as GGUF files hold them."""
     if isinstance(value, Temperature):
         return replace(value, scale=float(np.float32(value.scale)))
@@ -141,7 +141,7 @@ def read_back(path: Path, weights: Weights, target: Path) -> None:
     written.source.close()
     same = {written_family(weights.config), BY_GGUF[FAMILIES[weights.config.family].gguf]}
     for one in filter(lambda one: one.compare, fields(ModelConfig)):
-        got, want = (_rounded(getattr(config, one.name)) for config in (written.config, weights.config))
+        got, want = (_as_float32(getattr(config, one.name)) for config in (written.config, weights.config))
         # Frequency scalings have a form of their own in each format.
         if got != want and one.name != "rope_scaling" and not (one.name == "family" and got in same):
             message = f"{one.name}: the target would have {got}, the source has {want}"

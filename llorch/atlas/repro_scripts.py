@@ -141,17 +141,17 @@ def _case_of_file(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
     prefix = f"{reader.fields['general.architecture'].contents()}."
     keys = {k.removeprefix(prefix): field.contents() for k, field in reader.fields.items() if k.startswith(prefix)}
     keys = {k: float(f"{value:.6g}") if isinstance(value, float) else value for k, value in keys.items()}
-    fixed = {each.name: _rounded(each.data) for each in reader.tensors if each.name == "rope_freqs.weight"}
+    fixed = {each.name: _rounded_list(each.data) for each in reader.tensors if each.name == "rope_freqs.weight"}
     expected = _expected(write_input(replace(this, gguf=False), inputs), ids)
     return _Case(this.name, keys, fixed, expected, open_weights(file).config)
 
 
 def _expected(folder: Path, ids: Sequence[int]) -> list[float]:
     with open_producer("transformers", folder, dtype="float64") as engine:
-        return _rounded(engine.logits(ids)[-1][:N_SHOWN])
+        return _rounded_list(engine.logits(ids)[-1][:N_SHOWN])
 
 
-def _rounded(numbers: np.ndarray) -> list[float]:
+def _rounded_list(numbers: np.ndarray) -> list[float]:
     return [round(float(each), 4) for each in numbers]
 
 

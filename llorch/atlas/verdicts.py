@@ -52,7 +52,7 @@ class AtlasVerdict:
 
     def record(self) -> dict[str, Any]:
         """Convert a verdict to plain values for JSON; the writer must replace NaN and infinity."""
-        made = _rounded(asdict(self)) | {"input": self.input.name}
+        made = _round_to_three_digits(asdict(self)) | {"input": self.input.name}
         return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
 
 
@@ -96,10 +96,10 @@ def _correction(this: AtlasInput, sister: AtlasInput) -> str:
     return f"the same rope keys {'at the top of config.json' if sister.style == 'old' else 'under rope_parameters'}"
 
 
-def _rounded(value: Any) -> Any:
+def _round_to_three_digits(value: Any) -> Any:
     """Round every number to three digits."""
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _round_to_three_digits(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [_round_to_three_digits(each) for each in value]
     return float(f"{value:.3g}") if isinstance(value, float) else value

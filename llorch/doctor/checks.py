@@ -121,7 +121,7 @@ def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> AdapterFi
         before = weights.read(name if name in weights else "embed_tokens")
         exact = merged_matrix(before, adapter, name, where=path)
         moved = exact != before
-        unseen = np.count_nonzero(moved & (_rounded(exact, path) == _rounded(before, path)))
+        unseen = np.count_nonzero(moved & (_encoded_and_decoded(exact, path) == _encoded_and_decoded(before, path)))
         vanished[name] = unseen / max(1, np.count_nonzero(moved))
     name, worst = max(vanished.items(), key=lambda item: item[1])
     text = f"a merge into bfloat16 loses up to {worst:.1%} of a matrix's changes, in {name}"
@@ -147,7 +147,7 @@ def _length(name: str, adapter: Adapter) -> float:
     return math.hypot(*(product_norm(*pair) for pair in each))
 
 
-def _rounded(array: np.ndarray, path: Path) -> np.ndarray:
+def _encoded_and_decoded(array: np.ndarray, path: Path) -> np.ndarray:
     kind = GGMLType.BF16
     return decode(np.concatenate([*encode(array, kind, name="merged", path=path)]), kind, array.shape)
 

@@ -132,14 +132,14 @@ def _tiled(q: np.ndarray, k: np.ndarray, beta: np.ndarray, **others: np.ndarray)
     return {"q": np.tile(q, (1, times, 1)), "k": np.tile(k, (1, times, 1))}
 
 
-def _rounded(state: np.ndarray, token: TokenState) -> np.ndarray:
+def _state_in_bfloat16(state: np.ndarray, token: TokenState) -> np.ndarray:
     new = token.written(token.decay * state, token.corrected(token.decay * state))
     return round_activations(new.astype(np.float32), "BF16").astype(state.dtype)
 
 
 def state_in_bfloat16(s: StageInputs, stage: str) -> np.ndarray:
     """Round the state to bfloat16 after each token."""
-    return IN_STAGE[THE_RULE](_token_by_token(_rounded), s, stage)
+    return IN_STAGE[THE_RULE](_token_by_token(_state_in_bfloat16), s, stage)
 
 
 def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:

@@ -336,11 +336,11 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
     for name, kind in HALF.items():
         yield Hypothesis(
             f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
-            _planted(partial(_rounded, kind=kind)), rounds=True, by_place=False,
+            _planted(partial(_rounded_to, kind=kind)), rounds=True, by_place=False,
         )  # fmt: skip
         for what, rounding in (
-            ("Weights", partial(_rounded, kind=kind)),
-            ("Matrices", partial(_in_matrices, rounding=partial(_rounded, kind=kind))),
+            ("Weights", partial(_rounded_to, kind=kind)),
+            ("Matrices", partial(_in_matrices, rounding=partial(_rounded_to, kind=kind))),
         ):
             yield Hypothesis(
                 f"weights-in-{name}", "honest", WEIGHTED, f"{what} were rounded to {name}.",
@@ -349,11 +349,11 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
     for kind in kinds:
         if all(width % BLOCK_SIZE.get(kind, 1) == 0 for width in _widths(config)):
-            yield _product_hypothesis(f"products-of-{kind.lower()}", kind, partial(_rounded, kind=kind))
+            yield _product_hypothesis(f"products-of-{kind.lower()}", kind, partial(_rounded_to, kind=kind))
     for rounding in (_to_tf32, _cut_to_tf32):
         yield _product_hypothesis("products-in-tf32", "TF32", rounding, weights=rounding)
     for kind in HALF.values():
-        rounding = partial(_rounded, kind=kind)
+        rounding = partial(_rounded_to, kind=kind)
         yield _product_hypothesis(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
         yield _product_hypothesis(
             f"products-kept-in-{kind.lower()}", kind, rounding, weights=rounding, results=rounding
@@ -389,7 +389,7 @@ def _product_hypothesis(
     )  # fmt: skip
 
 
-def _rounded(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
+def _rounded_to(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
     return round_activations(np.ascontiguousarray(x), kind)
 
 
