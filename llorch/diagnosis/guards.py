@@ -62,7 +62,7 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
     for number, tokens in enumerate(dump.passes):
         if (number, "embed") not in dump.seen:
             continue
-        rows, wanted = _rows(dump.seen[number, "embed"], tokens.ids)
+        rows, wanted = _rows_and_ids(dump.seen[number, "embed"], tokens.ids)
         right = embedding(np.array(wanted), weights["embed_tokens"])
         is_known = _apart(rows, right) < _CLOSE or not np.isfinite(rows).all()
         found = None if is_known else ids_from_embedding(rows, weights)
@@ -82,7 +82,7 @@ def _is_wrong_lookup(found: Sequence[int], wanted: Sequence[int], n_rows: int) -
     return len(steps) == 1 or all(step % 256 == 0 for step in steps)
 
 
-def _rows(seen: Seen, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+def _rows_and_ids(seen: Seen, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
     """Read the dumped rows of a stage, and the token id of each."""
     return seen.read(), [*ids] if seen.tokens is None else [ids[token] for token in seen.tokens]
 

@@ -50,7 +50,7 @@ def delta_net_stages(short: str, array: np.ndarray, config: ModelConfig) -> Mapp
     match short:
         case "b_and_a":
             of_key_heads = array.reshape(array.shape[-2], net.n_key_heads, 2, -1)
-            return {"b_in": _rows(of_key_heads[:, :, 0]), "a_in": _rows(of_key_heads[:, :, 1])}
+            return {"b_in": _heads_joined(of_key_heads[:, :, 0]), "a_in": _heads_joined(of_key_heads[:, :, 1])}
         case "qkv_in" | "conv_out":
             return {short: _channels(array.reshape(-1, net.conv_width), net, config)}
         case "conv_state":
@@ -64,19 +64,19 @@ def delta_net_stages(short: str, array: np.ndarray, config: ModelConfig) -> Mapp
             return {short: _heads(states, 0, net, config).swapaxes(1, 2)}
         case "delta_out" | "z_in" | "gated_norm":
             heads = _heads(array.reshape(-1, net.n_value_heads, net.value_head_dim), 1, net, config)
-            return {short: heads if short == "delta_out" else _rows(heads)}
+            return {short: heads if short == "delta_out" else _heads_joined(heads)}
         case _:
             return {}
 
 
-def _rows(heads: np.ndarray) -> np.ndarray:
+def _heads_joined(heads: np.ndarray) -> np.ndarray:
     return heads.reshape(len(heads), -1)
 
 
 def _channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarray:
     """Channels of the convolution: those of values as their heads are."""
     values = rows[:, 2 * net.key_width :].reshape(len(rows), net.n_value_heads, net.value_head_dim)
-    return np.concatenate([rows[:, : 2 * net.key_width], _rows(_heads(values, 1, net, config))], axis=1)
+    return np.concatenate([rows[:, : 2 * net.key_width], _heads_joined(_heads(values, 1, net, config))], axis=1)
 
 
 def _heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> np.ndarray:

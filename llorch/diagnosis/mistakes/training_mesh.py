@@ -123,12 +123,12 @@ def _rank_gradient(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks:
 
 def dealt(batches: Sequence[Batch], n_ranks: int, deal: Deal) -> list[list[Batch]]:
     """Split the batches into the rows of each rank; ranks without a row to learn from are left out."""
-    shares = ([_rows(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
+    shares = ([_rows_of_batch(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
     learned = ([batch for batch in share if batch.n_trained] for share in shares)
     return [share for share in learned if share]
 
 
-def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
+def _rows_of_batch(batch: Batch, rows: Sequence[int]) -> Batch:
     return Batch(**{field.name: getattr(batch, field.name)[list(rows)] for field in fields(Batch)})
 
 

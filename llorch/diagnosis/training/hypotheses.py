@@ -219,19 +219,22 @@ def _tokens(batches: Sequence[Batch]) -> int:
     return sum(int((batch.documents != PADDING).sum()) for batch in batches)
 
 
-def _rows(batches: Sequence[Batch]) -> int:
+def _n_rows(batches: Sequence[Batch]) -> int:
     return sum(len(batch.ids) for batch in batches)
 
 
 DIVISORS: Mapping[str, tuple[str, Callable[[Sequence[Batch]], int]]] = {
     "loss-divided-by-all-tokens": ("by all tokens", _tokens),
-    "loss-divided-by-all-rows-of-logits": ("by all tokens but the first of each row", lambda b: _tokens(b) - _rows(b)),
+    "loss-divided-by-all-rows-of-logits": (
+        "by all tokens but the first of each row",
+        lambda b: _tokens(b) - _n_rows(b),
+    ),
     "loss-divided-by-slots": ("by all tokens and padding", _slots),
     "loss-divided-by-shifted-slots": (
         "by all tokens and padding but the first of each row",
-        lambda b: _slots(b) - _rows(b),
+        lambda b: _slots(b) - _n_rows(b),
     ),
-    "loss-divided-by-rows": ("by the number of rows", _rows),
+    "loss-divided-by-rows": ("by the number of rows", _n_rows),
     "loss-summed": ("by nothing", lambda batches: 1),
 }
 MORE = (  # known, but in no checkpoint's library
