@@ -95,7 +95,7 @@ def _close(held: list[Any]) -> None:
     gc.collect()
 
 
-def _run(_held: list[Any], place: str, target: str, args: list, kwargs: dict) -> object:
+def _call_target(_held: list[Any], place: str, target: str, args: list, kwargs: dict) -> object:
     os.chdir(place)
     return _found(target)(*args, **kwargs)
 
@@ -106,4 +106,4 @@ def _found(target: str) -> Any:
 
 
 _ASKING: list[Channel] = []
-_ANSWERS = {"open": _open, "call": _call, "close": _close, "run": _run}
+_ANSWERS = {"open": _open, "call": _call, "close": _close, "run": _call_target}

@@ -97,7 +97,7 @@ def try_apart(
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         results = Path(folder) / "results"
         while left := [kind for kind in kinds if kind not in found]:
-            how = _run([sys.executable, *program, str(results), str(at.device), at.dtype_name, *left])
+            how = _run_trial([sys.executable, *program, str(results), str(at.device), at.dtype_name, *left])
             found |= _read_results(results)
             if all(kind in found for kind in left):
                 break
@@ -106,7 +106,7 @@ def try_apart(
     return found
 
 
-def _run(command: Sequence[str]) -> str:
+def _run_trial(command: Sequence[str]) -> str:
     """Run a process to its end; says how that was."""
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
