@@ -117,7 +117,7 @@ def _watched(worker: Worker, request: Request, words: Path, granted: float, memo
     while True:
         status = worker.status  # before the look: what it wrote last is seen
         seconds = time.monotonic() - since
-        if (found := _said(request)) is not None:
+        if (found := _read_end(request)) is not None:
             return found
         if status is not None:
             said = last_line(tail(words))[:300] or "it said nothing"
@@ -131,7 +131,7 @@ def _watched(worker: Worker, request: Request, words: Path, granted: float, memo
         time.sleep(_LOOK)
 
 
-def _said(request: Request) -> RunEnd | None:
+def _read_end(request: Request) -> RunEnd | None:
     """Read how a run ended and how long it took: runs that end between two looks would take no time by this clock."""
     path = Path(request.out) / "said.json"
     if not path.exists():

@@ -120,19 +120,19 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
         yield
         sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
     except click.ClickException as error:
-        _said(error.show)
+        _print_if_possible(error.show)
         raise click.exceptions.Exit(error.exit_code) from None
     except (click.exceptions.Exit, click.Abort):
         raise  # click's own ways to end
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code != BROKEN_PIPE:
-            _said(partial(_explain, error, traceback=traceback or code == BUG))
+            _print_if_possible(partial(_explain, error, traceback=traceback or code == BUG))
         _abandon_broken(sys.stdout)
         raise click.exceptions.Exit(code) from None
 
 
-def _said(say: Callable[[], None]) -> None:
+def _print_if_possible(say: Callable[[], None]) -> None:
     """Say something on stderr; where that is full, or gone, the exit code has to tell alone."""
     try:
         say()

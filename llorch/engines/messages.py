@@ -24,7 +24,7 @@ def message(value: object) -> list[bytes | memoryview]:
     The value is made of None, numbers, texts, paths, arrays, sequences, mappings and dataclasses of llorch.
     """
     arrays: list[np.ndarray] = []
-    text = json.dumps(_said(value, arrays)).encode()
+    text = json.dumps(_encode_value(value, arrays)).encode()
     return [text, *map(_bytes, arrays)]
 
 
@@ -63,7 +63,7 @@ def raised(module: str, kind: str, args: Sequence, state: Mapping[str, object]) 
     return error
 
 
-def _said(value: Any, arrays: list[np.ndarray]) -> Any:
+def _encode_value(value: Any, arrays: list[np.ndarray]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray):
@@ -74,13 +74,13 @@ def _said(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, Path):
         return {"path": str(value)}
     if isinstance(value, Mapping):
-        return {"mapping": [[_said(part, arrays) for part in entry] for entry in value.items()]}
+        return {"mapping": [[_encode_value(part, arrays) for part in entry] for entry in value.items()]}
     if isinstance(value, tuple):
-        return {"tuple": [_said(part, arrays) for part in value]}
+        return {"tuple": [_encode_value(part, arrays) for part in value]}
     if isinstance(value, Sequence):
-        return [_said(part, arrays) for part in value]
+        return [_encode_value(part, arrays) for part in value]
     if is_dataclass(value) and type(value).__module__.startswith("llorch."):
-        parts = [[field.name, _said(getattr(value, field.name), arrays)] for field in fields(value)]
+        parts = [[field.name, _encode_value(getattr(value, field.name), arrays)] for field in fields(value)]
         return {"dataclass": [type(value).__module__, type(value).__qualname__, parts]}
     raise TypeError(f"messages: cannot send a {type(value).__name__} to or from the process of an engine")
 

@@ -22,12 +22,12 @@ def for_chat(tokenizer: Tokenizer, made: MadeToken) -> ChatLogprobs:
     token = made.token
     if token.finish == "eos":
         return ChatLogprobs(content=[], refusal=None)
-    top = [TopLogprob(**_said(tokenizer, *one)) for one in made.top]
-    entry = TokenLogprob(**_said(tokenizer, token.id, token.logprob), top_logprobs=top)
+    top = [TopLogprob(**_logprob_record(tokenizer, *one)) for one in made.top]
+    entry = TokenLogprob(**_logprob_record(tokenizer, token.id, token.logprob), top_logprobs=top)
     return ChatLogprobs(content=[entry], refusal=None)
 
 
-def _said(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _logprob_record(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = piece(tokenizer, token_id)
     return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(logprob, LEAST)}
 
@@ -37,8 +37,8 @@ def for_completion(tokenizer: Tokenizer, tokens: Sequence[MadeToken], *, start: 
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for made in tokens:
         if made.token.finish != "eos":
-            said = _said(tokenizer, made.token.id, made.token.logprob)
-            top = [_said(tokenizer, *one) for one in made.top]
+            said = _logprob_record(tokenizer, made.token.id, made.token.logprob)
+            top = [_logprob_record(tokenizer, *one) for one in made.top]
             found["tokens"].append(said["token"])
             found["token_logprobs"].append(said["logprob"])
             found["top_logprobs"].append({one["token"]: one["logprob"] for one in reversed(top)})

@@ -71,7 +71,7 @@ def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
     """
     for number, (ours, theirs) in enumerate(zip(a.passes, b.passes, strict=False)):
         if ours != theirs:
-            said = f"expected {_said(theirs)} in pass {number}, as {b.source} has, got {_said(ours)}"
+            said = f"expected {_format_ids(theirs)} in pass {number}, as {b.source} has, got {_format_ids(ours)}"
             raise GuardFailed("positions" if ours.ids == theirs.ids else "ids", said, source=a.source)
     shared = {number for number, _ in a.arrays} & {number for number, _ in b.arrays}
     for number in sorted(shared):
@@ -90,7 +90,7 @@ def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
     raise GuardFailed("ids", f"{what} ({name}: {fault}); dump the same pass with equal tokens", source=a.source)
 
 
-def _said(tokens: Tokens) -> str:
+def _format_ids(tokens: Tokens) -> str:
     return (
         f"ids {','.join(map(str, tokens.ids[:8]))}{',...' if len(tokens.ids) > 8 else ''} from {tokens.first_position}"
     )

@@ -44,7 +44,7 @@ class Ending:
             if self._rank == ranks_here(self._n_ranks)[0]:
                 speak()
             who = "the other ranks and the machine that started them"
-            return RankFailed(f"{self._tried(error)} {who}: {_said(error)}", None)
+            return RankFailed(f"{self._tried(error)} {who}: {_message_of(error)}", None)
         if self._rank == min(set(ranks_here(self._n_ranks)) & (here.keys() or {*range(self._n_ranks)})):
             speak()
         if said is None:
@@ -85,10 +85,10 @@ class Ending:
         missing = [rank for rank in range(self._n_ranks) if rank not in here]
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._n_ranks}"
         if not missing:
-            return RankFailed(f"{self._tried(error)} another rank, but all ranks still run: {_said(error)}", None)
+            return RankFailed(f"{self._tried(error)} another rank, but all ranks still run: {_message_of(error)}", None)
         if any(here.values()):
             return RankFailed(f"{who} did not answer for {self._seconds}; its process or its machine may hang", None)
-        return RankLost(f"lost {who}, whose process ended: {_said(error)}", None)
+        return RankLost(f"lost {who}, whose process ended: {_message_of(error)}", None)
 
     def _tried(self, error: BaseException) -> str:
         return f"no answer for {self._seconds} from" if _is_late(error) else "lost"
@@ -109,7 +109,7 @@ def _has(error: BaseException, words: Collection[str]) -> bool:
     return any(word in str(error) for word in words)
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Return the message of an error of torch, without the place in torch's sources."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return text.rpartition(".cc:")[2].partition("] ")[2][:120] or text[:120]
