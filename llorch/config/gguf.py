@@ -64,7 +64,7 @@ def read(
             "vocab_size": vocab_size,
             "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
             "rope_theta": fields.number("rope.freq_base", default=10000.0),
-            "rope_scaling": _scaling(fields, family, name, rope_factors),
+            "rope_scaling": _read_scaling(fields, family, name, rope_factors),
             "max_position_embeddings": context,
             "qkv_bias": family.qkv_bias if family.qkv_bias is not None else _has_bias(layers, tensor_names),
             "o_bias": family.reads_o_bias and "blk.0.attn_output.bias" in tensor_names,
@@ -269,7 +269,7 @@ def _temperature(fields: Fields, family: Family, context: int) -> Temperature | 
     return Temperature(scale=scale, floor=floor, offset=0)
 
 
-def _scaling(fields: Fields, family: Family, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
+def _read_scaling(fields: Fields, family: Family, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
     """Scaling as llama.cpp reads it: linear when the type is absent, and a factor of 0 means none."""
     kind = fields.text("rope.scaling.type", default="linear")
     factor = fields.number("rope.scaling.factor", default=fields.number("rope.scale_linear", default=0.0)) or 1.0

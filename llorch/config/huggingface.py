@@ -62,7 +62,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
             "vocab_size": fields.integer("vocab_size"),
             "rms_norm_eps": fields.number("rms_norm_eps"),
             "rope_theta": _theta(fields, rope, family.rope_theta),
-            "rope_scaling": _scaling(rope, context) if rope is not None else None,
+            "rope_scaling": _read_scaling(rope, context) if rope is not None else None,
             "max_position_embeddings": context,
             "qkv_bias": qkv_bias,
             "o_bias": _stated(family.o_bias, bias),
@@ -404,7 +404,7 @@ def _temperature(fields: Fields, rope: Fields | None, family: Family, context: i
     return None
 
 
-def _scaling(rope: Fields, context: int) -> RopeScaling | None:
+def _read_scaling(rope: Fields, context: int) -> RopeScaling | None:
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     match kind:
         case "default" | "mrope":

@@ -48,7 +48,7 @@ def _rate(mistake: Mistake[Any], part: Exercise) -> Call:
     return mistake.wrong(part.reference)
 
 
-def _scaling(mistake: Mistake[Any], part: Exercise) -> Call:
+def _wrong_scaling(mistake: Mistake[Any], part: Exercise) -> Call:
     """Make a configuration of the settings, in which one matrix may have its own rank and alpha."""
 
     def right(config: LoraConfig, target: Any) -> float:
@@ -177,7 +177,7 @@ def _alpha(mistake: Mistake[Any], part: Exercise) -> Call:
 
 ADAMW, LORA = "llorch.train.adamw.", "llorch.ops.lora."
 BROUGHT: Mapping[str, Mapping[str, Brought]] = {  # exercise -> function of llorch that a row replaces -> how
-    "lora_scaling": {"llorch.lora.config.LoraConfig.scaling_of": _scaling},
+    "lora_scaling": {"llorch.lora.config.LoraConfig.scaling_of": _wrong_scaling},
     "masked_labels": {"llorch.train.batch.Batch.each_document": _labels},
     "lora_backward": {LORA + "lora_backward": _beside_matrix, LORA + "LoraMatrix.backward": _of_matrix},
     "residual_backward": {"llorch.backward.block_backward": _residual},
