@@ -76,7 +76,7 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
     if byte_level:
         tokenizer.metadata[PREFIX + "merges"] = [" ".join(pair).encode() for pair in _merges(content)]
     else:
-        tokenizer.metadata[PREFIX + "scores"] = _scores(content, texts, types, path)
+        tokenizer.metadata[PREFIX + "scores"] = _token_scores(content, texts, types, path)
     _add_special(tokenizer, folder, content, config, vocabulary)
     _add_spaces(tokenizer, vocabulary, content)
     tokenizer.metadata |= templates_metadata(read_templates(folder))
@@ -159,7 +159,9 @@ def _merges(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs]
 
 
-def _scores(content: Mapping[str, Any], texts: Sequence[str], types: Sequence[TokenType], path: Path) -> np.ndarray:
+def _token_scores(
+    content: Mapping[str, Any], texts: Sequence[str], types: Sequence[TokenType], path: Path
+) -> np.ndarray:
     normal = {text for text, kind in zip(texts, types, strict=True) if kind is TokenType.NORMAL}
     merges = [(left, right) for left, right in _merges(content) if {left, right, left + right} <= normal]
     scores = scores_of_merges(merges, normal, path=path)

@@ -159,7 +159,7 @@ def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: 
     mask = visible if visible is not None else torch.ones(seq, ctx, dtype=torch.bool, device=q.device).tril(ctx - seq)
     wide_q, keys, values = widened(q).transpose(1, 2), widened(keys), widened(values)
     n = _queries(wide_q[0], keys[0])
-    scores = torch.stack([_scores(*one, n) for one in zip(wide_q, keys, strict=True)]) / math.sqrt(q.shape[-1])
+    scores = torch.stack([_tiled_scores(*one, n) for one in zip(wide_q, keys, strict=True)]) / math.sqrt(q.shape[-1])
     probs = keep("attn_probs", softmax(keep("attn_scores", scores.masked_fill(~mask, -math.inf))))
     context = torch.stack(
         [_context(*one, n) for one in zip(probs, values, strict=True)]
@@ -188,11 +188,11 @@ def _queries_stand_alone(q: Float[Tensor, "heads seq width"], keys: Float[Tensor
             lambda rows, one=one: one(rows.transpose(0, 1), block, QUERIES).transpose(0, 1),
             random(WIDE_ROWS, n_heads, n_in),
         )
-        for one, n_in in ((_scores, width), (_context, KEYS))
+        for one, n_in in ((_tiled_scores, width), (_context, KEYS))
     )
 
 
-def _scores(
+def _tiled_scores(
     q: Float[Tensor, "heads seq head_dim"], keys: Float[Tensor, "kv_heads ctx head_dim"], n: int
 ) -> Float[Tensor, "heads seq ctx"]:
     blocks = _key_blocks(keys)

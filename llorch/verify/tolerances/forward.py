@@ -537,7 +537,7 @@ def _cache(s: Step) -> np.ndarray:
     return made if s.past is None else np.concatenate([s.past, made], axis=2)
 
 
-def _scores(s: Step) -> np.ndarray:
+def _scores_variance(s: Step) -> np.ndarray:
     k, head_dim = s.x[1], s.config.head_dim
     q, given = (x.reshape(*x.shape[: x.ndim - s.x[0].ndim + 1], -1, head_dim) for x in (s.x[0], s.given[0]))
     given = rounded(given, q, "F16") if s.f16_cache else given
@@ -692,7 +692,7 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "q_tempered": _tempered,
         "k_cache": _cache,
         "v_cache": _cache,
-        "attn_scores": _scores,
+        "attn_scores": _scores_variance,
         "attn_probs": _probs,
         "attn_context": _context,
         "attn_residual": _sum,
