@@ -127,12 +127,12 @@ def settings(talk: Talk, rest: str) -> str:
         there_are = ", ".join([*known, "max_tokens"])
         raise ValueError(f"chat: expected one of the settings {there_are}, got {name!r}{suggestion(name, known)}")
     if kind is not None:
-        _set(talk, name, kind, value.strip())
+        _set_option(talk, name, kind, value.strip())
     now = {name: getattr(talk.settings, name) for name in known} | {"max_tokens": talk.max_tokens}
     return " ".join(f"{name}={value}" for name, value in now.items())
 
 
-def _set(talk: Talk, name: str, kind: type, text: str) -> None:
+def _set_option(talk: Talk, name: str, kind: type, text: str) -> None:
     try:
         value = kind(text)
     except ValueError:

@@ -102,7 +102,7 @@ async def between_steps(engine: Engine, function: Callable[[], Result], timeout:
         if done.cancelled():
             return
         try:
-            told = partial(_set, done, function()) if error is None else partial(_fail, done, error)
+            told = partial(_set_result, done, function()) if error is None else partial(_fail, done, error)
         except Exception as raised:
             told = partial(_fail, done, raised)
         with suppress(RuntimeError):  # the loop has ended: nobody waits
@@ -118,7 +118,7 @@ async def between_steps(engine: Engine, function: Callable[[], Result], timeout:
         raise of_failure(error) from None
 
 
-def _set(done: asyncio.Future[Result], result: Result) -> None:
+def _set_result(done: asyncio.Future[Result], result: Result) -> None:
     if not done.done():
         done.set_result(result)
 

@@ -124,13 +124,13 @@ def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Ch
     return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
 
 
-def _set(change: Callable[[LayerSetting], LayerSetting]) -> Callable[[Places], Change]:
+def _changed(change: Callable[[LayerSetting], LayerSetting]) -> Callable[[Places], Change]:
     """Make a change of settings; only the stages that the dump hides run with it."""
     return lambda places: Change(setting=change)
 
 
 def _configured(**fields: Any) -> Callable[[Places], Change]:
-    return _set(lambda setting: replace(setting, config=replace(setting.config, **fields)))
+    return _changed(lambda setting: replace(setting, config=replace(setting.config, **fields)))
 
 
 def _number(value: float) -> str:
@@ -185,7 +185,7 @@ def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-position-factor", "setting", ROTATED,
         f"Positions are divided by {_number(value)} here (linear scaling); this model's config says otherwise.",
-        _set(lambda setting: replace(setting, positions=setting.positions / value)), _number(value), by_place=False,
+        _changed(lambda setting: replace(setting, positions=setting.positions / value)), _number(value), by_place=False,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = Fals
     return Hypothesis(
         "rope-position-offset", "setting", ROTATED,
         f"Positions{where} are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at 0.",
-        _set(change), str(n), after_cached=later_passes_only, by_place=False,
+        _changed(change), str(n), after_cached=later_passes_only, by_place=False,
     )  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
         ):
             yield Hypothesis(
                 f"weights-in-{name}", "honest", WEIGHTED, f"{what} were rounded to {name}.",
-                _set(partial(_with_weights, rounding=rounding)), rounds=True, by_place=False,
+                _changed(partial(_with_weights, rounding=rounding)), rounds=True, by_place=False,
             )  # fmt: skip
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
     for kind in kinds:
