@@ -115,7 +115,7 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     nothing is left to judge.
     """
     reader = _StepReader(raw, adapter)
-    settings, said = _settings(reader.numbers)
+    settings, said = _read_settings(reader.numbers)
     found = sorted({step for step, *_ in reader.arrays} | {1 if reader.passes else 0} - {0})
     steps = [reader.step(number, settings) for number in found]
     if not any(step.batches for step in steps) or not any(step.shown for step in steps):
@@ -235,7 +235,7 @@ def _tensor_names(adapter: Adapter) -> dict[str, str]:
     return names
 
 
-def _settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset[str]]:
+def _read_settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset[str]]:
     found: dict[str, float | tuple[float, ...]] = {}
     for name, array in numbers.items():
         values = tuple(map(float, np.ravel(array.read())))

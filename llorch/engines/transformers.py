@@ -372,7 +372,7 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
     llorch gives those settings to the engine.
     """
     rope, note = _rope_parameters(config, dtype)
-    ours = _settings(config) | {"rope_parameters": rope | {k: theirs[k] for k in ("rope_theta",) if k in theirs}}
+    ours = _expected_config(config) | {"rope_parameters": rope | {k: theirs[k] for k in ("rope_theta",) if k in theirs}}
     theirs = {name: value for name, value in theirs.items() if name in ours or name == "rope_theta"}
     config_class, _ = CLASSES[config.family]
     alone = config_class(**theirs)
@@ -383,7 +383,7 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
     return config_class(attn_implementation="eager", **theirs | told), note, names
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
+def _expected_config(config: ModelConfig) -> dict[str, Any]:
     """Hyperparameters by transformers' names, as we read them."""
     family = FAMILIES[config.family]
     biases = {family.bias_key[0]: config.qkv_bias} if family.qkv_bias is None else {}

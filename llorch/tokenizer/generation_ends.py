@@ -35,18 +35,18 @@ def chat_ends(folder: Path) -> frozenset[int]:
 
 def with_ends(folder: Path, more: Collection[int]) -> dict[str, object]:
     """Make the values of a `generation_config.json` that ends at more ids than that of a folder."""
-    values = _settings(folder)
+    values = _text_settings(folder)
     if not (folder / GENERATION).exists():
         values = {key: values[key] for key in ("bos_token_id", "pad_token_id") if values.get(key) is not None}
     return {**values, "eos_token_id": [*_named(folder), *more]}
 
 
 def _named(folder: Path) -> list[int]:
-    value = _settings(folder).get("eos_token_id")
+    value = _text_settings(folder).get("eos_token_id")
     return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
 
 
-def _settings(folder: Path) -> Mapping[str, object]:
+def _text_settings(folder: Path) -> Mapping[str, object]:
     if (folder / GENERATION).exists():
         return read_settings(folder / GENERATION)
     values = read_settings(folder / "config.json")

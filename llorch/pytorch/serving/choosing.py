@@ -59,7 +59,7 @@ def next_tokens(rows: Sequence[Choosing], logits: Float[Tensor, "batch vocab"]) 
     made: list[Sampled | Exception] = []
     masks = [_given(row) for row in rows]
     tokens, logprobs = (
-        x[:, 0].tolist() for x in choose(logits, *_settings(rows, logits.device), _stacked(masks, logits))
+        x[:, 0].tolist() for x in choose(logits, *_batch_settings(rows, logits.device), _stacked(masks, logits))
     )
     for row, mask, token_id, logprob, own in zip(rows, masks, tokens, logprobs, logits, strict=True):
         try:
@@ -76,7 +76,7 @@ def _given(row: Choosing) -> Bool[np.ndarray, " vocab"] | Exception | None:
         return error
 
 
-def _settings(
+def _batch_settings(
     rows: Sequence[Choosing], device: torch.device
 ) -> tuple[BatchSettings, Needs, Bool[Tensor, "batch vocab"], Tensor, Tensor]:
     """Return settings, needs, the tokens that penalties look at, and random numbers, for `choose`."""
