@@ -83,7 +83,7 @@ def program(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, home: Pat
     ids = [token for part in this.parts for token in part]
     cases = [(_case_of_file if this.gguf else _case_of_folder)(one, ids, home / "inputs") for one in (this, sister)]
     common = {key: value for key, value in cases[0].keys.items() if cases[1].keys.get(key, ...) == value}
-    has = [_shapes(case.config, pairs=this.gguf) for case in cases]
+    has = [_tensor_shapes(case.config, pairs=this.gguf) for case in cases]
     shapes = has[0] | has[1]
     own = [
         (case.name, {key: value for key, value in case.keys.items() if key not in common},
@@ -155,7 +155,7 @@ def _rounded_list(numbers: np.ndarray) -> list[float]:
     return [round(float(each), 4) for each in numbers]
 
 
-def _shapes(config: ModelConfig, *, pairs: bool) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(config: ModelConfig, *, pairs: bool) -> dict[str, tuple[int, ...]]:
     """Map names of tensors to shapes; in a name {0} is a layer, {1} the number of an expert.
 
     For a GGUF file whose rows of q and k lie in pairs, these are (heads, 2, half a head, in): so they are turned.

@@ -32,7 +32,7 @@ def guarded(part: Exercise, function: Call, *, note: Note = lambda line: None, l
     function = not_within_itself(part, function)
 
     def call(**given: Any) -> Any:
-        key = _shapes(given) if live else None
+        key = _shape_facts(given) if live else None
         if not known:
             require_parameters(part, function, given)
         if not live or key not in known:
@@ -87,10 +87,10 @@ def _wanted(part: Exercise, given: Mapping[str, Any]) -> list[Like]:
     return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
 
 
-def _shapes(value: Any) -> object:
+def _shape_facts(value: Any) -> object:
     """Return the facts that decide the shapes of results: shapes, and the values of everything that is not a float."""
     if isinstance(value, Mapping):
-        return tuple((name, _shapes(each)) for name, each in value.items())
+        return tuple((name, _shape_facts(each)) for name, each in value.items())
     if isinstance(value, np.ndarray):
         if value.dtype.kind == "f":
             return value.shape, value.dtype.str

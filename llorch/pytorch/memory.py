@@ -89,7 +89,7 @@ def predict(
         copies=max(copies),
         runtime=RUNTIME[kind]
         + _lost(weights, target, residency, n_ranks)
-        + _shapes(config, target, batch, n_tokens) * _SHAPE,
+        + _n_product_shapes(config, target, batch, n_tokens) * _SHAPE,
     )
 
 
@@ -240,7 +240,7 @@ def _lost(weights: Weights, target: Target, residency: str, n_ranks: int) -> int
     return sum(_kept_bytes(weights, name, target, residency, n_ranks) for name in kept) // 10
 
 
-def _shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> int:
+def _n_product_shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> int:
     """Products of different shapes that experts make: two for each number of rows."""
     if config.experts is None or target.device.type != "cpu":
         return 0
