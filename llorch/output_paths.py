@@ -114,7 +114,7 @@ def placing(target: Path, n_bytes: int) -> Iterator[None]:
     """Refuse (OSError) what would not fit; name the target, not the temporary file, when writing fails."""
     disk = shutil.disk_usage(existing_folder(target))
     if disk.total and n_bytes > disk.free:  # /proc and a tmpfs without limit have 0: there the writing tells
-        message = f"needs {_size(n_bytes)}, but only {_size(disk.free)} are free; nothing was written"
+        message = f"needs {_format_size(n_bytes)}, but only {_format_size(disk.free)} are free; nothing was written"
         raise OSError(errno.ENOSPC, message, str(target))
     try:
         with folders_above(target):
@@ -124,7 +124,7 @@ def placing(target: Path, n_bytes: int) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, f"{reason}; nothing was written", str(target)) from error
 
 
-def _size(n_bytes: int) -> str:
+def _format_size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e3:.0f} kB"
 
 

@@ -88,15 +88,15 @@ class Lockstep(Generic[T]):
 
 def fits(weights: Weights, dtype: DtypeName) -> bool:
     """Whether a model as a whole fits the memory that is free."""
-    return _ROOM * _size(dtype) * sum(_elements(weights).values()) <= available_memory()
+    return _ROOM * _bytes_of_dtype(dtype) * sum(_elements(weights).values()) <= available_memory()
 
 
 def largest_part(weights: Weights, dtype: DtypeName) -> float:
     """Bytes of the layer, or the output matrix, that is largest: what a model takes that is read part by part."""
-    return _ROOM * _size(dtype) * max(_elements(weights).values())
+    return _ROOM * _bytes_of_dtype(dtype) * max(_elements(weights).values())
 
 
-def _size(dtype: DtypeName) -> int:
+def _bytes_of_dtype(dtype: DtypeName) -> int:
     return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 

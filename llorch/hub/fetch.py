@@ -68,7 +68,7 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
     n_bytes = sum(sibling.size or 0 for sibling in missing)
     if missing:
         _require_room(wanted, n_bytes)
-        described = f"{wanted}: {len(missing)} of {len(names)} files of commit {commit}, {_size(n_bytes)}"
+        described = f"{wanted}: {len(missing)} of {len(names)} files of commit {commit}, {_format_bytes(n_bytes)}"
         if not consent(described):
             raise FileNotFoundError(f"model '{wanted}': not downloaded, because the answer was no")
     with _in_words(wanted):
@@ -112,11 +112,13 @@ def _require_room(wanted: Reference, n_bytes: int) -> None:
     place = next(folder for folder in home.parents if folder.exists())
     free = shutil.disk_usage(place).free
     if n_bytes > free:
-        message = f"{wanted} needs {_size(n_bytes)}, {_size(free)} are free; set HF_HOME to a larger disk"
+        message = (
+            f"{wanted} needs {_format_bytes(n_bytes)}, {_format_bytes(free)} are free; set HF_HOME to a larger disk"
+        )
         raise OSError(errno.ENOSPC, message, str(place))
 
 
-def _size(n_bytes: int) -> str:
+def _format_bytes(n_bytes: int) -> str:
     value, unit = (n_bytes / 1e9, "GB") if n_bytes >= 1e8 else (n_bytes / 1e6, "MB")
     return f"{value:.1f} {unit}"
 

@@ -21,14 +21,14 @@ def of_caches() -> Iterator[HealthCheck]:
 def _cache(name: str, folder: Path) -> HealthCheck:
     place = next(one for one in (folder, *folder.parents) if one.exists())
     free = shutil.disk_usage(place).free
-    taken = f"{_size(folder) / 1e6:.1f} MB" if folder.exists() else "not created yet"
+    taken = f"{_folder_size(folder) / 1e6:.1f} MB" if folder.exists() else "not created yet"
     text = f"{folder}: {taken}; {free / 1e9:.1f} GB free"
     if not os.access(place, os.W_OK):
         return HealthCheck("caches", name, "note", f"{text}; not writable")
     return HealthCheck("caches", name, "ok" if free >= _LITTLE else "note", text)
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     """Bytes of its files; what a link leads to counts where it lies."""
     total = 0
     for place, _, names in os.walk(folder):
