@@ -136,10 +136,10 @@ class _StepReader:
         self.source, self.adapter, self.notes = raw.source, adapter, list[str]()
         self.numbers: dict[str, RawArray] = {}
         self.arrays: dict[tuple[int, int, str], RawArray] = {}
-        self.passes = () if any(_split(a.name, 0)[2] == "input_ids" for _, a in raw.arrays) else raw.passes
+        self.passes = () if any(_split_name(a.name, 0)[2] == "input_ids" for _, a in raw.arrays) else raw.passes
         self.tensors = _tensor_names(adapter)
         for n_pass, array in raw.arrays:
-            step, micro, name = _split(array.name, n_pass + 1 if self.passes else 1)
+            step, micro, name = _split_name(array.name, n_pass + 1 if self.passes else 1)
             if name in {f.name for f in fields(Settings)} and name != "lr":
                 self.numbers[name] = array
             else:
@@ -214,7 +214,7 @@ class _StepReader:
         return StepArray(array.name, array.stored, array.read().astype(np.float64))
 
 
-def _split(name: str, micro: int) -> tuple[int, int, str]:
+def _split_name(name: str, micro: int) -> tuple[int, int, str]:
     found = _NAME.fullmatch(name)
     assert found is not None
     return int(found[1] or 1), int(found[2] or micro), found[3]

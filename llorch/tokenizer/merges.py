@@ -20,7 +20,7 @@ def check_merges(merges: Iterable[object], ids: Mapping[str, int], *, key: str, 
     """Split merges ("left right", or a list of both); Malformed unless two tokens make a third, Duplicate if again."""
     pairs: dict[Merge, None] = {}
     for index, merge in enumerate(merges):
-        left, right = _split(merge)
+        left, right = _split_merge(merge)
         if left not in ids or right not in ids or left + right not in ids:
             expected = "expected two text tokens that join to a third, with one space between them"
             raise FormatError("Malformed", f"{key}: {expected}, got {_shown(merge)} at index {index}", path=path)
@@ -31,7 +31,7 @@ def check_merges(merges: Iterable[object], ids: Mapping[str, int], *, key: str, 
     return list(pairs)
 
 
-def _split(merge: object) -> tuple[str, str]:
+def _split_merge(merge: object) -> tuple[str, str]:
     match merge:
         case bytes():
             left, _, right = merge.decode("utf-8", "surrogateescape").partition(" ")

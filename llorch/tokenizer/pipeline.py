@@ -25,7 +25,7 @@ def sequence(kind: str, *parts: Json) -> Json:
     return {"type": "Sequence", kind: list(parts)}
 
 
-def _split(pattern: str) -> Json:
+def _word_splitter(pattern: str) -> Json:
     """Words cut by a regular expression, then written in the byte alphabet."""
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return sequence("pretokenizers", cut, BYTE_LEVEL)
@@ -43,14 +43,16 @@ _CASED_SYMBOLS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s
 WORDS = {  # by the name that llama.cpp has for them
     "gpt-2": _WORDS_OF_GPT_2,
     "smollm": sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2),
-    "llama-bpe": _split(rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SPACES}"),
-    "qwen2": _split(rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS_AND_SPACES}"),
-    "qwen35": _split(
+    "llama-bpe": _word_splitter(rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SPACES}"),
+    "qwen2": _word_splitter(rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS_AND_SPACES}"),
+    "qwen35": _word_splitter(
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "llama4": _split(_CASED.replace("%s", f"{_CONTRACTION}?") + rf"|\p{{N}}{{1,3}}|{_CASED_SYMBOLS_AND_SPACES}"),
-    "tekken": _split(_CASED.replace("%s", "") + rf"|\p{{N}}|{_CASED_SYMBOLS_AND_SPACES}"),
+    "llama4": _word_splitter(
+        _CASED.replace("%s", f"{_CONTRACTION}?") + rf"|\p{{N}}{{1,3}}|{_CASED_SYMBOLS_AND_SPACES}"
+    ),
+    "tekken": _word_splitter(_CASED.replace("%s", "") + rf"|\p{{N}}|{_CASED_SYMBOLS_AND_SPACES}"),
 }
 _PREFIXES: dict[str, SpacePrefix] = {"never": "never", "first": "start", "always": "always"}  # by scheme of Metaspace
 SPACES_TO_METASPACE = sequence(
