@@ -100,7 +100,7 @@ class LessonVerdict:
             yield from self._numbers(Wrong(self.wrong[0]))
         elif self.wrong:
             row = self.wrong[0].row
-            yield from _line("first wrong", f"{_stage(row)}   {row.note or f'error {row.error:.1e}'}")
+            yield from _line("first wrong", f"{_stage_key(row)}   {row.note or f'error {row.error:.1e}'}")
         if self.wrong:
             yield from self._named()
         for note in self.notes[:NOTES]:
@@ -111,7 +111,7 @@ class LessonVerdict:
 
     def _numbers(self, wrong: Wrong) -> Iterator[str]:
         row, first, worst = wrong.row, wrong.first, wrong.worst
-        begins, beside = f"{_stage(row)} {first.where}", _format_number(first)
+        begins, beside = f"{_stage_key(row)} {first.where}", _format_number(first)
         fits = len(f"{begins}   {beside}") <= WIDTH - LABEL
         yield from _line("first wrong number", f"{begins}   {beside}" if fits else begins)
         yield from () if fits else _line("", beside)
@@ -167,7 +167,7 @@ def _line(label: str, said: str) -> Iterator[str]:
     yield from (f"{'':<{LABEL}}{line}" for line in rest)
 
 
-def _stage(row: Comparison) -> str:
+def _stage_key(row: Comparison) -> str:
     layer = "" if row.layer is None else f" of layer {row.layer}"
     return f"{row.stage}{layer}"
 

@@ -77,7 +77,7 @@ class _Figures(dict[str, np.ndarray]):
         self._wanted, self._room = frozenset(wanted), MAX_BYTES
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
-        self.stages[name] = _stage(name, array)
+        self.stages[name] = _stage_summary(name, array)
         if name in self._wanted:
             self._room -= array.nbytes
             if self._room < 0:
@@ -93,7 +93,7 @@ class _Figures(dict[str, np.ndarray]):
         return {name: base64.b64encode(_npy(array)).decode() for name, array in self.items()}
 
 
-def _stage(name: str, array: np.ndarray) -> Stage:
+def _stage_summary(name: str, array: np.ndarray) -> Stage:
     wide = array.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     some = finite.size > 0

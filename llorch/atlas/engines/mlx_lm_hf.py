@@ -73,7 +73,7 @@ class MlxModel:
         return self.model(mx.array([ids]), cache=self.cache)
 
 
-def _stage(name: str, array: mx.array) -> np.ndarray:
+def _stage_array(name: str, array: mx.array) -> np.ndarray:
     """Without the batch; heads behind the tokens."""
     got = np.array(array.astype(mx.float32))[0]
     return got.swapaxes(0, 1) if name in ("q_rope", "k_rope") else got
@@ -85,8 +85,8 @@ def compute(engine: MlxModel, run: HarnessRun, dump: Any) -> None:
         dump.begin(ids, first_position)
         logits = engine.forward(ids)
         for name, layer, array in engine.seen:
-            dump.add(name, _stage(name, array), layer=layer)
-        dump.add("logits", _stage("logits", logits))
+            dump.add(name, _stage_array(name, array), layer=layer)
+        dump.add("logits", _stage_array("logits", logits))
 
 
 if __name__ == "__main__":
