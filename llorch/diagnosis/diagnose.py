@@ -191,7 +191,7 @@ def _finding(
     first: StageResult, best: Trial | None, explained: Sequence[StageResult], tried: Sequence[Trial]
 ) -> Finding:
     results = [first, *explained]
-    suspects = _suspects(best, tried) if best is not None else ()
+    suspects = _suspects_of_trial(best, tried) if best is not None else ()
     taken = {suspect.name for suspect in suspects}
     alone = [trial for trial in tried if len(trial.hypotheses) == 1 and trial.hypotheses[0].name not in taken]
     others = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in reversed(alone) if t.named and suspects}
@@ -218,7 +218,7 @@ def _finding(
     )
 
 
-def _suspects(best: Trial, tried: Sequence[Trial]) -> tuple[Suspect, ...]:
+def _suspects_of_trial(best: Trial, tried: Sequence[Trial]) -> tuple[Suspect, ...]:
     """Name the suspects of the best trial.
 
     A single mistake without a value takes the value of a setting that has the same effect in the same places.

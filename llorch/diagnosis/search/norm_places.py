@@ -50,7 +50,7 @@ def check_norms(dump: StageDump, weights: Weights) -> list[str]:
     """
     notes = []
     for number in range(len(dump.passes)):
-        for suspect in _suspects(dump, weights, number):
+        for suspect in _misnamed_stages(dump, weights, number):
             is_wrong = _is_elsewhere(dump, weights, number, suspect)
             if is_wrong is None and suspect.key != suspect.norm:
                 is_wrong = True  # a residual stream of unit rows, of which nothing else was made
@@ -67,7 +67,7 @@ def check_norms(dump: StageDump, weights: Weights) -> list[str]:
     return notes
 
 
-def _suspects(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspect]:
+def _misnamed_stages(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspect]:
     eps, last = weights.config.rms_norm_eps, input_key("last_block_out", None, weights.config)
     for name, stage, layer in keys(weights.config):
         if (number, name) not in dump.seen or (stage.name not in _PRODUCTS and name != last):

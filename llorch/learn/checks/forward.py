@@ -75,7 +75,7 @@ def told(
             said += found  # nothing else may be there
         if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
             break
-    return _suspects(said)
+    return _suspects_of_findings(said)
 
 
 def _runs(wrong: Sequence[LessonComparison]) -> list[tuple[str, str, str]]:
@@ -90,7 +90,7 @@ def _n_unknown(said: Sequence[Finding]) -> int:
     return sum(each.kind != "honest" for each in said)
 
 
-def _suspects(said: Sequence[Finding]) -> list[Suspect]:
+def _suspects_of_findings(said: Sequence[Finding]) -> list[Suspect]:
     """Of the first mistake, else of the first that nothing known makes; arithmetic only where nothing else is."""
     found = sorted(said, key=lambda each: {"mistake": 0, "honest": 2}.get(each.kind, 1))
     if not found:
