@@ -593,7 +593,7 @@ def _sum(s: Step) -> np.ndarray:
     return s.given[0] + s.given[1] + 2 * s.rounding
 
 
-def _swiglu(s: Step) -> np.ndarray:
+def _swiglu_variance(s: Step) -> np.ndarray:
     gate, up = s.x
     with np.errstate(over="ignore"):
         share = 1 / (1 + np.exp(-gate))
@@ -703,7 +703,7 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "expert_in": _expert_in,
         "shared_gate": _shared_gate,
         "moe_out": _mixed_variance,
-        **dict.fromkeys(("ffn_act", "expert_act", "shared_ffn_act"), _swiglu),
+        **dict.fromkeys(("ffn_act", "expert_act", "shared_ffn_act"), _swiglu_variance),
         **dict.fromkeys(("attn_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"), _norm_variance),
         **OF_DELTA_NETS,
         **{stage.name: _expert_product if stage.by_expert else _product for stage in STAGES if stage.matrix},
