@@ -109,7 +109,7 @@ def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
         rights = [each.judged.error for each in own if each.judged and each.word == RIGHT]
         largest = f"{max(rights):.0e}" if rights else ""
         rows.append([name, version, *(str(count[word] or "") for word in WORDS), largest])
-    return _table(["engine", "version", *WORDS, _LARGEST], rows)
+    return _markdown_table(["engine", "version", *WORDS, _LARGEST], rows)
 
 
 def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
@@ -120,7 +120,7 @@ def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
         [f"`{this.name}`", *(_cell(by_place.get((engine, this))) for engine in engines)]
         for this in dict.fromkeys(each.input for each in verdicts)
     ]
-    return _table(["input", *engines], rows)
+    return _markdown_table(["input", *engines], rows)
 
 
 def _cell(verdict: AtlasVerdict | None) -> str:
@@ -144,7 +144,11 @@ def bugs_table(verdicts: Sequence[AtlasVerdict], reports: Mapping[str, str]) -> 
             f"{max(each.judged.error for each in own if each.judged):.0e}",
             f"{first.correction}: {first.agreed.error:.0e}",
         ])  # fmt: skip
-    return _table(["engine", "inputs", "first wrong stage", "mistake", "distance", "correction"], rows) if rows else ""
+    return (
+        _markdown_table(["engine", "inputs", "first wrong stage", "mistake", "distance", "correction"], rows)
+        if rows
+        else ""
+    )
 
 
 def bugs(verdicts: Iterable[AtlasVerdict]) -> Iterator[tuple[str, list[AtlasVerdict]]]:
@@ -231,6 +235,6 @@ def _by_engine(verdicts: Iterable[AtlasVerdict]) -> list[tuple[str, list[AtlasVe
     return list(made.items())
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

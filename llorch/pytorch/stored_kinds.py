@@ -41,7 +41,7 @@ def kind_of(weights: Weights, name: str) -> Kind | None:
         return kind if isinstance(kind, GGMLType) and kind in PACKERS else None
     known = _KNOWN.setdefault(weights.source, {})
     if name not in known:
-        kinds = {_table(in_group_order(one)) for one in weights.all_stored(name)}
+        kinds = {_code_table(in_group_order(one)) for one in weights.all_stored(name)}
         known[name] = kinds.pop() if len(kinds) == 1 else None
     return known[name]
 
@@ -100,7 +100,7 @@ def group_order(matrix: Packed) -> Int[np.ndarray, " in"] | None:
     return np.argsort(numbers, kind="stable") if (counts == counts[0]).all() else None
 
 
-def _table(matrix: Packed) -> Table | None:
+def _code_table(matrix: Packed) -> Table | None:
     assert isinstance(matrix, QuantisedMatrix)
     recipe, values = matrix.recipe, matrix.values
     if matrix.shape[1] % RUN or _group(matrix) is None or _scale_columns(matrix) % _HALF_RUN:

@@ -77,7 +77,7 @@ def command(
 def _proof_lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
     after = proof.steps - proof.stopped_at
     yield f"{proof.steps} uninterrupted steps against {proof.stopped_at} + {after} after a resume"
-    yield from _table(proof.halves, verbose=verbose)
+    yield from _comparison_lines(proof.halves, verbose=verbose)
     yield "bit-identical" if proof.halves.equal else "NOT bit-identical"
     for what, comparison in proof.controls.items():
         differing = sum(tensor.differing_bits > 0 for tensor in comparison.tensors)
@@ -85,7 +85,7 @@ def _proof_lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
         yield f"control, {what} lost: {seen}"
 
 
-def _table(comparison: "RunComparison", *, verbose: bool) -> Iterator[str]:
+def _comparison_lines(comparison: "RunComparison", *, verbose: bool) -> Iterator[str]:
     """Write a line per kind of tensor, and one for each tensor that differs; with `verbose` for each tensor."""
     kinds = defaultdict(list)
     for tensor in comparison.tensors:
