@@ -209,7 +209,7 @@ def _read_layers(fields: Fields, family: Family, context: int, *, has_experts: b
     window = fields.integer("sliding_window", low=1) if "sliding_attention" in kinds else None
     chunk = _read_attention_chunk(fields, family) if "chunked_attention" in kinds else None
     head_norm = family.head_norm and fields.boolean("use_qk_norm", default=True)
-    tempered = _tempered(fields, family, rope)
+    tempered = _read_tempered(fields, family, rope)
     return [
         Layer(
             mixer="delta_net" if kind == "linear_attention" else "attention",
@@ -299,7 +299,7 @@ def _read_attention_chunk(fields: Fields, family: Family) -> int:
     return chunk
 
 
-def _tempered(fields: Fields, family: Family, rope: list[bool]) -> list[bool]:
+def _read_tempered(fields: Fields, family: Family, rope: list[bool]) -> list[bool]:
     match family.tempered:
         case "beta":
             return [_beta(fields, family) != 0] * len(rope)

@@ -57,7 +57,7 @@ def _queries(s: StageInputs) -> np.ndarray:
     return x.reshape(len(x), -1, s.config.head_dim)
 
 
-def _tempered(s: StageInputs, factor: np.ndarray) -> np.ndarray:
+def _queries_times(s: StageInputs, factor: np.ndarray) -> np.ndarray:
     return _queries(s) * factor[:, None, None].astype(s.dtype)
 
 
@@ -67,7 +67,7 @@ def _with_temperature(**changes: float) -> Callable[[StageInputs, str], np.ndarr
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         assert s.config.temperature is not None
         other: Temperature = replace(s.config.temperature, **changes)
-        return _tempered(s, other.of(s.positions))
+        return _queries_times(s, other.of(s.positions))
 
     return wrong
 
@@ -76,7 +76,7 @@ def not_floored(s: StageInputs, stage: str) -> np.ndarray:
     """Take the logarithm of the position without the floor."""
     heat = s.config.temperature
     assert heat is not None
-    return _tempered(s, 1 + heat.scale * np.log1p((s.positions + heat.offset) / heat.floor))
+    return _queries_times(s, 1 + heat.scale * np.log1p((s.positions + heat.offset) / heat.floor))
 
 
 def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, str], np.ndarray]:

@@ -520,7 +520,7 @@ def _rope_variance(s: Step) -> np.ndarray:
     return made
 
 
-def _tempered(s: Step) -> np.ndarray:
+def _tempered_variance(s: Step) -> np.ndarray:
     """Derive the variance after the attention temperature.
 
     The factor is a float32 logarithm, times and plus a number.
@@ -689,7 +689,7 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "k_rope": _rope_variance,
         "q_head_norm": _normed,
         "k_head_norm": _normed,
-        "q_tempered": _tempered,
+        "q_tempered": _tempered_variance,
         "k_cache": _cache,
         "v_cache": _cache,
         "attn_scores": _scores_variance,
