@@ -72,7 +72,7 @@ def read_contents(path: Path) -> Contents:
     else:
         with open_gguf(path) as file:
             kind, metadata = f"GGUF v{file.version}", {key: _plain(value) for key, value in file.metadata.items()}
-            tensors = _tensors(file, lambda tensor: tensor.ggml_type.name)
+            tensors = _tensor_records(file, lambda tensor: tensor.ggml_type.name)
             tokenizer = _attempt(problems, lambda: Tokenizer.from_gguf(file) if has_vocabulary(file) else None)
             _attempt(problems, lambda: templates_of_metadata(file.metadata, path))
             quantisation = of_file(file)
@@ -101,7 +101,7 @@ def _attempt(problems: list[str], make: Callable[[], Result]) -> Result | None:
 
 def _tensors_of_folder(path: Path) -> list[dict]:
     with SafetensorsFolder(path) as folder:
-        return _tensors(folder, lambda tensor: tensor.dtype)
+        return _tensor_records(folder, lambda tensor: tensor.dtype)
 
 
 def _tokenizer_of_folder(path: Path) -> Tokenizer | None:
@@ -109,7 +109,7 @@ def _tokenizer_of_folder(path: Path) -> Tokenizer | None:
     return Tokenizer.from_huggingface(path) if (path / "tokenizer.json").exists() else None
 
 
-def _tensors(source: GGUFFile | SafetensorsFolder, type_of: Callable) -> list[dict]:
+def _tensor_records(source: GGUFFile | SafetensorsFolder, type_of: Callable) -> list[dict]:
     return [
         {"name": name, "type": type_of(t), "shape": list(t.shape), "offset": t.offset, "n_bytes": t.n_bytes}
         for name, t in source.tensors.items()

@@ -106,7 +106,7 @@ def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
     values = _checked_record((path / RECORD).read_bytes(), path / RECORD)
     match values:
         case {"format": 1, "step": int(step), "tensors": {"sha256": digest}, "record": dict(record)}:
-            return Snapshot(step, _tensors(path, digest), record, path)
+            return Snapshot(step, _read_tensors(path, digest), record, path)
         case {"format": 1, "step": int(step), "tensors": {"files": dict(digests)}, "record": dict(record)}:
             _require_parts(path, digests)
             return Snapshot(step, read_parts(path / PARTS), record, path)
@@ -116,7 +116,7 @@ def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
     raise FormatError("Unsupported", message, path=path / RECORD)
 
 
-def _tensors(path: Path, digest: object) -> Mapping[str, np.ndarray]:
+def _read_tensors(path: Path, digest: object) -> Mapping[str, np.ndarray]:
     _require_file(path, TENSORS)
     data = np.fromfile(path / TENSORS, np.uint8)
     _require_digest(hashlib.sha256(data.data).hexdigest(), digest, path / TENSORS)

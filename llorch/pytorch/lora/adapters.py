@@ -103,7 +103,7 @@ def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
     require_adapter(module, name)
     found = [(target.name, leaf) for _, target, leaf in lora_leaves(module) if name in leaf.names]
     config, where = found[0][1].config_of(name), f"adapter {name!r}"
-    adapter = checked(config, {target: _tensors(leaf, name) for target, leaf in found}, module.config, where=where)
+    adapter = checked(config, {target: _lora_tensors(leaf, name) for target, leaf in found}, module.config, where=where)
     starts = {target: start for target, leaf in found if (start := leaf.start_of(name)) is not None}
     if not starts:
         return adapter
@@ -193,6 +193,6 @@ def _width(leaf: Any) -> int:
     return base.weight.shape[1] if isinstance(base, nn.Linear) else base.in_features
 
 
-def _tensors(leaf: LoraLeaf, name: str) -> LoraTensors:
+def _lora_tensors(leaf: LoraLeaf, name: str) -> LoraTensors:
     arrays = {kind: as_float32(parameter) for kind, parameter in leaf.parameters_of(name).items()}
     return LoraTensors(arrays[LORA_A], arrays[LORA_B], arrays.get(MAGNITUDE))

@@ -87,7 +87,9 @@ class Bits:
 def make_adapter(config: ModelConfig) -> Adapter:
     """Make the adapter that every run starts from, the same numbers on every machine: neither A nor B is zero."""
     bits = Bits(config.vocab_size)
-    tensors = {name: _tensors(bits, target, LORA.rank_of(target)) for name, target in LORA.targets(config).items()}
+    tensors = {
+        name: _initial_tensors(bits, target, LORA.rank_of(target)) for name, target in LORA.targets(config).items()
+    }
     return checked(LORA, tensors, config)
 
 
@@ -123,6 +125,6 @@ def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list
     return [batches[(first + i) % len(batches)] for i in range(accumulation)]
 
 
-def _tensors(bits: Bits, target: LoraTarget, rank: int) -> LoraTensors:
+def _initial_tensors(bits: Bits, target: LoraTarget, rank: int) -> LoraTensors:
     lora_A = bits.signed(rank, target.n_in) * np.float32(target.n_in**-0.5)
     return LoraTensors(lora_A, bits.signed(target.n_out, rank) * np.float32(0.25))
