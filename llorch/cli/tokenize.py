@@ -35,7 +35,7 @@ def command(*, model: str, text: str | None, no_special: bool, parse_special: bo
     ids = tokenizer.encode(prompt_text(text), add_special=not no_special, parse_special=parse_special)
     pieces = [tokenizer.token_bytes(i) or tokenizer.decode([i], skip_special=False).encode() for i in ids]
     if as_json:
-        tokens = [{"id": i, "bytes": p.hex(), "text": _text(p)} for i, p in zip(ids, pieces, strict=True)]
+        tokens = [{"id": i, "bytes": p.hex(), "text": _piece_text(p)} for i, p in zip(ids, pieces, strict=True)]
         click.echo(to_json({"ids": ids, "tokens": tokens}))
         return
     for token_id, piece in zip(ids, pieces, strict=True):
@@ -44,13 +44,13 @@ def command(*, model: str, text: str | None, no_special: bool, parse_special: bo
 
 def quoted(piece: bytes) -> str:
     """Quote a piece for a reader: as a string, or as bytes if they are no text by themselves."""
-    text = _text(piece)
+    text = _piece_text(piece)
     if text is None:
         return repr(piece)
     return json.dumps(text) if not text.isprintable() else json.dumps(text, ensure_ascii=False)
 
 
-def _text(piece: bytes) -> str | None:
+def _piece_text(piece: bytes) -> str | None:
     try:
         return piece.decode()
     except UnicodeDecodeError:

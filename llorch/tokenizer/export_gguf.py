@@ -184,7 +184,7 @@ def _add_special(
     adds = {role: token_id is not None for role, token_id in roles.items()}
     roles["bos"] = vocabulary.special.bos_token_id if roles["bos"] is None else roles["bos"]
     for role, key in (("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
-        named = [ids.get(_text(config.get(f"{key}_token")))]
+        named = [ids.get(_token_text(config.get(f"{key}_token")))]
         named += [_first_id(values.get(f"{key}_token_id"), vocabulary.vocab_size) for values in (generation, model)]
         roles.setdefault(role, None)
         roles[role] = next((token_id for token_id in [roles[role], *named] if token_id is not None), None)
@@ -205,7 +205,7 @@ def _single(ids: Sequence[object], where: str, path: Path) -> int | None:
     return int(str(ids[0])) if ids else None
 
 
-def _text(token: object) -> str:
+def _token_text(token: object) -> str:
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else ""
 

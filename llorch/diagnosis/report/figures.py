@@ -39,8 +39,8 @@ def heat(values: np.ndarray, limit: float, what: str) -> str:
         f'<rect class="h{_level(float(value), limit)}" x="{at * step:.2f}" width="{step + 0.05:.2f}" height="20"/>'
         for at, value in enumerate(cells)
     )
-    last = _text(WIDTH, 34, str(len(values) - 1), "end") if len(values) > 1 else ""
-    return _svg(drawn + _text(0, 34, f"{what} 0", "start") + last, 38, f"error by {what}")
+    last = _svg_text(WIDTH, 34, str(len(values) - 1), "end") if len(values) > 1 else ""
+    return _svg(drawn + _svg_text(0, 34, f"{what} 0", "start") + last, 38, f"error by {what}")
 
 
 def _level(value: float, limit: float) -> int:
@@ -65,11 +65,11 @@ def ladder(rungs: Sequence[Rung]) -> str:
     step = max(1, (high - low) // 6)
     lines = "".join(
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH}" y1="{y(10.0**at):.1f}" y2="{y(10.0**at):.1f}"/>'
-        + _text(LEFT - 4, y(10.0**at) + 4, "∞" if endless and at == high else f"1e{at}", "end")
+        + _svg_text(LEFT - 4, y(10.0**at) + 4, "∞" if endless and at == high else f"1e{at}", "end")
         for at in range(high, low - 1, -step)
     )
     every = max(1, math.ceil(len(rungs) / 7))
-    labels = "".join(_text(xs[at], HEIGHT - 6, rungs[at].label, "middle") for at in range(0, len(rungs), every))
+    labels = "".join(_svg_text(xs[at], HEIGHT - 6, rungs[at].label, "middle") for at in range(0, len(rungs), every))
     limits = _line("limit", [(x, y(rung.limit)) for x, rung in zip(xs, rungs, strict=True)])
     totals = _line("total", [(x, y(rung.total)) for x, rung in zip(xs, rungs, strict=True)])
     size = 4 if len(rungs) < 60 else 2
@@ -90,11 +90,11 @@ def histogram(counts: np.ndarray) -> str:
         for at, n in enumerate(counts)
     )
     labels = "".join(
-        _text((at + 0.5) * step, HEIGHT - 6, text, "end" if at == N_ULPS - 1 else "middle" if at else "start")
+        _svg_text((at + 0.5) * step, HEIGHT - 6, text, "end" if at == N_ULPS - 1 else "middle" if at else "start")
         for at, text in ULP_LABELS.items()
     )
     most = int(counts.argmax())
-    share = _text((most + 0.5) * step, 14, f"{counts[most] / counts.sum():.0%}", "end" if most > 20 else "middle")
+    share = _svg_text((most + 0.5) * step, 14, f"{counts[most] / counts.sum():.0%}", "end" if most > 20 else "middle")
     return _svg(bars + labels + share, HEIGHT, "elements by their error in float32 steps")
 
 
@@ -102,7 +102,7 @@ def _line(name: str, points: Sequence[tuple[float, float]]) -> str:
     return f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
+def _svg_text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
