@@ -66,7 +66,7 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
     config = read_settings(folder / "tokenizer_config.json")
     byte_level = content["model"].get("byte_fallback") is not True
     tokenizer = GGUFTokenizer({})
-    texts, types = _tokens(content, vocabulary, rows, path)
+    texts, types = _token_table(content, vocabulary, rows, path)
     tokenizer.metadata |= {
         PREFIX + "model": "gpt2" if byte_level else "llama",
         PREFIX + "pre": _pre_tokenizer(content, path) if byte_level else "default",
@@ -102,7 +102,7 @@ def probes_for(metadata: Mapping[str, object]) -> list[str]:
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
 
 
-def _tokens(
+def _token_table(
     content: Mapping[str, Any], vocabulary: HuggingFaceVocabulary, rows: int, path: Path
 ) -> tuple[list[str], list[TokenType]]:
     texts: dict[int, str] = {}

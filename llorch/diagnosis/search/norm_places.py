@@ -72,7 +72,7 @@ def _misnamed_stages(dump: StageDump, weights: Weights, number: int) -> Iterator
     for name, stage, layer in keys(weights.config):
         if (number, name) not in dump.seen or (stage.name not in _PRODUCTS and name != last):
             continue
-        array, tokens = dump.seen[number, name].read(), _tokens(dump, number, name)
+        array, tokens = dump.seen[number, name].read(), _dumped_tokens(dump, number, name)
         norm = stage.name if name != last else "final_norm"
         gain = weights["final_norm"] if norm == "final_norm" else weights.layer(layer or 0)[norm]
         behind = rms_norm(array, gain.astype(array.dtype), eps=eps)
@@ -93,7 +93,7 @@ def _is_elsewhere(dump: StageDump, weights: Weights, number: int, suspect: _Susp
         place = number, key(name, suspect.layer)
         if place not in dump.seen:
             continue
-        theirs = _tokens(dump, *place)
+        theirs = _dumped_tokens(dump, *place)
         common = [token for token in suspect.tokens if token in theirs][:_ROWS]
         seen = dump.seen[place].read()[[theirs.index(token) for token in common]]
         rows = [suspect.tokens.index(token) for token in common]
@@ -112,13 +112,13 @@ def _product(weights: Weights, name: str, layer: int | None, rows: np.ndarray) -
     return linear(rows, own[matrix], own.get(matrix.replace("_proj", "_bias")) if layer is not None else None)
 
 
-def _tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
+def _dumped_tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
     tokens = dump.seen[number, name].tokens
     return range(len(dump.passes[number].ids)) if tokens is None else tokens
 
 
 def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: Sequence[int]) -> bool:
-    if (number, name) not in dump.seen or [*_tokens(dump, number, name)] != [*tokens]:
+    if (number, name) not in dump.seen or [*_dumped_tokens(dump, number, name)] != [*tokens]:
         return False
     return _apart(array, dump.seen[number, name].read()) < _SAME
 

@@ -215,7 +215,7 @@ def _slots(batches: Sequence[Batch]) -> int:
     return sum(batch.ids.size for batch in batches)
 
 
-def _tokens(batches: Sequence[Batch]) -> int:
+def _n_tokens(batches: Sequence[Batch]) -> int:
     return sum(int((batch.documents != PADDING).sum()) for batch in batches)
 
 
@@ -224,10 +224,10 @@ def _n_rows(batches: Sequence[Batch]) -> int:
 
 
 DIVISORS: Mapping[str, tuple[str, Callable[[Sequence[Batch]], int]]] = {
-    "loss-divided-by-all-tokens": ("by all tokens", _tokens),
+    "loss-divided-by-all-tokens": ("by all tokens", _n_tokens),
     "loss-divided-by-all-rows-of-logits": (
         "by all tokens but the first of each row",
-        lambda b: _tokens(b) - _n_rows(b),
+        lambda b: _n_tokens(b) - _n_rows(b),
     ),
     "loss-divided-by-slots": ("by all tokens and padding", _slots),
     "loss-divided-by-shifted-slots": (

@@ -112,7 +112,7 @@ def unused_keys(record: Record, name: str) -> set[str]:
     return {key for key, value in record.values.items() if value is not None} - {*keys, *optional}
 
 
-def _tokens(fields: Fields) -> LearnedTokens:
+def _learned_tokens(fields: Fields) -> LearnedTokens:
     ids = _integers(fields, "input_ids")
     present = _unpadded(fields, len(ids))
     if not fields.has("labels"):
@@ -276,7 +276,7 @@ def _read_tools(fields: Fields) -> list[object] | None:
 
 # Name: the keys that tell it, further keys that it reads, how it is read.
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Fields], Parsed]]] = {
-    "token ids": (("input_ids",), ("labels", "attention_mask"), _tokens),
+    "token ids": (("input_ids",), ("labels", "attention_mask"), _learned_tokens),
     "messages": (
         ("messages",),
         ("tools", _KWARGS),
