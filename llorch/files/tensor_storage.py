@@ -118,14 +118,14 @@ def expert_of(stack: Packed, layout: Layout, number: int) -> Packed:
     _, *shape = stack.shape
     one = replace(stack, raw=stack.raw.reshape(stack.shape[0], -1)[number], shape=tuple(shape))
     if layout.turned:
-        one = _turned(one)
+        one = _transposed_packed(one)
     if layout.half is None:
         return one
     rows = one.shape[0] // 2
     return one.picked(slice(layout.half * rows, (layout.half + 1) * rows))
 
 
-def _turned(matrix: Packed) -> Packed:
+def _transposed_packed(matrix: Packed) -> Packed:
     assert matrix.ggml_type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
     n_in, n_out = matrix.shape
     elements = matrix.raw.reshape(n_in, n_out, -1)

@@ -27,7 +27,7 @@ def _partial(config: ModelConfig) -> bool:
     return config.rotated < config.head_dim
 
 
-def _turned(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
+def _rotated_by(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
     angle = s.positions[:, None] * inv_freq
     return rope(x, np.cos(angle), np.sin(angle))
 
@@ -39,7 +39,7 @@ def _heads(s: StageInputs, stage: str) -> np.ndarray:
 def last_part_rotated(s: StageInputs, stage: str) -> np.ndarray:
     """Rotate the tail of each head instead of its beginning."""
     kept, tail = np.split(_heads(s, stage), [s.config.head_dim - s.config.rotated], axis=-1)
-    return np.concatenate([kept, _turned(s, tail, frequencies(s.config.rotated, s.config.rope_theta))], axis=-1)
+    return np.concatenate([kept, _rotated_by(s, tail, frequencies(s.config.rotated, s.config.rope_theta))], axis=-1)
 
 
 def gates_first(s: StageInputs, stage: str) -> np.ndarray:
@@ -100,12 +100,12 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-over-full-head", stages=ROTATED, applies_to=_partial,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)),
+        wrong=lambda s, stage: _rotated_by(s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)),
         diagnosis="The whole head was rotated; this model's partial_rotary_factor rotates only a part.",
     ),
     Mistake(
         name="rope-partial-by-head-dim", stages=ROTATED, applies_to=_partial,
-        wrong=lambda s, stage: _turned(
+        wrong=lambda s, stage: _rotated_by(
             s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)[: s.config.rotated // 2]
         ),
         diagnosis="Frequencies fell by head_dim; the exponent is 2 * j / the width that is rotated.",
