@@ -21,10 +21,10 @@ def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]
     head = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
     command = [sys.executable, "-c", head + code, *arguments]
     ended = run(command, seconds=timeout)
-    return list(_values(ended.text)), _reason_of_end(ended, timeout)
+    return list(_printed_values(ended.text)), _reason_of_end(ended, timeout)
 
 
-def _values(out: str) -> Iterator[Any]:
+def _printed_values(out: str) -> Iterator[Any]:
     for line in out.splitlines():
         before, mark, value = line.partition(_MARK)
         if mark and not before:

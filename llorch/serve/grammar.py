@@ -119,7 +119,7 @@ def _grammar(schema: Mapping[str, object] | None) -> str:
 def _require_bounded(schema: Mapping[str, object]) -> None:
     """Refuse what costs too much before the library sees it."""
     multiples = set()
-    for n, (value, depth) in enumerate(_values(schema)):
+    for n, (value, depth) in enumerate(_nested_values(schema)):
         if n == MAX_VALUES:
             raise FormatError("TooLarge", f"json schema: expected at most {MAX_VALUES} values, got more")
         if depth > MAX_DEPTH:
@@ -131,7 +131,7 @@ def _require_bounded(schema: Mapping[str, object]) -> None:
         raise FormatError("TooLarge", f"json schema: expected {wanted}, got {prod(multiples)}")
 
 
-def _values(schema: object) -> Iterator[tuple[object, int]]:
+def _nested_values(schema: object) -> Iterator[tuple[object, int]]:
     """Every value of a schema, and how deep it lies."""
     pending = [(schema, 0)]
     while pending:
