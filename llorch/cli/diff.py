@@ -61,7 +61,7 @@ def command(
     from llorch.cli.tables import console
     from llorch.verify.diff import diff
 
-    weights = _weights(model) if model is not None else None
+    weights = _open_model(model) if model is not None else None
     if weights is None and (mapping or map_b or tokens):
         raise click.UsageError("--map, --map-b and --tokens go with --model")
     sides = [
@@ -77,7 +77,7 @@ def command(
         raise click.exceptions.Exit(DIFFERS)
 
 
-def _weights(model: str) -> "Weights":
+def _open_model(model: str) -> "Weights":
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
 
@@ -96,7 +96,7 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
 
     with progress(f"comparing {dumps[0]} with a run of {model}"):
         raw = with_earlier(open_raw(dumps[0]), tokens)
-        text = suggest(raw, _weights(model), tokens or (), first_position=first_position or 0)
+        text = suggest(raw, _open_model(model), tokens or (), first_position=first_position or 0)
     click.echo(text, nl=False)
 
 

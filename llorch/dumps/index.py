@@ -83,7 +83,7 @@ class _Folder:
         header = next(lines, None)
         if header is None or not header.has("llorch_dump"):
             raise FormatError("Malformed", 'the first line must be {"llorch_dump": 1, ...}', path=self.path / INDEX)
-        features, weights = _features(header), _weights(header)
+        features, weights = _features(header), _weight_hashes(header)
         for line in lines:
             if line.has("name"):
                 self._add(line)
@@ -212,7 +212,7 @@ def _activations(header: Fields) -> str:
     return text
 
 
-def _weights(header: Fields) -> dict[str, str]:
+def _weight_hashes(header: Fields) -> dict[str, str]:
     section = header.section("weights")
     found = {} if section is None else {name: section.text(name).lower() for name in section.values}
     for name, text in found.items():

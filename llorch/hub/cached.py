@@ -42,7 +42,7 @@ def look(wanted: Reference) -> Cached | None:
     folder = home / "snapshots" / _commit(home, wanted.revision or "main")
     files = set(_files(folder))
     if not wanted.quant and is_folder(files):
-        complete = all((folder / name).exists() for name in _weights(folder))
+        complete = all((folder / name).exists() for name in _weight_files(folder))
         whole = all((folder / name).exists() for name in (CONFIG, *TOKENIZER))
         return Cached(folder, folder.name, whole) if complete else None
     try:
@@ -64,7 +64,7 @@ def _files(folder: Path) -> Iterator[str]:
             yield path.relative_to(folder).as_posix()
 
 
-def _weights(folder: Path) -> list[str]:
+def _weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     try:
