@@ -92,7 +92,7 @@ def guide_for(
     ends[sorted(tokenizer.eos_token_ids if end_ids is None else end_ids)] = True
     if not ends.any():
         raise ValueError("json schema: expected a model with an end token, got one without; leave ignore_eos off")
-    words = _words(tokenizer, min(vocab_size, tokenizer.vocab_size))
+    words = _grammar_tokenizer(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = LLMatcher(words, _grammar(schema), log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise _unsupported(matcher, schema)
@@ -150,7 +150,7 @@ def _states(multiple: float) -> int:
 
 
 @lru_cache(maxsize=2)
-def _words(tokenizer: Tokenizer, n_tokens: int) -> LLTokenizer:
+def _grammar_tokenizer(tokenizer: Tokenizer, n_tokens: int) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, n_tokens)), slices=LLTokenizer.json_slices())
 
 

@@ -164,8 +164,8 @@ class Chats:
         if not self.has_template:
             for place, message in enumerate(messages):
                 refuse_media(Fields({}, self._path), f"messages[{place}]", message)
-            _refuse_unwritten(messages, lambda given, _: [_words(given)], path=self._path)
-            return Written(_words(messages), None)
+            _refuse_unwritten(messages, lambda given, _: [_joined_words(given)], path=self._path)
+            return Written(_joined_words(messages), None)
         checked = checked_messages(Fields({}, self._path), "messages", list(messages))
         return self._written(checked, self._settings_with(variables), opened=opened)
 
@@ -186,7 +186,7 @@ class Chats:
 
         def texts(given: Sequence[Message], tools: Sequence[object] | None) -> Iterator[str]:
             if not self.has_template:
-                yield _words(given)
+                yield _joined_words(given)
                 return
             checked = checked_messages(Fields({}, self._path), "messages", list(given))
             yield self.conversation(checked, tools, settings).text(len(checked), opened=True)[0]
@@ -231,7 +231,7 @@ class Chats:
         return compiled(self._read(), self._tokenizer, path=self._path)
 
 
-def _words(messages: Sequence[Message]) -> str:
+def _joined_words(messages: Sequence[Message]) -> str:
     """Join the words of messages, for a model without a template."""
     return "\n\n".join(str(message.get("content") or "") for message in messages)
 

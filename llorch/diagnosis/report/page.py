@@ -136,12 +136,12 @@ def maps(result: StageResult) -> list[Map]:
         parts["stretch of the vocabulary"] = parts.pop(keys)
     limit = result.limit.error
     return [
-        Map(what, heat(values, limit, what), _words(values, limit, what))
+        Map(what, heat(values, limit, what), _sentence_of(values, limit, what))
         for what, values in parts.items()
         if values is not None and len(values)
     ]
 
 
-def _words(values: np.ndarray, limit: float, what: str) -> str:
+def _sentence_of(values: np.ndarray, limit: float, what: str) -> str:
     n_over, most = int((values > limit).sum()), int(values.argmax())
     return f"{n_over} of {len(values)} above tolerance; largest {short(values[most])} at {what} {most}"
