@@ -57,7 +57,7 @@ def export(
         identity = recorded if isinstance(recorded, BaseIdentity) else identity_of(weights)
     if vllm_safe:
         read = plain_adapter(read, weights.config)
-    _write(read, target, weights.config, identity)
+    _write_adapter(read, target, weights.config, identity)
     read_adapter(target, weights.config)
     notes = [verdict, *_notes(read, is_gguf=target.suffix == ".gguf")]
     return Export(target=target, n_parameters=read.n_parameters, n_bytes=size_of(target), notes=notes)
@@ -71,7 +71,7 @@ def _notes(adapter: Adapter, *, is_gguf: bool) -> list[str]:
     return []
 
 
-def _write(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentity) -> None:
+def _write_adapter(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentity) -> None:
     with folders_above(target):
         if target.suffix == ".gguf":
             write_lora_gguf(adapter, target, model, base=base)

@@ -95,7 +95,7 @@ def merge(
         read, verdict = adapter_for(weights, adapter, any_base=any_base)
         merged, notes = MergedWeights(weights, read), [verdict]
         kind = _type_for(merged, target, ggml_type, notes)
-        notes += _write(merged, target, kind, report)
+        notes += _write_merged(merged, target, kind, report)
         with closing((written := open_weights(target)).source):
             report("checking the written file")
             changes = {name: _change(weights, merged, written, name) for name in parts_of(read)}
@@ -124,7 +124,7 @@ def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, note
     return choose_type(merged, wanted, to_gguf=target.suffix == ".gguf")
 
 
-def _write(merged: MergedWeights, target: Path, kind: GGMLType, report: Callable[[str], None]) -> list[str]:
+def _write_merged(merged: MergedWeights, target: Path, kind: GGMLType, report: Callable[[str], None]) -> list[str]:
     if Path(merged.path).is_dir() and target.suffix != ".gguf":
         return _write_merged_folder(merged, target, ggml_type=kind, report=report)
     return write_model(merged, target, ggml_type=kind, report=report).notes

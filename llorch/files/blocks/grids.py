@@ -51,7 +51,7 @@ def decode_iq2_xxs(chunk: Chunk, out: np.ndarray) -> None:
     pairs = chunk.field(2, 64).view("<u4").reshape(-1, 2)
     keys = np.ascontiguousarray(pairs[:, 0]).view(np.uint8)
     signs, scales = _signs_and_scales(chunk, pairs[:, 1])
-    _write(chunk, _grid("IQ2_XXS"), keys, signs, _scale(chunk, scales.reshape(-1, 8)), out)
+    _write_signed(chunk, _grid("IQ2_XXS"), keys, signs, _scale(chunk, scales.reshape(-1, 8)), out)
 
 
 def decode_iq2_xs(chunk: Chunk, out: np.ndarray) -> None:
@@ -59,7 +59,7 @@ def decode_iq2_xs(chunk: Chunk, out: np.ndarray) -> None:
     words = chunk.field(2, 64).view("<u2").reshape(-1)
     signs = chunk.look_up(_SEVEN_SIGNS, words >> np.uint16(9))
     scales = _scale(chunk, _nibbles(chunk, 66, 8))
-    _write(chunk, _grid("IQ2_XS"), words & np.uint16(511), signs, scales, out)
+    _write_signed(chunk, _grid("IQ2_XS"), words & np.uint16(511), signs, scales, out)
 
 
 def decode_iq2_s(chunk: Chunk, out: np.ndarray) -> None:
@@ -68,14 +68,14 @@ def decode_iq2_s(chunk: Chunk, out: np.ndarray) -> None:
     keys = chunk.field(2, 32).reshape(-1) | upper.astype(np.uint16) << np.uint16(8)
     signs = chunk.look_up(_EIGHT_SIGNS, chunk.field(34, 32).reshape(-1))
     scales = _scale(chunk, _nibbles(chunk, 74, 8))
-    _write(chunk, _grid("IQ2_S"), keys, signs, scales, out)
+    _write_signed(chunk, _grid("IQ2_S"), keys, signs, scales, out)
 
 
 def decode_iq3_xxs(chunk: Chunk, out: np.ndarray) -> None:
     """Decode groups of 4 with keys of 8 bits."""
     signs, scales = _signs_and_scales(chunk, chunk.field(66, 32).view("<u4").reshape(-1))
     scales = _scale(chunk, scales.reshape(-1, 8), unit=0.5)
-    _write(chunk, _grid("IQ3_XXS"), chunk.field(2, 64).reshape(-1), signs, scales, out)
+    _write_signed(chunk, _grid("IQ3_XXS"), chunk.field(2, 64).reshape(-1), signs, scales, out)
 
 
 def decode_iq3_s(chunk: Chunk, out: np.ndarray) -> None:
@@ -85,7 +85,7 @@ def decode_iq3_s(chunk: Chunk, out: np.ndarray) -> None:
     ninth |= chunk.field(2, 64).reshape(-1)
     signs = chunk.look_up(_EIGHT_SIGNS, chunk.field(74, 32).reshape(-1))
     scales = _odd_scale(chunk.float16_field(0), _nibbles(chunk, 106, 4))
-    _write(chunk, _grid("IQ3_S"), ninth, signs, scales, out)
+    _write_signed(chunk, _grid("IQ3_S"), ninth, signs, scales, out)
 
 
 def decode_iq1_s(chunk: Chunk, out: np.ndarray) -> None:
@@ -108,7 +108,7 @@ def decode_iq1_m(chunk: Chunk, out: np.ndarray) -> None:
     _write_with_delta(chunk, keys, _odd_scale(d, scales.reshape(-1, 16)), out)
 
 
-def _write(
+def _write_signed(
     chunk: Chunk, grid: np.ndarray, keys: np.ndarray, signs: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
     codes = chunk.look_up(grid, keys).view(np.int8)
