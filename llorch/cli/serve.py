@@ -130,7 +130,7 @@ def command(
         from llorch.serve.guard import Guard, require_key
         from llorch.serve.server import RunningServer, bind, serve
         from llorch.serve.service import Service
-        from llorch.serve.watchdog import watch
+        from llorch.serve.watchdog import watch_engine
     except ModuleNotFoundError as error:
         raise MissingExtra("serve", error.name or "starlette") from None
 
@@ -151,7 +151,7 @@ def command(
         stack.callback(engine.stop)
 
         def ready(running: RunningServer) -> None:
-            watch(engine, running)
+            watch_engine(engine, running)
             plain = "" if service.has_template else " (no chat template: chats are plain text)"
             say(f"llorch: {', '.join(service.names)} at {running.url}{plain}; {threads}")
 

@@ -9,7 +9,7 @@ import numpy as np
 from llorch.dumps.layout import PAIRED, DumpLayout, unlike
 from llorch.dumps.raw import RawArray
 from llorch.dumps.reading import ArrayReading, NamedArray, StageReader
-from llorch.dumps.replay import watch
+from llorch.dumps.replay import run_passes
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.places import Tokens
@@ -127,7 +127,7 @@ def compare(patterns: Sequence[Pattern], weights: Weights, passes: tuple[Tokens,
                 _compare_one(pattern, reader, n_pass, stages, int(layer[1:]) if layer else None, array)
         return True
 
-    watch(weights, passes, see)
+    run_passes(weights, passes, see)
     for pattern in patterns:
         pattern.forget_misfits()
 

@@ -16,7 +16,7 @@ class _Enough(Exception):
     """Ends a run behind the last stage that somebody wants."""
 
 
-def watch(weights: Weights, passes: Sequence[Tokens], see: Callable[[int, str, np.ndarray], bool]) -> None:
+def run_passes(weights: Weights, passes: Sequence[Tokens], see: Callable[[int, str, np.ndarray], bool]) -> None:
     """Run passes one after the other into one cache; `see` is shown every stage, and says whether to go on."""
     cache = KVCache(weights.config, weights.dtype, first_position=passes[0].first_position)
 
@@ -38,5 +38,5 @@ def our_stage(weights: Weights, passes: Sequence[Tokens], n_pass: int, key: str)
         found.extend([array.copy()] if (number, name) == (n_pass, key) else [])
         return not found
 
-    watch(weights, passes, see)
+    run_passes(weights, passes, see)
     return found[0]

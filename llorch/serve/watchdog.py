@@ -8,7 +8,7 @@ from llorch.serve.server import RunningServer
 LOOK = 0.5  # seconds between two looks
 
 
-def watch(engine: Engine, running: RunningServer) -> None:
+def watch_engine(engine: Engine, running: RunningServer) -> None:
     """Stop a server when its engine has died, or is stuck; in a thread, which ends with the process."""
     threading.Thread(target=_watch, args=(engine, running), name="llorch-watch", daemon=True).start()
 
