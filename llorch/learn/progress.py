@@ -19,7 +19,7 @@ from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.learn.lessons import BY_NUMBER, Lesson
 from llorch.learn.sandbox import Outcome
-from llorch.learn.sources import fingerprint
+from llorch.learn.sources import lesson_fingerprint
 from llorch.learn.verdict import BORROWED
 
 VERSION = 1
@@ -89,7 +89,7 @@ class LearnerProgress:
     def note(self, outcome: Outcome) -> None:
         """Remember what came of a check."""
         lesson = BY_NUMBER[outcome.lesson]
-        code = fingerprint(self.folder, lesson)
+        code = lesson_fingerprint(self.folder, lesson)
         with self.changed(lesson) as standing:
             standing.status = outcome.word
             standing.wrong = _wrong_part(outcome.record)
@@ -105,7 +105,7 @@ class LearnerProgress:
 
     def word(self, lesson: Lesson, standing: Standing) -> str:
         """Return the last verdict if it is about the present code; else say that the code has changed."""
-        is_old = standing.status in (PASS, FAIL) and standing.tried != fingerprint(self.folder, lesson)
+        is_old = standing.status in (PASS, FAIL) and standing.tried != lesson_fingerprint(self.folder, lesson)
         return CHANGED if is_old else standing.status
 
 

@@ -18,7 +18,7 @@ def sources(folder: Path, lesson: Lesson) -> list[Path]:
     return sorted(found)
 
 
-def fingerprint(folder: Path, lesson: Lesson) -> str:
+def lesson_fingerprint(folder: Path, lesson: Lesson) -> str:
     """SHA-256 of the files of a lesson."""
     digest = hashlib.sha256()
     for path in sources(folder, lesson):

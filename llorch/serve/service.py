@@ -36,7 +36,7 @@ class Service:
         self.model, self.engine, self.timeout = model, engine, timeout
         self.context = min(context, model.config.max_position_embeddings)
         self.created, self.version = int(time.time()), version
-        self.fingerprint = fingerprint(Path(model.weights.path), version)
+        self.fingerprint = system_fingerprint(Path(model.weights.path), version)
         self.preparing = ThreadPoolExecutor(1, thread_name_prefix="llorch-prompts")
         self.writing = ThreadPoolExecutor(1, thread_name_prefix="llorch-chats")  # apart: templates may take their time
         self.has_template = model.chats.has_template
@@ -163,7 +163,7 @@ def require_short(*texts: str, param: str) -> None:
         raise ApiError(400, text, param=param, code="context_length_exceeded")
 
 
-def fingerprint(path: Path, version: str) -> str:
+def system_fingerprint(path: Path, version: str) -> str:
     """Of the weights' file or files, as far as the disk tells them apart, and of llorch's version."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]

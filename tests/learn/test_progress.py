@@ -6,7 +6,7 @@ import pytest
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.progress import LearnerProgress, Standing
 from llorch.learn.sandbox import Outcome
-from llorch.learn.sources import fingerprint, sources
+from llorch.learn.sources import lesson_fingerprint, sources
 
 NORM, ROPE = BY_NUMBER["01"], BY_NUMBER["01b"]
 
@@ -31,7 +31,7 @@ def test_versions_of_the_code_are_counted_and_the_one_that_passed_is_known(progr
     assert note(progress, "FAIL").attempts == 1  # the same code
     write(progress, "b")
     passed = note(progress, "PASS")
-    assert (passed.attempts, passed.passed, passed.status) == (2, fingerprint(progress.folder, NORM), "PASS")
+    assert (passed.attempts, passed.passed, passed.status) == (2, lesson_fingerprint(progress.folder, NORM), "PASS")
     assert progress.is_passed(NORM, passed)
     write(progress, "c")
     assert (progress.word(NORM, passed), progress.is_passed(NORM, passed)) == ("CHANGED", False)
@@ -42,11 +42,11 @@ def test_code_of_a_lesson_is_its_file_and_what_that_imports(progress: LearnerPro
     write(progress, "from helper import f\nimport numpy", "l01b_rope")
     write(progress, "def g():\n    import deeper, l01b_rope", "helper")
     write(progress, "not Python", "deeper")
-    before = fingerprint(progress.folder, ROPE)
+    before = lesson_fingerprint(progress.folder, ROPE)
     assert [path.name for path in sources(progress.folder, ROPE)] == ["deeper.py", "helper.py", "l01b_rope.py"]
     write(progress, "not Python either", "deeper")
     write(progress, "", "l02_qkv")
-    assert fingerprint(progress.folder, ROPE) != before
+    assert lesson_fingerprint(progress.folder, ROPE) != before
     assert sources(progress.folder, NORM) == []
 
 

@@ -125,9 +125,9 @@ class _Loop:
 
     def _fingerprints(self) -> dict[str, str]:
         from llorch.learn.lessons import LESSONS
-        from llorch.learn.sources import fingerprint
+        from llorch.learn.sources import lesson_fingerprint
 
-        return {lesson.number: fingerprint(self.folder, lesson) for lesson in LESSONS}
+        return {lesson.number: lesson_fingerprint(self.folder, lesson) for lesson in LESSONS}
 
 
 def _is_untouched(outcome: "Outcome") -> bool:
