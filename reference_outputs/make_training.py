@@ -33,7 +33,7 @@ from llorch.verify.training.goldens import (
     TrainingGolden,
     adapter_name,
     amplified_name,
-    name_of,
+    golden_name,
     text,
     truth_name,
     witness_of,
@@ -106,7 +106,7 @@ def make_training(name: str) -> TrainingGolden:
             "machine": platform.machine(),
         },
     )
-    shown = {name_of(place): array for place, array in (peft_arrays(producer, golden) | exported).items()}
+    shown = {golden_name(place): array for place, array in (peft_arrays(producer, golden) | exported).items()}
     golden = replace(golden, arrays=golden.arrays | shown)
     golden = replace(golden, arrays=golden.arrays | truth_of(weights, golden))
     halves: dict[DtypeName, TrainingGolden] = {dtype: in_half(weights, golden, dtype) for dtype in HALF_DTYPES}
@@ -172,7 +172,7 @@ def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> Train
     from llorch.verify.training.peft import Peft
 
     made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
-    half = replace(golden, arrays=golden.arrays | {name_of(place): array for place, array in made.items()})
+    half = replace(golden, arrays=golden.arrays | {golden_name(place): array for place, array in made.items()})
     return replace(half, arrays=half.arrays | isolated_truth(weights, half))
 
 
@@ -264,7 +264,7 @@ def differences(
         pairs.append((name, _same(ours, theirs)))
     lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
     for place, modes in places(config.n_layers).items():
-        found = apart(place, new.arrays.get(name_of(place)), stored.arrays.get(name_of(place)))
+        found = apart(place, new.arrays.get(golden_name(place)), stored.arrays.get(golden_name(place)))
         group = HELD_LIKE.get(place.stage, place.stage)
         granted = [made[group] for made in stored.tolerances["float32"].values() if group in made]
         if not any(found.within(tolerance) for tolerance in (*granted, spread.get(place, EXACT))):

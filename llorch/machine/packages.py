@@ -37,14 +37,14 @@ _WITH_TORCH = (
 _TIMEOUT = 120.0  # seconds
 
 
-def name_of(requirement: str) -> str:
+def package_name(requirement: str) -> str:
     """Return the name of the package that a requirement is about."""
     return re.split("[>=]=", requirement)[0]
 
 
 def module_of(requirement: str) -> str:
     """Name the module that the package of a requirement brings."""
-    name = name_of(requirement)
+    name = package_name(requirement)
     return _MODULES.get(name, name.replace("-", "_"))
 
 
@@ -58,7 +58,7 @@ def installed_version(package: str) -> str | None:
 
 def imported(pool: Executor) -> dict[str, str]:
     """Import every package that is installed, beside this process: of each what is wrong with it, or nothing."""
-    names = dict.fromkeys(name_of(one) for one in (*NEEDED, *(one for extra in EXTRAS.values() for one in extra)))
+    names = dict.fromkeys(package_name(one) for one in (*NEEDED, *(one for extra in EXTRAS.values() for one in extra)))
     modules = {name: module_of(name) for name in names if installed_version(name)}
     on_torch = [module for name, module in modules.items() if name in _WITH_TORCH]
     others = [module for name, module in modules.items() if name not in _WITH_TORCH]
@@ -79,7 +79,7 @@ def of_packages(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
 
 
 def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
-    name, found = name_of(wanted), installed_version(name_of(wanted))
+    name, found = package_name(wanted), installed_version(package_name(wanted))
     if found is None:
         return HealthCheck("packages", name, "broken", "is not installed", _install(wanted))
     wrong = _fault(wanted, found, probed)
@@ -87,9 +87,12 @@ def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
 
 
 def _of_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> HealthCheck:
-    found = {one: installed_version(name_of(one)) for one in wanted}
+    found = {one: installed_version(package_name(one)) for one in wanted}
     faults = {one: _fault(one, there, probed) for one, there in found.items() if there}
-    said = [f"{name_of(one)} {there}{faults[one]}" if there else f"no {name_of(one)}" for one, there in found.items()]
+    said = [
+        f"{package_name(one)} {there}{faults[one]}" if there else f"no {package_name(one)}"
+        for one, there in found.items()
+    ]
     text = ", ".join(said)
     broken = [one for one, fault in faults.items() if fault]
     if broken:
@@ -100,12 +103,12 @@ def _of_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) ->
 
 
 def _fault(wanted: str, found: str, probed: Mapping[str, str]) -> str:
-    least = wanted.removeprefix(name_of(wanted))
+    least = wanted.removeprefix(package_name(wanted))
     if (exact := least.startswith("==")) and found != least[2:]:
         return f" (should be {least[2:]})"
     if not exact and _version_numbers(found) < _version_numbers(least[2:]):
         return f" (older than {least[2:]})"
-    error = probed.get(name_of(wanted), "")
+    error = probed.get(package_name(wanted), "")
     return f" ({error[:200]})" if error else ""
 
 

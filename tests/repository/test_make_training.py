@@ -16,7 +16,7 @@ from llorch.builtin import goldens_folder
 from llorch.comparison import FACTOR, Tolerance
 from llorch.places import StageRef
 from llorch.verify.training import runner
-from llorch.verify.training.goldens import MODELS, Tolerances, TrainingGolden, name_of
+from llorch.verify.training.goldens import MODELS, Tolerances, TrainingGolden, golden_name
 from llorch.verify.training.places import Arrays
 from llorch.verify.training.recipe import OPTIMIZER
 
@@ -77,7 +77,7 @@ def test_goldens_made_again_without_a_change_have_no_differences(differences: Di
 
 def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
     """The golden with arrays of a float64 run of ours in place of PEFT's."""
-    named = {name_of(place): array.astype(np.float32) for place, array in run.items()}
+    named = {golden_name(place): array.astype(np.float32) for place, array in run.items()}
     return replace(golden, arrays=golden.arrays | {name: named[name] for name in named.keys() & golden.arrays.keys()})
 
 

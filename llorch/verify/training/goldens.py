@@ -62,7 +62,7 @@ class TrainingGolden:
 
     def shown(self, place: StageRef) -> np.ndarray:
         """Return the array that the engine of a place showed there."""
-        return self._array(name_of(place))
+        return self._array(golden_name(place))
 
     def truth(self, mode: str, place: StageRef) -> np.ndarray:
         """Return the float64 reference at a place.
@@ -107,7 +107,7 @@ def witness_of(place: StageRef) -> str:
     return LOADED_BY[place.part] if place.stage in FROM_FILES else PEFT
 
 
-def name_of(place: StageRef) -> str:
+def golden_name(place: StageRef) -> str:
     """Name the array that the engine of a place showed there."""
     return f"{witness_of(place)}/{text(place)}"
 
@@ -131,7 +131,7 @@ def names(n_layers: int) -> Iterator[str]:
     """Yield the names of all arrays that a golden holds."""
     yield from map(adapter_name, of_tensors("parameters", n_layers))
     for place, modes in places(n_layers).items():
-        yield name_of(place)
+        yield golden_name(place)
         if place.stage == "parameters":
             yield amplified_name(place)
         if place.stage not in FROM_FILES:
