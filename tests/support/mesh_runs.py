@@ -11,7 +11,7 @@ from llorch.files import open_weights
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel
 from llorch.pytorch.distributed.launch import start, summed
-from llorch.pytorch.distributed.parallel import part_of
+from llorch.pytorch.distributed.parallel import part_of_rank
 from llorch.pytorch.distributed.parallel_experts import OwnExperts, split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS
 from llorch.pytorch.models.experts import ExpertsModule
@@ -28,7 +28,7 @@ def averaged(part: Any, ranks: Any) -> Any:
 def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
     """The rows of a matrix go to the ranks in another order."""
     moved = whole.roll(len(whole) // ranks.size(), 0) if path.rpartition(".")[0].endswith(COLUMNS) else whole
-    return part_of(path, moved, ranks)
+    return part_of_rank(path, moved, ranks)
 
 
 def unmasked(self: Any, h: Any, ids: Any, keep: Any) -> Any:

@@ -81,7 +81,7 @@ def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
     if (ranks := _sharing_layers(mesh)) is None:
         return all_of
     require_split(config, ranks.size())
-    return partial(part_of, ranks=ranks)
+    return partial(part_of_rank, ranks=ranks)
 
 
 def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -89,7 +89,7 @@ def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
 
 
-def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
+def part_of_rank(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
     """Return the rank's part of a weight, or of a field of a packed weight, by the attribute path of its matrix.
 
     A bias that is added to a sum over ranks is whole on the first rank and zero on the others. Raises ValueError where
