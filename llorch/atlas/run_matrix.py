@@ -40,7 +40,7 @@ class Fed:
     truth: Mapping[str, np.ndarray]
 
 
-def prepared(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterator[Fed]:
+def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterator[Fed]:
     """Write inputs and compute their float64 references with transformers.
 
     Raises:
@@ -82,7 +82,7 @@ def fill(
     with ThreadPoolExecutor(1) as installer:  # packages of the next come while one runs
         environments = [installer.submit(python_of, engine, home) for engine in engines]
         try:
-            fed = list(prepared(inputs, home, say))
+            fed = list(prepare_inputs(inputs, home, say))
             for engine, environment in zip(engines, environments, strict=True):
                 yield list(confirmed(list(_of_engine(engine, environment, fed, home, say))))
         finally:

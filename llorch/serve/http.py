@@ -41,7 +41,7 @@ async def read(request: Request, kind: type[Asked]) -> Asked:
         raise of_validation(error, body) from None
 
 
-async def prepared(
+async def run_beside_loop(
     service: Service, make: Callable[[], Result], *, n_answers: int = 1, renders: bool = False
 ) -> Result:
     """Do what may take long, such as tokenizing, beside the event loop; ApiError where so many wait already.

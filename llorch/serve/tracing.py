@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llorch.serve.api_errors import ApiError, wrong
-from llorch.serve.http import prepared, read, reply, service_of, unless_gone
+from llorch.serve.http import read, reply, run_beside_loop, service_of, unless_gone
 from llorch.serve.replies import Stage, Trace
 from llorch.serve.requests import TraceRequest
 from llorch.serve.response_stream import between_steps
@@ -28,7 +28,7 @@ async def answer(request: Request) -> Response:
     """Answer a request of this route."""
     body, service = await read(request, TraceRequest), service_of(request)
     ignored = ignored_fields(body)
-    adapter, ids, unwritten = await prepared(
+    adapter, ids, unwritten = await run_beside_loop(
         service, lambda: _read_ids(service, body), renders=body.messages is not None
     )
     ignored += unwritten
@@ -44,7 +44,7 @@ async def _traced(
     unknown = [name for name in body.arrays or () if name not in figures.stages]
     if unknown:
         raise wrong(f"arrays.{(body.arrays or []).index(unknown[0])}", "the name of a stage", unknown[0])
-    stages, arrays = list(figures.stages.values()), await prepared(service, figures.encoded)
+    stages, arrays = list(figures.stages.values()), await run_beside_loop(service, figures.encoded)
     return reply(Trace(model=body.model, tokens=ids, stages=stages, arrays=arrays), ignored)
 
 

@@ -116,7 +116,7 @@ def learned(implementation: Implementation, parts: Sequence[Exercise]) -> Iterat
 
 
 @cache
-def prepared(model: str) -> tuple[Weights, TrainingGolden, Sequence[Expectation]]:
+def load_training(model: str) -> tuple[Weights, TrainingGolden, Sequence[Expectation]]:
     """Load a model in float32, its goldens and their expectations; made once."""
     weights, golden = stored(model)
     return weights.astype(np.float32, keep=True), golden, tuple(claims(golden, weights.config, "float32"))
@@ -128,7 +128,7 @@ class CheckpointRun:
     def __init__(self, model: str, number: str, groups: frozenset[str], mode: Mode) -> None:
         """Of a built-in model."""
         self.model, self.number, self.groups, self.whole = model, number, groups, mode == "chained"
-        self.weights, self.golden, of_model = prepared(model)
+        self.weights, self.golden, of_model = load_training(model)
         mine = [c for c in of_model if c.place.stage in groups and c.place.checkpoint == number]
         self.claims = mine if self.whole else [_shortened(c) for c in mine if _is_brief(c)]
 
