@@ -14,7 +14,7 @@ import numpy as np
 from llorch.comparison import EXACT, Difference, Tolerance, measure
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.expected import HALF, EngineArithmetic, rows
-from llorch.diagnosis.guards import check
+from llorch.diagnosis.guards import require_comparable
 from llorch.dumps.index import open_raw
 from llorch.dumps.stage_dump import StageDump
 from llorch.dumps.stage_mapping import stage_dump
@@ -99,7 +99,7 @@ def judge(model: Path, dump_folder: Path, truth: Trace) -> JudgedRun:
     """
     weights = open_weights(model)
     dump = stage_dump(open_raw(dump_folder), weights.config, weights=weights)
-    check(dump, weights)
+    require_comparable(dump, weights)
     ties: list[str] = []
     differences = list(_differences(weights, dump, truth, ties))
     stages = list(_by_stage(differences))

@@ -70,7 +70,7 @@ def read_stages(
     path: Path, weights: "Weights", mapping: Path | None, ids: Sequence[int] | None, first_position: int | None
 ) -> "StageDump":
     """Read a dump as stages of a model, after the guards allow the comparison; facts that the user gave must fit."""
-    from llorch.diagnosis.guards import check
+    from llorch.diagnosis.guards import require_comparable
     from llorch.dumps.index import open_raw
     from llorch.dumps.mapping import read_mapping
     from llorch.dumps.raw import with_earlier
@@ -81,7 +81,7 @@ def read_stages(
     dump = stage_dump(
         raw, weights.config, mapping=names, ids=missing, first_position=first_position or 0, weights=weights
     )
-    notes = check(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
+    notes = require_comparable(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
     return replace(dump, notes=(*dump.notes, *notes))
 
 

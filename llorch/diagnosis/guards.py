@@ -22,7 +22,7 @@ from llorch.stages import Stage, keys
 _CLOSE = 0.1  # relative error of the same rows, whatever their dtype
 
 
-def check(
+def require_comparable(
     dump: StageDump,
     weights: Weights,
     *,
