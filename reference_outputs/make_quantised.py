@@ -163,9 +163,9 @@ def _edge_blocks(kind: GGMLType) -> np.ndarray:
 
 
 def _decoded(kind: GGMLType, blocks: np.ndarray) -> np.ndarray:
-    from llorch.engines.ggml_tensor import decode
+    from llorch.engines.ggml_tensor import decode_by_ggml
 
-    return decode(blocks, int(kind), len(blocks) * BLOCK_SIZES[kind][0]).reshape(len(blocks), -1)
+    return decode_by_ggml(blocks, int(kind), len(blocks) * BLOCK_SIZES[kind][0]).reshape(len(blocks), -1)
 
 
 def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGolden:

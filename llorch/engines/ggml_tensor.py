@@ -136,7 +136,7 @@ libggml.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
 libggml.ggml_get_type_traits.argtypes = [ctypes.c_int]
 
 
-def decode(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
+def decode_by_ggml(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
     """Decode whole blocks with ggml's own C function for their type, which is not F32: that has none."""
     raw, out = np.ascontiguousarray(raw), np.empty(n_elements, np.float32)
     libggml.ggml_get_type_traits(ggml_type).contents.to_float(raw.ctypes.data, out.ctypes.data, n_elements)
@@ -145,7 +145,7 @@ def decode(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
 
 def decoded_hash(raw: np.ndarray, ggml_type: int, n_elements: int) -> str:
     """SHA-256 of what `decode` gives: large files would take long to be sent decoded."""
-    return hashlib.sha256(decode(raw, ggml_type, n_elements).data).hexdigest()
+    return hashlib.sha256(decode_by_ggml(raw, ggml_type, n_elements).data).hexdigest()
 
 
 def check_layout() -> None:
