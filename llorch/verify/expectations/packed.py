@@ -52,14 +52,14 @@ def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
         ValueError: A part of one is missing.
     """
     golden = read(goldens_folder() / FOLDER)
-    yield from decode_rows(golden, target)
+    yield from packed_decode_rows(golden, target)
     for name, path, row in made_models(golden, PACKED_MODELS):
         yield replace(row, backend=str(target))
         if row.verdict == PASS:
             yield from product_rows(name, path, golden, target)
 
 
-def decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
+def packed_decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
     """Blocks that are packed and decoded have the bits of ggml's C; only the payload of a NaN is free."""
     for kind in PACKERS:
         values = golden.blocks[f"{kind.name}.values"]
