@@ -107,7 +107,7 @@ def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) 
         ScaledMistakes("label-smoothing", "token_losses", (0.1,), smoothed,
                told("label smoothing", settings.label_smoothing),
                "label_smoothing", 1.0),
-        ScaledMistakes("loss-normalisation", "loss", (1.0,), normalised, lambda x: (
+        ScaledMistakes("loss-normalisation", "loss", (1.0,), loss_times, lambda x: (
             f"The loss is {x:.6g} times the right one in every step.", f"{x:.6g}")),
         ScaledMistakes("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
                told("max_grad_norm", settings.max_grad_norm), "max_grad_norm"),
@@ -146,7 +146,7 @@ def smoothed(share: float) -> Mistake[Any]:
     return replace(_step_mistake("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
 
 
-def normalised(factor: float) -> Mistake[Any]:
+def loss_times(factor: float) -> Mistake[Any]:
     """Multiply the loss of a step and its gradients by a factor."""
 
     def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
