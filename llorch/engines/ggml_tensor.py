@@ -107,7 +107,7 @@ def float_params(tensor: GgmlTensor) -> np.ndarray:
     return np.frombuffer(bytes(tensor.op_params), np.float32)
 
 
-def read(tensor: GgmlTensor) -> np.ndarray:
+def copy_tensor(tensor: GgmlTensor) -> np.ndarray:
     """Copy a computed tensor, or a view of one, out of its backend: always four axes, slowest first, C-contiguous."""
     type_name = libggml.ggml_type_name(tensor.type)
     if type_name not in DTYPES:

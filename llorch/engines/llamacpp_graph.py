@@ -131,11 +131,11 @@ class GraphCapture:
         if stage in self.arrays:
             raise RuntimeError(f"llama.cpp: expected one node for {stage}, got a second one, {tensor.name.decode()}")
         layer, _, short = stage.rpartition(".")
-        self.arrays[stage] = ggml_tensor.read(tensor)
+        self.arrays[stage] = ggml_tensor.copy_tensor(tensor)
         if short == "kq":
-            self.arrays[f"{layer}.k_cache"] = ggml_tensor.read(tensor.src[0].contents)
+            self.arrays[f"{layer}.k_cache"] = ggml_tensor.copy_tensor(tensor.src[0].contents)
         elif short == "kqv":
-            self.arrays[f"{layer}.v_cache"] = ggml_tensor.read(tensor.src[0].contents)
+            self.arrays[f"{layer}.v_cache"] = ggml_tensor.copy_tensor(tensor.src[0].contents)
         elif short == "attn_probs":
             self.arrays[f"{layer}.attn_scores"] = self._scores(tensor, self.arrays[f"{layer}.kq"])
 
@@ -147,7 +147,7 @@ class GraphCapture:
         scale, max_bias = ggml_tensor.float_params(softmax)[:2]
         if max_bias != 0:
             raise RuntimeError(f"llama.cpp: expected a softmax without ALiBi, got max_bias {max_bias}")
-        mask = ggml_tensor.read(softmax.src[1].contents).astype(np.float32)
+        mask = ggml_tensor.copy_tensor(softmax.src[1].contents).astype(np.float32)
         return products * scale + mask[..., : products.shape[-2], :]
 
     def stages(self) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llorch.generate import Job
 from llorch.serve.events import DONE, EventStream, event, tokens_as_events
-from llorch.serve.http import read, reply, run_beside_loop, service_of, unless_gone
+from llorch.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
 from llorch.serve.logprobs import for_chat
 from llorch.serve.replies import (
     ChatChoice,
@@ -32,7 +32,7 @@ from llorch.serve.work import MadeToken
 
 async def answer(request: Request) -> Response:
     """Answer a request of this route."""
-    body, service = await read(request, ChatRequest), service_of(request)
+    body, service = await read_body(request, ChatRequest), service_of(request)
     ignored = ignored_fields(body)
     jobs, unwritten = await run_beside_loop(
         service, lambda: _chat_jobs(service, body), n_answers=body.n or 1, renders=True

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llorch.generate import Job
 from llorch.serve.events import DONE, EventStream, event, tokens_as_events
-from llorch.serve.http import read, reply, run_beside_loop, service_of, unless_gone
+from llorch.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
 from llorch.serve.logprobs import for_completion
 from llorch.serve.replies import Completion, CompletionChoice, CompletionLogprobs
 from llorch.serve.requests import CompletionRequest
@@ -25,7 +25,7 @@ MAX_TOKENS = 16  # where nobody says, as OpenAI has it
 
 async def answer(request: Request) -> Response:
     """Answer a request of this route."""
-    body, service = await read(request, CompletionRequest), service_of(request)
+    body, service = await read_body(request, CompletionRequest), service_of(request)
     ignored = ignored_fields(body)
     jobs = await run_beside_loop(
         service, lambda: _completion_jobs(service, body), n_answers=len(body.prompts) * (body.n or 1)

@@ -26,7 +26,7 @@ def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
-async def read(request: Request, kind: type[Asked]) -> Asked:
+async def read_body(request: Request, kind: type[Asked]) -> Asked:
     """Read and check the body of a request; ApiError if it is wrong."""
     data = await request.body()
     try:

@@ -10,7 +10,7 @@ from starlette.responses import Response as HttpResponse
 
 from llorch.generate import Job
 from llorch.serve.events import EventStream, event, tokens_as_events
-from llorch.serve.http import read, reply, run_beside_loop, service_of, unless_gone
+from llorch.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
 from llorch.serve.logprobs import for_chat
 from llorch.serve.replies import TokenLogprob
 from llorch.serve.replies_of_responses import (
@@ -34,7 +34,7 @@ from llorch.serve.work import MadeToken
 
 async def answer(request: Request) -> HttpResponse:
     """Answer a request of this route."""
-    body, service = await read(request, ResponsesRequest), service_of(request)
+    body, service = await read_body(request, ResponsesRequest), service_of(request)
     ignored = ignored_fields(body)
     job, unwritten = await run_beside_loop(service, lambda: _job(service, body), renders=True)
     ignored += unwritten

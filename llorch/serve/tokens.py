@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llorch.serve.api_errors import ApiError
-from llorch.serve.http import read, reply, run_beside_loop, service_of
+from llorch.serve.http import read_body, reply, run_beside_loop, service_of
 from llorch.serve.logprobs import piece
 from llorch.serve.replies import Detokenized, Piece, Tokenized
 from llorch.serve.requests import DetokenizeRequest, TokenizeRequest
@@ -14,14 +14,14 @@ from llorch.serve.unsupported_fields import ignored_fields
 
 async def tokenize(request: Request) -> Response:
     """Text to ids."""
-    body, service = await read(request, TokenizeRequest), service_of(request)
+    body, service = await read_body(request, TokenizeRequest), service_of(request)
     ignored = ignored_fields(body)
     return reply(await run_beside_loop(service, lambda: _tokenized(service, body)), ignored)
 
 
 async def detokenize(request: Request) -> Response:
     """Ids to text; control tokens become theirs."""
-    body, service = await read(request, DetokenizeRequest), service_of(request)
+    body, service = await read_body(request, DetokenizeRequest), service_of(request)
     ignored = ignored_fields(body)
     return reply(await run_beside_loop(service, lambda: _detokenized(service, body)), ignored)
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llorch.serve.api_errors import ApiError, wrong
-from llorch.serve.http import read, reply, run_beside_loop, service_of, unless_gone
+from llorch.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
 from llorch.serve.replies import Stage, Trace
 from llorch.serve.requests import TraceRequest
 from llorch.serve.response_stream import between_steps
@@ -26,7 +26,7 @@ MAX_BYTES = 16 << 20  # of arrays
 
 async def answer(request: Request) -> Response:
     """Answer a request of this route."""
-    body, service = await read(request, TraceRequest), service_of(request)
+    body, service = await read_body(request, TraceRequest), service_of(request)
     ignored = ignored_fields(body)
     adapter, ids, unwritten = await run_beside_loop(
         service, lambda: _read_ids(service, body), renders=body.messages is not None

@@ -242,7 +242,7 @@ def save(folder: Path, golden: Golden) -> None:
     GoldenStore(folder).write(record, files)
 
 
-def read(folder: Path) -> Golden:
+def read_golden(folder: Path) -> Golden:
     """Read stored goldens.
 
     Args:

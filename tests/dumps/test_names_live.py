@@ -28,7 +28,7 @@ def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArr
 
         def keep(self, tensor: ggml_tensor.GgmlTensor) -> None:
             op = ggml_tensor.op_name(tensor) if with_op else ""
-            nodes.append(raw_array(tensor.name.decode(), ggml_tensor.read(tensor), op=op))
+            nodes.append(raw_array(tensor.name.decode(), ggml_tensor.copy_tensor(tensor), op=op))
 
     with LlamaCpp(builtin_path(model)) as engine:
         engine._logits(ids, 0, GraphWatcher(Everything()))  # type: ignore[arg-type] (what a capture is asked)

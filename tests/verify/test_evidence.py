@@ -24,7 +24,7 @@ from llorch.verify.goldens import (
     Golden,
     cases_for,
     n_greedy_for,
-    read,
+    read_golden,
     sampler_inputs,
     save,
     sha256,
@@ -59,7 +59,7 @@ def test_stored_inputs_can_show_mistakes(name: str):
 
 
 def test_a_witness_that_shows_nan_where_the_truth_has_a_number_is_refused_and_only_there():
-    golden = read(goldens_folder() / "micro-llama")
+    golden = read_golden(goldens_folder() / "micro-llama")
     shown, truth = golden.evidence["llamacpp"], golden.truth
     require_numbers("llamacpp", "llama", shown, truth)
     shown.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan
@@ -87,7 +87,7 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "one" / file.name).read_bytes() == (tmp_path / "two" / file.name).read_bytes()
         assert unpacked(file) == unpacked(goldens_folder() / "micro-llama" / file.name)
-    again = read(tmp_path / "whole")
+    again = read_golden(tmp_path / "whole")
     assert again.truth.isolated == golden.truth.isolated
     assert again.cases == golden.cases
     for producer in PRODUCERS:
@@ -100,7 +100,7 @@ def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, mis
     save(tmp_path, thin())
     (tmp_path / missing).unlink()
     with refuses(FileNotFoundError, "reference_outputs/regenerate.py", where=tmp_path / missing):
-        read(tmp_path)
+        read_golden(tmp_path)
 
 
 def with_one_witness(golden, reasons):
@@ -112,7 +112,7 @@ def with_one_witness(golden, reasons):
 def test_goldens_of_one_producer_state_why_the_other_is_none(tmp_path: Path):
     golden = thin()
     save(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
-    again = read(tmp_path)
+    again = read_golden(tmp_path)
     assert (again.cannot_judge, [*again.evidence]) == ({"llamacpp": "it has no window"}, ["transformers"])
     assert not (tmp_path / "llamacpp.safetensors.xz").exists()
 
@@ -122,7 +122,7 @@ def test_goldens_without_a_reason_or_without_anybody_are_refused(tmp_path: Path,
     save(tmp_path, replace(thin(), cannot_judge=reasons))
     where = (tmp_path / "golden.json", "cannot_judge", "regenerate.py")
     with refuses(ValueError, expected=PRODUCERS, got=dict(sorted(reasons.items())), where=where):
-        read(tmp_path)
+        read_golden(tmp_path)
 
 
 def test_a_producer_is_left_out_where_and_only_where_it_cannot_judge(monkeypatch: pytest.MonkeyPatch):
@@ -207,7 +207,7 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
     counts = (sorted(changed.cases), f"{len(changed.tensors)} tensors", f"{len(changed.tokens)} texts")
     expected = ("near", "far", "tensors", "tokens")
     with refuses(ValueError, expected=expected, got=counts, where=(tmp_path / "golden.json", "regenerate.py")):
-        read(tmp_path)
+        read_golden(tmp_path)
 
 
 def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path):
@@ -216,7 +216,7 @@ def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path)
     save(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
     where = (tmp_path / "golden.json", "isolated")
     with refuses(ValueError, expected=PRODUCERS, got=["llamacpp"], where=where):
-        read(tmp_path)
+        read_golden(tmp_path)
 
 
 def test_all_goldens_together_stay_under_60_megabytes():

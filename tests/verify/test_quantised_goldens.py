@@ -17,7 +17,14 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.places import Pass
 from llorch.stages import input_keys, keys
-from llorch.verify.expectations.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
+from llorch.verify.expectations.quantised_goldens import (
+    FOLDER,
+    ROUNDED_TO,
+    QuantisedGolden,
+    read_quantised_golden,
+    save,
+    types,
+)
 from llorch.verify.expectations.quantised_models import MODELS
 from llorch.verify.golden_store import SUFFIX
 
@@ -63,7 +70,7 @@ def test_goldens_without_one_of_their_parts_are_refused(part: str, missing: tupl
     less = dict(list(getattr(whole, part).items())[2:])
     save(tmp_path, replace(whole, **{part: less}))
     with refuses(ValueError, ", ".join(missing), where=tmp_path):
-        read(tmp_path)
+        read_quantised_golden(tmp_path)
 
 
 def test_blocks_of_every_type_hold_ordinary_and_edge_cases():

@@ -31,7 +31,14 @@ from llorch.ops.rounding import (
 from llorch.places import StageRef
 from llorch.verify.expectations.files import fingerprint
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.expectations.quantised_goldens import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
+from llorch.verify.expectations.quantised_goldens import (
+    CASE,
+    FOLDER,
+    ROUNDED_TO,
+    QuantisedGolden,
+    read_quantised_golden,
+    types,
+)
 from llorch.verify.expectations.quantised_models import MODELS, write_model
 from llorch.verify.judge import Comparison, exact_row, routed
 from llorch.verify.runners.numpy import GGML, GgmlRunner
@@ -57,14 +64,14 @@ def verify_quantised_stored() -> Iterator[Comparison]:
 
 def block_rows() -> Iterator[Comparison]:
     """Compare blocks and activations alone."""
-    golden = read(goldens_folder() / FOLDER)
+    golden = read_quantised_golden(goldens_folder() / FOLDER)
     yield from decode_rows(golden)
     yield from rounding_rows(golden)
 
 
 def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
     """Compare some models and their files."""
-    golden = read(goldens_folder() / FOLDER)
+    golden = read_quantised_golden(goldens_folder() / FOLDER)
     for name, path, row in made_models(golden, names):
         yield row
         if row.verdict == PASS:

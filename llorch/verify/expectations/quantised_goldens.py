@@ -65,7 +65,7 @@ def save(folder: Path, golden: QuantisedGolden) -> None:
     GoldenStore(folder).write(record, {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces})
 
 
-def read(folder: Path) -> QuantisedGolden:
+def read_quantised_golden(folder: Path) -> QuantisedGolden:
     """Read stored goldens.
 
     Args:

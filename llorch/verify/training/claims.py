@@ -24,7 +24,16 @@ from llorch.verify.judge import Comparison, Expectation, judge
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training import limits
 from llorch.verify.training.exports import exported, file_row
-from llorch.verify.training.goldens import TRUTH, Errors, Tolerances, TrainingGolden, lacking, read, text, witness_of
+from llorch.verify.training.goldens import (
+    TRUTH,
+    Errors,
+    Tolerances,
+    TrainingGolden,
+    lacking,
+    read_training_golden,
+    text,
+    witness_of,
+)
 from llorch.verify.training.places import CHAINED, ISOLATED, MODES, Arrays, places
 from llorch.verify.training.recipe import OPTIMIZER
 from llorch.verify.training.runner import NumpyTrainingRunner
@@ -41,7 +50,7 @@ def verify_training_stored(name: str) -> Iterator[Comparison]:
 def stored(name: str) -> tuple[Weights, TrainingGolden]:
     """Open a model and its training goldens; those of other weights are refused."""
     path = builtin_path(name)
-    golden = read(goldens_folder() / name)
+    golden = read_training_golden(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
         raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     return open_weights(path), golden

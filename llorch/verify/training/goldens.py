@@ -164,7 +164,7 @@ def save(folder: Path, golden: TrainingGolden) -> None:
     GoldenStore(folder, FILES[1]).write(record, {"peft": stored})
 
 
-def read(folder: Path) -> TrainingGolden:
+def read_training_golden(folder: Path) -> TrainingGolden:
     """Read stored goldens; a missing file, or one without tolerances, batches or files, is a failure, never a pass."""
     store = GoldenStore(folder, FILES[1])
     arrays, record = store.arrays(["peft"])["peft"], store.record()
