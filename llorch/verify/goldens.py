@@ -223,7 +223,7 @@ def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
         failed[name] = " ".join([kind, *str(error).split()]).strip()
 
 
-def save(folder: Path, golden: Golden) -> None:
+def save_golden(folder: Path, golden: Golden) -> None:
     """Write the goldens of one model; the same content gives the same bytes.
 
     Args:

@@ -26,7 +26,7 @@ from llorch.verify.goldens import (
     n_greedy_for,
     read_golden,
     sampler_inputs,
-    save,
+    save_golden,
     sha256,
     take,
 )
@@ -81,9 +81,9 @@ def test_greedy_goldens_of_both_producers_are_the_same_text(name: str):
 
 def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp_path: Path):
     golden = golden_of("micro-llama")
-    save(tmp_path / "whole", golden)
+    save_golden(tmp_path / "whole", golden)
     for folder in ("one", "two"):
-        save(tmp_path / folder, thin())
+        save_golden(tmp_path / folder, thin())
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "one" / file.name).read_bytes() == (tmp_path / "two" / file.name).read_bytes()
         assert unpacked(file) == unpacked(goldens_folder() / "micro-llama" / file.name)
@@ -97,7 +97,7 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
 
 @pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors.xz", "transformers.safetensors.xz"])
 def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, missing: str):
-    save(tmp_path, thin())
+    save_golden(tmp_path, thin())
     (tmp_path / missing).unlink()
     with refuses(FileNotFoundError, "reference_outputs/regenerate.py", where=tmp_path / missing):
         read_golden(tmp_path)
@@ -111,7 +111,7 @@ def with_one_witness(golden, reasons):
 
 def test_goldens_of_one_producer_state_why_the_other_is_none(tmp_path: Path):
     golden = thin()
-    save(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
+    save_golden(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
     again = read_golden(tmp_path)
     assert (again.cannot_judge, [*again.evidence]) == ({"llamacpp": "it has no window"}, ["transformers"])
     assert not (tmp_path / "llamacpp.safetensors.xz").exists()
@@ -119,7 +119,7 @@ def test_goldens_of_one_producer_state_why_the_other_is_none(tmp_path: Path):
 
 @pytest.mark.parametrize("reasons", [{"llamacpp": ""}, {"nobody": "why"}, dict.fromkeys(PRODUCERS, "why")])
 def test_goldens_without_a_reason_or_without_anybody_are_refused(tmp_path: Path, reasons: dict[str, str]):
-    save(tmp_path, replace(thin(), cannot_judge=reasons))
+    save_golden(tmp_path, replace(thin(), cannot_judge=reasons))
     where = (tmp_path / "golden.json", "cannot_judge", "regenerate.py")
     with refuses(ValueError, expected=PRODUCERS, got=dict(sorted(reasons.items())), where=where):
         read_golden(tmp_path)
@@ -202,7 +202,7 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
         "tokens": {"tokens": []},
         "tensors": {"tensors": {}},
     }
-    save(tmp_path, replace(golden, **changes[part]))
+    save_golden(tmp_path, replace(golden, **changes[part]))
     changed = replace(golden, **changes[part])
     counts = (sorted(changed.cases), f"{len(changed.tensors)} tensors", f"{len(changed.tokens)} texts")
     expected = ("near", "far", "tensors", "tokens")
@@ -213,7 +213,7 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
 def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path):
     golden = thin()
     isolated = {"llamacpp": golden.truth.isolated["llamacpp"]}
-    save(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
+    save_golden(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
     where = (tmp_path / "golden.json", "isolated")
     with refuses(ValueError, expected=PRODUCERS, got=["llamacpp"], where=where):
         read_golden(tmp_path)

@@ -22,7 +22,7 @@ from llorch.verify.expectations.quantised_goldens import (
     ROUNDED_TO,
     QuantisedGolden,
     read_quantised_golden,
-    save,
+    save_quantised_golden,
     types,
 )
 from llorch.verify.expectations.quantised_models import MODELS
@@ -38,7 +38,7 @@ def maker() -> Iterator[ModuleType]:
 
 def test_what_is_saved_is_read_and_gives_the_same_bytes(tmp_path: Path):
     some = {name: golden().traces[name] for name in ("F16", "IQ4_NL", "Q4_K_M")}  # one of each family
-    save(tmp_path, replace(golden(), traces=some))
+    save_quantised_golden(tmp_path, replace(golden(), traces=some))
     stored = goldens_folder() / FOLDER
     written = {"golden.json", *(f"{name}{SUFFIX}" for name in ("blocks", "rounding", *some))}
     assert {file.name for file in tmp_path.iterdir()} == written
@@ -68,7 +68,7 @@ def test_goldens_take_less_than_12_megabytes():
 def test_goldens_without_one_of_their_parts_are_refused(part: str, missing: tuple[str, ...], tmp_path: Path):
     whole = replace(golden(), traces={name: {"logits": np.zeros(1)} for name in MODELS})  # written quickly
     less = dict(list(getattr(whole, part).items())[2:])
-    save(tmp_path, replace(whole, **{part: less}))
+    save_quantised_golden(tmp_path, replace(whole, **{part: less}))
     with refuses(ValueError, ", ".join(missing), where=tmp_path):
         read_quantised_golden(tmp_path)
 

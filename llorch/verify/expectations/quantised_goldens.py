@@ -54,7 +54,7 @@ def types() -> list[GGMLType]:
     return list(dict.fromkeys(kind for recipe in MODELS.values() for kind in sorted(recipe.types)))
 
 
-def save(folder: Path, golden: QuantisedGolden) -> None:
+def save_quantised_golden(folder: Path, golden: QuantisedGolden) -> None:
     """Write goldens; the same content gives the same bytes.
 
     Args:
