@@ -46,7 +46,7 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
     "averaged": lambda: setattr(parallel, "_leaving", averaged),
-    "other rank": lambda: setattr(parallel, "part_of", of_another_rank),
+    "other rank": lambda: setattr(parallel, "part_of_rank", of_another_rank),
     "experts of all ranks": lambda: setattr(OwnExperts, "forward", unmasked),
     "experts of another rank": lambda: setattr(parallel, "split_experts", first_shifted),
 }
