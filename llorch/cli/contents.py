@@ -71,7 +71,10 @@ def read_contents(path: Path) -> Contents:
         quantisation = _attempt(problems, lambda: of_folder(path))
     else:
         with open_gguf(path) as file:
-            kind, metadata = f"GGUF v{file.version}", {key: _plain(value) for key, value in file.metadata.items()}
+            kind, metadata = (
+                f"GGUF v{file.version}",
+                {key: _metadata_value(value) for key, value in file.metadata.items()},
+            )
             tensors = _tensor_records(file, lambda tensor: tensor.ggml_type.name)
             tokenizer = _attempt(problems, lambda: Tokenizer.from_gguf(file) if has_vocabulary(file) else None)
             _attempt(problems, lambda: templates_of_metadata(file.metadata, path))
@@ -126,7 +129,7 @@ def _describe(tokenizer: Tokenizer) -> dict:
     }
 
 
-def _plain(value: object) -> object:
+def _metadata_value(value: object) -> object:
     """Return a metadata value; an array becomes the type and the number of its elements."""
     if isinstance(value, np.ndarray):
         return f"{len(value)} x {value.dtype}"

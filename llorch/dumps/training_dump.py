@@ -199,12 +199,12 @@ class _StepReader:
             kind, tensor = "grad", name.removesuffix(".grad")
         elif name.startswith("l") and tensor.partition(".")[0] in OF_TENSORS:  # the layer stands beside the name
             tensor, kind = f"{kind}.{tensor.partition('.')[2]}", tensor.partition(".")[0]
-        if kind not in OF_TENSORS or _plain(tensor) not in self.tensors:
+        if kind not in OF_TENSORS or _name_without_wrappers(tensor) not in self.tensors:
             raise ValueError(
                 f"training dump: expected one of {', '.join((*OF_ROWS, *OF_TOKENS, *OF_STEPS))}, or one of "
                 f"{', '.join(OF_TENSORS)} with a point and a tensor of the adapter, got {name!r} ({self.source})"
             )
-        return OF_TENSORS[kind], self.tensors[_plain(tensor)]
+        return OF_TENSORS[kind], self.tensors[_name_without_wrappers(tensor)]
 
     def _of_tensor(self, name: str, array: RawArray) -> StepArray:
         tensor = self._tensor(name)[1]
@@ -220,7 +220,7 @@ def _split_name(name: str, micro: int) -> tuple[int, int, str]:
     return int(found[1] or 1), int(found[2] or micro), found[3]
 
 
-def _plain(name: str) -> str:
+def _name_without_wrappers(name: str) -> str:
     return path_alone(name.removesuffix(".weight").replace(".default", "").replace("base_model.model.", "", 1))
 
 

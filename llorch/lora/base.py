@@ -136,7 +136,7 @@ def require_name(made_for: str | None, base: str, *, where: object) -> str:
     """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count."""
     if not made_for:
         return "base: unknown, because the adapter does not name its base"
-    if _plain(made_for) == _plain(base):
+    if _name_end(made_for) == _name_end(base):
         return f"base: the name {made_for} fits; the adapter has no digest to check"
     message = f"expected the base {made_for} (by name, there is no digest), got {base}"
     raise FormatError(
@@ -152,7 +152,7 @@ def _constants(config: ModelConfig) -> str:
     return json.dumps([FAMILIES[config.family].gguf, heads, floats, sorted((k, list(v)) for k, v in shapes.items())])
 
 
-def _plain(name: str) -> str:
+def _name_end(name: str) -> str:
     """Reduce a name or path to its end, without the parts that copies and downloads change."""
     cached = re.search(r"models--([^/]+)/snapshots/", name)
     end = cached[1].rpartition("--")[2] if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]

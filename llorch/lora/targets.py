@@ -118,7 +118,7 @@ class LoraTarget:
 def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
     """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
     weights = inventory(config)
-    found = {"embed_tokens": _plain(weights["embed_tokens"], "model.embed_tokens")}
+    found = {"embed_tokens": _whole_target(weights["embed_tokens"], "model.embed_tokens")}
     for layer in range(config.n_layers):
         found |= {target.name: target for target in _of_layer(config, layer, weights)}
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
@@ -144,7 +144,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
     mlp, as_parameter = family.mlp, ".weight" if family.old_expert_names else ""
 
     def plain(short: str, path: str) -> LoraTarget:
-        return _plain(weights[ours + short], theirs + path)
+        return _whole_target(weights[ours + short], theirs + path)
 
     def named(*shorts: str) -> list[Weight]:
         return [weights[ours + short] for short in shorts]
@@ -175,7 +175,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         yield plain("shared_gate", f"{mlp}.shared_expert_gate")
 
 
-def _plain(weight: Weight, path: str) -> LoraTarget:
+def _whole_target(weight: Weight, path: str) -> LoraTarget:
     """Make the target of a weight that is one matrix in every format."""
     short, (n_out, n_in) = weight.name.rpartition(".")[2], weight.shape
     if short == "embed_tokens":

@@ -92,7 +92,11 @@ def _witness(
         return HealthCheck(
             "reference engines", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'"
         )
-    others = [f"{p} {made_by[key]}" for key, p in packages.items() if _plain(made_by[key]) != _plain(found[p])]
+    others = [
+        f"{p} {made_by[key]}"
+        for key, p in packages.items()
+        if _version_without_build(made_by[key]) != _version_without_build(found[p])
+    ]
     if others:
         return HealthCheck(
             "reference engines", engine, "note", f"{text}; the goldens were made with {', '.join(others)}"
@@ -100,6 +104,6 @@ def _witness(
     return HealthCheck("reference engines", engine, "ok", f"{text}, the versions that made the goldens")
 
 
-def _plain(version: str | None) -> str:
+def _version_without_build(version: str | None) -> str:
     """Return a version without its build (+cpu, +cu130); "" for None."""
     return (version or "").partition("+")[0]

@@ -33,12 +33,12 @@ def judged(shown: Exhibit, answer: str) -> MuseumAnswer:
     Returns:
         Whether it is the cause, with a hint if it is not.
     """
-    findings, said = shown.findings, _plain(answer)
+    findings, said = shown.findings, _plain_words(answer)
     causes = [each for finding in findings for each in (*finding.suspects, *finding.alternatives)]
     names = {*(each.name for each in causes), *(name.partition("=")[0] for name in shown.planted)}
     values = {float(name.partition("=")[2]) for name in shown.planted if "=" in name}
-    is_other = said in {_plain(name) for name in MISTAKES.keys() - names}
-    meant = said in {_plain(name) for name in names} or any(_plain(word) in said for word in shown.words)
+    is_other = said in {_plain_words(name) for name in MISTAKES.keys() - names}
+    meant = said in {_plain_words(name) for name in names} or any(_plain_words(word) in said for word in shown.words)
     if not is_other and (meant or any(_mistake_words(name) <= {*said.split()} for name in names)):
         return MuseumAnswer(True, f"Yes. {shown.cause}")
     if not is_other and _parse_number(answer) in values:
@@ -75,13 +75,13 @@ def solution(shown: Exhibit) -> str:
     return "\n".join([*said, f"thread     {shown.link}"])
 
 
-def _plain(text: str) -> str:
+def _plain_words(text: str) -> str:
     return " ".join(re.sub(r"[-_]", " ", text.lower()).split())
 
 
 def _mistake_words(name: str) -> set[str]:
     """Split off the words of a mistake's name after its subject: `interleaved pairs`."""
-    return {*_plain(name).split()[1:]} or {name}
+    return {*_plain_words(name).split()[1:]} or {name}
 
 
 def _parse_number(text: str) -> float | None:

@@ -151,7 +151,7 @@ def save_training_golden(folder: Path, golden: TrainingGolden) -> None:
     """Write goldens into the folder of a model; the same content gives the same bytes."""
     zero = {name: list(array.shape) for name, array in golden.arrays.items() if array.ndim and not array.any()}
     stored = {name: array for name, array in sorted(golden.arrays.items()) if name not in zero}
-    tolerances = {dtype: _plain(made) for dtype, made in golden.tolerances.items()}
+    tolerances = {dtype: _tolerances_as_json(made) for dtype, made in golden.tolerances.items()}
     record = {
         "exactly_zero": zero,
         "files": golden.files,
@@ -185,7 +185,7 @@ def read_training_golden(folder: Path) -> TrainingGolden:
     )
 
 
-def _plain(tolerances: Tolerances) -> dict[str, dict[str, dict[str, float]]]:
+def _tolerances_as_json(tolerances: Tolerances) -> dict[str, dict[str, dict[str, float]]]:
     return {
         mode: {group: {"error": t.error, "worst": t.worst} for group, t in groups.items()}
         for mode, groups in tolerances.items()
