@@ -91,7 +91,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
 def config_json(config: LoraConfig, targets: Mapping[str, LoraTarget], *, base: str) -> str:
     """Express a configuration as PEFT does; equal text for equal arguments, whatever the order of modules in them."""
     values = {
-        "alpha_pattern": {key: _short(alpha) for key, alpha in config.alpha_pattern.items()},
+        "alpha_pattern": {key: _integer_if_whole(alpha) for key, alpha in config.alpha_pattern.items()},
         "base_model_name_or_path": base,
         "bias": "none",
         "exclude_modules": _module_names(config.exclude_modules, targets) or None,
@@ -99,7 +99,7 @@ def config_json(config: LoraConfig, targets: Mapping[str, LoraTarget], *, base: 
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_to_transform": None if config.layers_to_transform is None else sorted(config.layers_to_transform),
-        "lora_alpha": _short(config.lora_alpha),
+        "lora_alpha": _integer_if_whole(config.lora_alpha),
         "lora_bias": False,
         "lora_dropout": config.lora_dropout,
         "modules_to_save": None,
@@ -240,7 +240,7 @@ def _module_names(names: tuple[str, ...] | str, targets: Mapping[str, LoraTarget
     return names if isinstance(names, str) else sorted(names)
 
 
-def _short(alpha: float) -> float | int:
+def _integer_if_whole(alpha: float) -> float | int:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
@@ -257,7 +257,7 @@ def _in_whole(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str
     if not any(target.whole_path for target in targets.values()):
         return {}
     patterns = patterns_of(config, {target.stored_path: target for target in targets.values()})
-    alphas = {path: _short(alpha) for path, alpha in patterns["alpha_pattern"].items()}
+    alphas = {path: _integer_if_whole(alpha) for path, alpha in patterns["alpha_pattern"].items()}
     parameters = sorted(target.stored_path for target in targets.values() if target.is_parameter)
     return {
         **patterns,

@@ -30,7 +30,7 @@ class ApiError(Exception):
 
 def wrong(param: str, expected: str, got: object = None, *, code: str | None = None) -> ApiError:
     """400 for a field."""
-    text = f"{param}: expected {expected}" + ("" if got is None else f", got {_short(got)}")
+    text = f"{param}: expected {expected}" + ("" if got is None else f", got {_shortened(got)}")
     return ApiError(400, text, param=param, code=code)
 
 
@@ -43,7 +43,7 @@ def of_validation(error: ValidationError, body: object) -> ApiError:
     param = max((field for field, _ in found if field.partition(".")[0] == top), key=lambda field: field.count("."))
     wrong_there = [one for field, one in found if field == param]
     said = " or ".join(dict.fromkeys(one["msg"] for one in wrong_there))
-    got = "" if wrong_there[0]["type"] == "missing" else f", got {_short(wrong_there[0]['input'])}"
+    got = "" if wrong_there[0]["type"] == "missing" else f", got {_shortened(wrong_there[0]['input'])}"
     return ApiError(400, f"{param or 'body'}: {said}{got}", param=param or None)
 
 
@@ -61,6 +61,6 @@ def _field(loc: Sequence[int | str], body: object, *, missing: bool) -> str:
     return ".".join(parts)
 
 
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -134,19 +134,19 @@ def _question_of(row: Parsed, model: Opened) -> list[str]:
             system, user = (first, second) if first["role"] == "system" else ({}, first)
             options = {"--chat": user, "--system": system} if user.get("role") == "user" else {}
             said = {option: str(message["content"]) for option, message in options.items() if message}
-            return [f"{option}={text}" for option, text in said.items()] if all(map(_short, said.values())) else []
+            return [f"{option}={text}" for option, text in said.items()] if all(map(_is_short, said.values())) else []
         case PromptCompletion():
             text = row.prompt or _beginning(row.completion)
         case Text():
             text = _beginning(row.text)
         case LearnedTokens():
             text = model.tokenizer.decode(row.ids[:_BEGINNING])
-    return [text] if _short(text) and not text.startswith("-") else []
+    return [text] if _is_short(text) and not text.startswith("-") else []
 
 
 def _beginning(text: str) -> str:
     return " ".join(text.split()[:_BEGINNING])
 
 
-def _short(text: str) -> bool:
+def _is_short(text: str) -> bool:
     return 0 < len(text) <= _CHARACTERS and text.replace("\n", " ").isprintable()
