@@ -39,7 +39,7 @@ def write_atlas(
     texts: dict[str, str] = {}
     for title, own in found.items():
         say(f"{names[title]}: its program")
-        texts[names[title]] = report(title, own, _shown(own, home))
+        texts[names[title]] = report(title, own, _first_program(own, home))
     texts |= {"stages.svg": drawn, "README.md": readme(verdicts, facts, names)}
     texts |= {"atlas.json": to_json(record(verdicts, facts)) + "\n"}
     for name, text in texts.items():
@@ -58,7 +58,7 @@ def write_quantised(
             temporary.write_text(text, encoding="utf-8")
 
 
-def _shown(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | None:
+def _first_program(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | None:
     """Find the first program that shows the bug, among all inputs that have it; None if there is none."""
     engine = BY_NAME[own[0].engine]
     for each in own:

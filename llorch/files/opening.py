@@ -195,11 +195,11 @@ def _check_tensors(
     }
     bad: list[tuple[ErrorCode, list[str]]] = [(code, names) for code, names in faults.items() if names]
     if bad:
-        lists = "; ".join(f"{len(names)} {code}: {_shown(names)}" for code, names in bad)
+        lists = "; ".join(f"{len(names)} {code}: {_format_names(names)}" for code, names in bad)
         message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
         raise FormatError(bad[0][0], message, path=source.path)
 
 
-def _shown(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

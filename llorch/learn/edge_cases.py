@@ -90,12 +90,12 @@ def require_edges(implementation: Implementation, parts: Iterable[Exercise]) -> 
             got = part.results(guarded(part, implementation.written[part.name])(**given))
         for name, right in wanted.items():
             if not np.allclose(got[name], right, rtol=0.02, atol=0.02):
-                asked = ", ".join(f"{key}={_shown(value)}" for key, value in given.items())
-                said = f"{name} is {_shown(got[name])}, not {_shown(right)}: {what}"
+                asked = ", ".join(f"{key}={_format_array(value)}" for key, value in given.items())
+                said = f"{name} is {_format_array(got[name])}, not {_format_array(right)}: {what}"
                 raise LearnerFault(part.name, f"of {asked} {said}")
 
 
-def _shown(value: Any) -> str:
+def _format_array(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_array(each)}" for key, each in value.items()) + "}"
     return np.array2string(np.asarray(value), precision=3, separator=", ")

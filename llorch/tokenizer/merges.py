@@ -23,10 +23,10 @@ def check_merges(merges: Iterable[object], ids: Mapping[str, int], *, key: str, 
         left, right = _split_merge(merge)
         if left not in ids or right not in ids or left + right not in ids:
             expected = "expected two text tokens that join to a third, with one space between them"
-            raise FormatError("Malformed", f"{key}: {expected}, got {_shown(merge)} at index {index}", path=path)
+            raise FormatError("Malformed", f"{key}: {expected}, got {_format_merge(merge)} at index {index}", path=path)
         pairs[left, right] = None
         if len(pairs) == index:
-            message = f"{key}: expected different merges, got {_shown(merge)} a second time at index {index}"
+            message = f"{key}: expected different merges, got {_format_merge(merge)} a second time at index {index}"
             raise FormatError("Duplicate", message, path=path)
     return list(pairs)
 
@@ -44,7 +44,7 @@ def _split_merge(merge: object) -> tuple[str, str]:
     return left, right
 
 
-def _shown(merge: object) -> str:
+def _format_merge(merge: object) -> str:
     text = repr(merge)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -37,7 +37,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Write a line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
     old, new = dict(_flat_values(saved)), dict(_flat_values(now))
     return [
-        f"{name}: saved {_shown(old, name)}, now {_shown(new, name)}"
+        f"{name}: saved {_format_value(old, name)}, now {_format_value(new, name)}"
         for name in {**old, **new}
         if name not in old or name not in new or old[name] != new[name] or type(old[name]) is not type(new[name])
     ]
@@ -102,7 +102,7 @@ def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
-def _shown(values: Mapping[str, Any], name: str) -> str:
+def _format_value(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         return NOTHING
     text = str(values[name])

@@ -58,7 +58,7 @@ def page(diagnosis: Diagnosis) -> str:
     Returns:
         A whole HTML document. Names that others chose are escaped, their control characters written out.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable_value, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (short, times, ranges, explained, count, span)}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     by_place = {(result.n_pass, result.key): result for result in diagnosis.results}
@@ -77,7 +77,7 @@ def page(diagnosis: Diagnosis) -> str:
     )  # fmt: skip
 
 
-def _shown(value: object) -> object:
+def _printable_value(value: object) -> object:
     return printable(value) if type(value) is str else value
 
 
