@@ -56,10 +56,12 @@ class ForwardCheck:
     ) -> Sequence[Suspect]:
         """By a diagnosis of what the learner's run shows; the first part and model that give a name decide."""
         parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
-        return told(wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).causes(case))
+        return suspects_named_by(
+            wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).causes(case)
+        )
 
 
-def told(
+def suspects_named_by(
     wrong: Sequence[LessonComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
 ) -> Sequence[Suspect]:
     """Return the suspects that diagnoses of the wrong results name.

@@ -13,7 +13,7 @@ import numpy as np
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.dumps.stage_dump import StageDump
-from llorch.learn.checks.forward import BACKEND, stages_of, suite_of, told, wide, written_parts
+from llorch.learn.checks.forward import BACKEND, stages_of, suite_of, suspects_named_by, wide, written_parts
 from llorch.learn.exercise import Exercise
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import LessonComparison, Mode
@@ -60,7 +60,7 @@ class TorchCheck:
         def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
             return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
 
-        return told([each for each in wrong if each.row.backend == FLOAT32], causes_of)
+        return suspects_named_by([each for each in wrong if each.row.backend == FLOAT32], causes_of)
 
 
 class OnTorch:

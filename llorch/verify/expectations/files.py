@@ -36,7 +36,7 @@ Encode = Callable[[str], list[int]]  # with the special tokens that the file ask
 def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "numpy") -> Iterator[Comparison]:
     """Checkpoint 00: names, types, shapes and bytes of all tensors."""
     wrong = differing(own, foreign)
-    share, note = len(wrong) / len(own.keys() | foreign.keys()), told(wrong, own, foreign)
+    share, note = len(wrong) / len(own.keys() | foreign.keys()), format_wrong_tensors(wrong, own, foreign)
     yield exact_row(StageRef("00", "tensors"), "reader", share, note, model=model, backend=backend)
 
 
@@ -141,7 +141,7 @@ def differing(own: Table, foreign: Table) -> list[str]:
     return sorted(name for name in own.keys() | foreign.keys() if own.get(name) != foreign.get(name))
 
 
-def told(wrong: Sequence[str], own: Table, foreign: Table) -> str:
+def format_wrong_tensors(wrong: Sequence[str], own: Table, foreign: Table) -> str:
     """Format the names of the first five wrong tensors, and the error of the first; empty if none is wrong."""
     if not wrong:
         return ""

@@ -19,7 +19,7 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import ALPHA, read_lora_gguf, write_lora_gguf
 from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import TENSOR_FILE, read_peft, write_peft
-from llorch.verify.expectations.files import differing, foreign_tensors, told
+from llorch.verify.expectations.files import differing, foreign_tensors, format_wrong_tensors
 from llorch.verify.judge import Comparison, exact_row
 from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.places import PEFT, Arrays, at
@@ -95,4 +95,4 @@ def file_row(model: str, kind: str, own: Table, golden: Table) -> Comparison:
     wrong = differing(own, golden)
     share = len(wrong) / len(own.keys() | golden.keys())
     place = at("adapter_file", part=kind, case="near")
-    return exact_row(place, WRITTEN_BY[kind], share, told(wrong, own, golden), model=model)
+    return exact_row(place, WRITTEN_BY[kind], share, format_wrong_tensors(wrong, own, golden), model=model)
