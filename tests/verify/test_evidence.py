@@ -127,7 +127,7 @@ def test_goldens_without_a_reason_or_without_anybody_are_refused(tmp_path: Path,
 
 def test_a_producer_is_left_out_where_and_only_where_it_cannot_judge(monkeypatch: pytest.MonkeyPatch):
     alone = with_one_witness(golden_of("micro-llama"), {"llamacpp": "why"})
-    monkeypatch.setattr("llorch.verify.models.read", lambda folder: alone)
+    monkeypatch.setattr("llorch.verify.models.read_golden", lambda folder: alone)
     with refuses(ValueError, {"llamacpp": "why"}, expected={}, where="micro-llama"):
         stored("micro-llama")
     window = replace(open_weights(builtin_path("micro-qwen2")).config, layers=(Layer(window=7),) * 2, n_layers=2)
