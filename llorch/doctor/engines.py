@@ -18,7 +18,7 @@ from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.lora.merge_files import LARGEST_COMPARED, logits_of, probe_ids
+from llorch.lora.merge_files import LARGEST_COMPARED, logits_by, probe_ids
 from llorch.lora.peft_format import is_of_whole, write_peft
 from llorch.lora.targets import alone
 
@@ -39,7 +39,7 @@ def compare_engines(
         return [AdapterFinding("logits", NOT_RUN, text)]
     ids = probe_ids(weights.config.vocab_size, adapter)
     report("logits")
-    plain, beside = logits_of(weights, ids), logits_of(AdaptedWeights(weights, adapter), ids)
+    plain, beside = logits_by(weights, ids), logits_by(AdaptedWeights(weights, adapter), ids)
     found = [_effect(plain, beside)]
     for engine in engines:
         report(_TITLES[engine])

@@ -190,7 +190,7 @@ def _change(weights: Weights, merged: MergedWeights, written: Weights, name: str
 def compare_logits(weights: Weights, adapter: Adapter, merged: Weights) -> Agreement:
     """Run three models on the same tokens."""
     ids = probe_ids(weights.config.vocab_size, adapter)
-    plain, beside, inside = (logits_of(w, ids) for w in (weights, AdaptedWeights(weights, adapter), merged))
+    plain, beside, inside = (logits_by(w, ids) for w in (weights, AdaptedWeights(weights, adapter), merged))
     return Agreement(
         spread=float(beside.std()),
         effect=float(np.abs(beside - plain).max()),
@@ -211,6 +211,6 @@ def probe_ids(vocab_size: int, adapter: Adapter) -> Int64[np.ndarray, " ids"]:
     return ids
 
 
-def logits_of(weights: Weights, ids: np.ndarray) -> np.ndarray:
+def logits_by(weights: Weights, ids: np.ndarray) -> np.ndarray:
     """Logits of every token."""
     return forward(ids, weights, KVCache(weights.config, weights.dtype))

@@ -21,7 +21,7 @@ from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.lora.merge_files import logits_of, probe_ids
+from llorch.lora.merge_files import logits_by, probe_ids
 from llorch.lora.peft_format import write_peft
 from llorch.model import Opened
 from llorch.train.data import DataSettings, read_data
@@ -186,7 +186,7 @@ def test_an_engine_that_does_not_survive_is_not_run_and_the_other_goes_on(tmp_pa
 def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
     adapter, base, read = made(tmp_path)
     weights = open_weights(base)
-    ours = logits_of(AdaptedWeights(weights, read), probe_ids(weights.config.vocab_size, read))
+    ours = logits_by(AdaptedWeights(weights, read), probe_ids(weights.config.vocab_size, read))
     monkeypatch.setattr("llorch.doctor.engines.find_spec", lambda name: "installed")
     for wrong, verdict in ((0.0, "ok"), (1.0, "WRONG")):
         theirs = ours + wrong * (np.arange(ours.size).reshape(ours.shape) == 7)
