@@ -157,7 +157,7 @@ def _layers_by_kind(kinds: list[str]) -> dict[str, str]:
         found.setdefault(kind, []).append(str(at))
     if len(found) == 1:
         return {"layers": f"all: {kinds[0]}"}
-    return {f"layers {_shortened(','.join(numbers))}": kind for kind, numbers in found.items()}
+    return {f"layers {_cut_text(','.join(numbers))}": kind for kind, numbers in found.items()}
 
 
 def _in_words(layer: Mapping[str, Any]) -> str:
@@ -167,7 +167,7 @@ def _in_words(layer: Mapping[str, Any]) -> str:
     return ", ".join([layer["mixer"], *(word for word, there in words.items() if there)])
 
 
-def _shortened(text: str) -> str:
+def _cut_text(text: str) -> str:
     return text[:SHOWN] + (" ..." if len(text) > SHOWN else "")
 
 
