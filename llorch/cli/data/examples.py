@@ -29,10 +29,10 @@ def pieces_of(example: Example, tokenizer: Tokenizer | None) -> list[TokenSpan]:
     labels = (IGNORED, *example.labels[1:])
     kinds = [(label != IGNORED, one in control) for one, label in zip(example.ids, labels, strict=True)]
     runs = groupby(zip(example.ids, kinds, strict=True), key=lambda pair: pair[1])
-    return [TokenSpan(_decoded([one for one, _ in pairs], tokenizer), *kind) for kind, pairs in runs]
+    return [TokenSpan(_decoded_text([one for one, _ in pairs], tokenizer), *kind) for kind, pairs in runs]
 
 
-def _decoded(ids: list[int], tokenizer: Tokenizer | None) -> str:
+def _decoded_text(ids: list[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "".join(f"{one} " for one in ids)
     raw = b"".join(tokenizer.token_bytes(one) or tokenizer.decode([one], skip_special=False).encode() for one in ids)
