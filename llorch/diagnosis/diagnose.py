@@ -30,6 +30,7 @@ from llorch.diagnosis.verdict import (
     Kind,
     StageResult,
     Suspect,
+    percent,
 )
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
@@ -256,11 +257,7 @@ def _sentence(
             known = "this error matches no known mistake"
         return f"{first.key}: {known}; {local}{concentrated}."
     said = " And: ".join(suspect.sentence for suspect in suspects)
-    return f"{where}: {said} This explains {_percent(suspects[0].share)} of the error."
-
-
-def _percent(share: float) -> str:
-    return f"{100 * min(share, 0.9999):.2f} %"
+    return f"{where}: {said} This explains {percent(suspects[0].share)} of the error."
 
 
 def _concentrated(result: StageResult) -> str:

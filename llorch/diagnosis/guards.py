@@ -10,7 +10,7 @@ import numpy as np
 
 from llorch.comparison import FLOORS, measure
 from llorch.config import ModelConfig
-from llorch.diagnosis.search.norm_places import check_norms
+from llorch.diagnosis.search.norm_places import check_norms, relative_distance
 from llorch.diagnosis.weight_hashes import check_weights
 from llorch.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
 from llorch.dumps.stage_dump import Seen, StageDump
@@ -64,7 +64,7 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
             continue
         rows, wanted = _rows_and_ids(dump.seen[number, "embed"], tokens.ids)
         right = embedding(np.array(wanted), weights["embed_tokens"])
-        is_known = _apart(rows, right) < _CLOSE or not np.isfinite(rows).all()
+        is_known = relative_distance(rows, right) < _CLOSE or not np.isfinite(rows).all()
         found = None if is_known else ids_from_embedding(rows, weights)
         if found is None or _is_wrong_lookup(found, wanted, weights.config.vocab_size):
             continue
@@ -167,8 +167,3 @@ def _another_run(number: int, token: int, apart: float, captured: Mapping[int, n
         f"expected equal logits in dump and production (token {token}, pass {number}), got an error of {apart:.1e}: "
         f"{what}; dump the path that production runs"
     )
-
-
-def _apart(got: np.ndarray, want: np.ndarray) -> float:
-    size = float(np.linalg.norm(want))
-    return float(np.linalg.norm(got - want)) / size if size else float(np.linalg.norm(got))

@@ -36,7 +36,7 @@ def profile(
     step = max(1, AT_ONCE // (n_heads * width))
     for start in range(0, n_tokens, step):
         rows = slice(start, start + step)
-        off, right = _apart(theirs[rows], ours[rows])
+        off, right = _absolute_differences(theirs[rows], ours[rows])
         ulps += _ulps(off, right)
         for at, squares in enumerate((np.square(off), np.square(right))):
             tokens[at, rows] = squares.sum(axis=(1, 2))
@@ -61,7 +61,7 @@ def by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray
     return array if axes[0] == "seq" else array.swapaxes(0, 1)
 
 
-def _apart(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _absolute_differences(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return absolute differences and the right values, in float64; 0 where both mask."""
     a, b = got.astype(np.float64), want.astype(np.float64)
     masked = np.isneginf(b)

@@ -150,3 +150,8 @@ class Diagnosis:
     def is_right(self) -> bool:
         """True if nothing is wrong: arithmetic explains every difference."""
         return not any(finding.kind != "honest" for finding in self.findings)
+
+
+def percent(share: float) -> str:
+    """Format a share of an error as per cent; below 1 it never reads 100."""
+    return f"{100 * min(share, 0.9999):.2f} %"

@@ -7,7 +7,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.comparison import FAIL, PASS, times_over
-from llorch.diagnosis.verdict import Suspect
+from llorch.diagnosis.verdict import Suspect, percent
 from llorch.learn.judging import LessonComparison, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.wrong import Number, Wrong, is_shown
@@ -146,12 +146,12 @@ class LessonVerdict:
         else:
             yield from _line("diagnosis", "this matches no known mistake")
         if near:
-            said = ", ".join(f"{each.name} ({_percent(each.share)})" for each in near)
+            said = ", ".join(f"{each.name} ({percent(each.share)})" for each in near)
             yield from _line("not the cause" if named else "nearest", said)
 
 
 def _explains(suspect: Suspect) -> str:
-    return f"explains {_percent(suspect.share)} of the error" if suspect.left else "explains the whole error"
+    return f"explains {percent(suspect.share)} of the error" if suspect.left else "explains the whole error"
 
 
 def _place_in_run(each: LessonComparison) -> tuple[float, ...]:
@@ -174,10 +174,6 @@ def _stage_key(row: Comparison) -> str:
 
 def _format_number(number: Number) -> str:
     return f"expected {number.golden:+.5g}   got {number.yours:+.5g}   difference {number.off:.1e}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * min(share, 0.9999):.2f} %"
 
 
 def _passed(rows: Sequence[Comparison]) -> Iterator[str]:

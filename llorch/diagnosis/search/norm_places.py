@@ -98,7 +98,9 @@ def _is_elsewhere(dump: StageDump, weights: Weights, number: int, suspect: _Susp
         seen = dump.seen[place].read()[[theirs.index(token) for token in common]]
         rows = [suspect.tokens.index(token) for token in common]
         named, looks = (
-            _apart(seen, array[rows] if name == norm else _product(weights, name, suspect.layer, array[rows]))
+            relative_distance(
+                seen, array[rows] if name == norm else _product(weights, name, suspect.layer, array[rows])
+            )
             for array in (suspect.as_named, suspect.as_it_looks)
         )
         if common and min(named, looks) < _CLOSE:
@@ -120,7 +122,7 @@ def _dumped_tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
 def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: Sequence[int]) -> bool:
     if (number, name) not in dump.seen or [*_dumped_tokens(dump, number, name)] != [*tokens]:
         return False
-    return _apart(array, dump.seen[number, name].read()) < _SAME
+    return relative_distance(array, dump.seen[number, name].read()) < _SAME
 
 
 def _is_unit(rows: np.ndarray) -> bool:
@@ -128,6 +130,7 @@ def _is_unit(rows: np.ndarray) -> bool:
     return len(rows) > 1 and bool((np.abs(np.square(rows).mean(axis=-1) - 1) < _UNIT).all())
 
 
-def _apart(got: np.ndarray, want: np.ndarray) -> float:
+def relative_distance(got: np.ndarray, want: np.ndarray) -> float:
+    """Divide the norm of a difference by the norm of the wanted values; the norm itself if these are zero."""
     size = float(np.linalg.norm(want))
     return float(np.linalg.norm(got - want)) / size if size else float(np.linalg.norm(got))
