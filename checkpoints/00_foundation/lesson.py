@@ -114,7 +114,7 @@ for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), s
 # The merge loop for SentencePiece keeps a queue of pairs, so a long text takes n log n steps. A loop that looks at
 # all pairs again after every join is right as well. The last hint shows that loop.
 #
-# <!-- source: llorch.tokenizer.sentencepiece.merge_pieces -->
+# <!-- source: llorch.tokenizer.sentencepiece.merge -->
 #
 # And the rows:
 #

@@ -46,7 +46,7 @@ class SentencePieceBPE:
         """Ids, and how many characters each of them takes; of the bytes of one character only the last takes it."""
         ids: list[int] = []
         lengths: list[int] = []
-        for piece in merge_pieces(word, self._ranks):
+        for piece in merge(word, self._ranks):
             token_id = self._ids.get(piece)
             new = [self._byte_ids[byte] for byte in piece.encode()] if token_id is None else [token_id]
             ids += new
@@ -56,7 +56,7 @@ class SentencePieceBPE:
         return ids, lengths
 
 
-def merge_pieces(text: str, ranks: Mapping[str, int]) -> list[str]:
+def merge(text: str, ranks: Mapping[str, int]) -> list[str]:
     """Merge neighbouring characters and pieces, best rank first and leftmost among equals, until no pair is a token."""
     length = len(text)
     end = list(range(1, length + 1))  # of the piece that starts here; 0 once it has been merged into its left one

@@ -10,7 +10,7 @@ from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
-from llorch.tokenizer.sentencepiece import merge_pieces
+from llorch.tokenizer.sentencepiece import merge
 from llorch.tokenizer.special import Cutter
 
 BOS, EOT, TOOL, FIM_PAD, TOOL_X = 260, 261, 262, 263, 264
@@ -83,8 +83,8 @@ def test_sentencepiece_writes_unknown_characters_as_bytes():
 
 
 def test_equal_scores_merge_from_the_left():
-    assert merge_pieces("aaaaa", {"aa": 0, "aaa": 0}) == ["aaa", "aa"]  # the left pair grows first
-    assert merge_pieces("aaaaa", {"aa": 0, "aaa": 1}) == ["aa", "aaa"]  # every aa comes before the aaa
+    assert merge("aaaaa", {"aa": 0, "aaa": 0}) == ["aaa", "aa"]  # the left pair grows first
+    assert merge("aaaaa", {"aa": 0, "aaa": 1}) == ["aa", "aaa"]  # every aa comes before the aaa
 
 
 def naive_merge(text: str, ranks: dict[str, int]) -> list[str]:
@@ -103,7 +103,7 @@ def test_merge_equals_the_plain_quadratic_rule_on_random_vocabularies():
         words = {"".join(rng.choices("abc", k=rng.randrange(2, 6))) for _ in range(rng.randrange(1, 40))}
         ranks = {word: rng.randrange(8) for word in words}  # few ranks: many ties
         text = "".join(rng.choices("abc", k=rng.randrange(40)))
-        assert merge_pieces(text, ranks) == naive_merge(text, ranks)
+        assert merge(text, ranks) == naive_merge(text, ranks)
 
 
 def test_words_are_not_cut_apart_where_a_token_reaches_over_a_space():

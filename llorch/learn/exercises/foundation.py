@@ -182,6 +182,6 @@ TENSOR_TABLE = Exercise(
     replaces="llorch.files.gguf.read_tensor_table", adapt=_table_adapted,
 )  # fmt: skip
 MERGE = Exercise(
-    name="merge", reference=merge, returns=("merged",), replaces="llorch.tokenizer.sentencepiece.merge_pieces",
+    name="merge", reference=merge, returns=("merged",), replaces="llorch.tokenizer.sentencepiece.merge",
     adapt=_scored_adapted, also=(("llorch.tokenizer.byte_level.ByteLevelBPE.encode_spans", _ranked_adapted),),
 )  # fmt: skip
