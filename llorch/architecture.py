@@ -97,7 +97,7 @@ class Layer:
 
     @property
     def bound(self) -> Bound | None:
-        """How far back a token sees, if it does not see all."""
+        """Return the limit on how far back a token sees; None if it sees all earlier tokens."""
         if self.window is not None:
             return "window", self.window
         return None if self.chunk is None else ("chunk", self.chunk)

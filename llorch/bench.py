@@ -215,7 +215,7 @@ def rates(what: str, rate: float, ceiling: str, ceiling_rate: float) -> dict[str
 
 
 def speeds(samples: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return the median, the least and the largest of some samples."""
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
 
 
@@ -246,7 +246,7 @@ def head_flop(config: ModelConfig) -> int:
 
 
 def _read_by_a_step(name: str, config: ModelConfig) -> bool:
-    """Of an embedding that is no output matrix only a row is read."""
+    """Tell if a step reads a whole matrix; of an embedding that is no output matrix it reads one row."""
     return name != "embed_tokens" or config.tie_word_embeddings
 
 
@@ -258,7 +258,7 @@ def _of_a_token(size: int, name: str, config: ModelConfig) -> int:
 
 
 def elapsed(action: Callable[[], object]) -> float:
-    """Seconds that something takes."""
+    """Return the seconds that an action takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

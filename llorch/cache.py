@@ -31,7 +31,7 @@ class DeltaState:
 
     @classmethod
     def empty(cls, net: DeltaNet, dtype: type[np.floating]) -> "DeltaState":
-        """Before the first token."""
+        """Make the state before the first token: zeros."""
         return cls(
             np.zeros((net.conv_kernel - 1, net.conv_width), dtype),
             np.zeros((net.n_value_heads, net.key_head_dim, net.value_head_dim), dtype),

@@ -83,7 +83,7 @@ class LearnerFault(Exception):
     """A part that cannot be gone on with: it raised, or returned no array of the right shape and dtype."""
 
     def __init__(self, part: str, said: str) -> None:
-        """Of a part; the cause, where there is one, holds the learner's frames."""
+        """Name the learner's function and what it did; a cause, if any, holds the learner's frames."""
         super().__init__(f"{part}: {said}")
 
 

@@ -31,7 +31,7 @@ class IdsOnly:
     eos_token_ids: frozenset[int] = frozenset()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Nothing."""
+        """Return no bytes: the model has no vocabulary."""
         return b""
 
 

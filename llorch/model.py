@@ -86,7 +86,7 @@ class Opened:
 
     @property
     def config(self) -> ModelConfig:
-        """The hyperparameters."""
+        """Hyperparameters of the model."""
         return self.weights.config
 
     @property
@@ -120,7 +120,7 @@ class Opened:
 
     @cached_property
     def chats(self) -> Chats:
-        """How the model writes conversations; its chat template is checked when the first one comes."""
+        """Chat format of the model; its template is checked when the first conversation comes."""
         return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -236,7 +236,7 @@ class Model(Opened):
         last_only: bool = False,
         adapter: str | None = None,
     ) -> Float[np.ndarray, "rows vocab"]:
-        """Logits of some tokens.
+        """Compute the logits of some tokens.
 
         Args:
             ids: Token ids, at least one.

@@ -40,7 +40,7 @@ class Numerics:
         return np.float16 if self.kv_cache == "f16" else dtype
 
     def __str__(self) -> str:
-        """As the command line calls it."""
+        """Format the numerics as the command line does."""
         return self.name if self.kv_cache == "f32" else f"{self.name} with a {self.kv_cache} cache"
 
 
@@ -55,7 +55,7 @@ class QuantMethod(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(out, in)."""
+        """Shape of the matrix, (out, in)."""
         ...
 
     @property

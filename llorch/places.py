@@ -71,7 +71,7 @@ class StageRef:
 
     @property
     def key(self) -> str:
-        """Its name in a trace: `l0.q_rope`."""
+        """Trace key of the stage: `l0.q_rope`."""
         return key(self.name, self.layer)
 
 

@@ -79,7 +79,7 @@ class Stage:
 
     @property
     def dense_input(self) -> str:
-        """Its first input in a dense model."""
+        """First input of the stage in a dense model."""
         alternatives = self.inputs[0].split("|")
         return next(name for name in alternatives if name not in BY_NAME or BY_NAME[name].is_dense)
 
@@ -95,7 +95,7 @@ class Stage:
         return next(i for i in range(config.n_layers) if self.applies_to(config, i)) if self.in_layer else None
 
     def input_names(self, config: ModelConfig, layer: int | None = None) -> tuple[str, ...]:
-        """Its inputs in a layer; without one: in the first layer that has the stage."""
+        """Return the inputs of the stage in a layer; without a layer, in the first layer that has the stage."""
         layer = self.first_layer(config) if layer is None else layer
         there = (first_there(name, config, layer) for name in self.inputs)
         return tuple(name for name in there if name)
@@ -490,7 +490,7 @@ def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:
 
 
 def first_there(names: str, config: ModelConfig, layer: int | None) -> str:
-    """Of alternatives, `q_norm|q_proj`, the first stage that a layer has; what is no stage stands for itself."""
+    """Choose the first of alternatives `q_norm|q_proj` that a layer has; a name that is no stage stays."""
     return next(n for n in names.split("|") if n not in BY_NAME or BY_NAME[n].applies_to(config, layer))
 
 

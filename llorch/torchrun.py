@@ -21,7 +21,7 @@ def is_launched_by_us() -> bool:
 
 
 def n_restarts() -> int:
-    """How often a launcher has started these ranks anew, after one of them was lost."""
+    """Return how often a launcher has started these ranks again after one of them was lost."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

@@ -54,7 +54,7 @@ class AtlasEngine:
 
     @property
     def lock(self) -> Path:
-        """Its packages, pinned with hashes, as pip reads them; made of the `.txt` by `.ci/atlas_locks.py`."""
+        """Path of the lock file: packages pinned with hashes; `.ci/atlas_locks.py` makes it from the `.txt`."""
         return self.folder / f"{self.script}.lock"
 
 

@@ -159,7 +159,7 @@ class AtlasInput:
 
     @property
     def name(self) -> str:
-        """For tables and folders: `llama-theta-old`, `qwen3.gguf`."""
+        """Name in tables and folders: `llama-theta-old`, `qwen3.gguf`."""
         old = "old" if self.style == "old" else ""
         return "-".join(filter(None, (self.family, self.feature, old))) + (".gguf" if self.gguf else "")
 

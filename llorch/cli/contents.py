@@ -41,7 +41,7 @@ class Contents:
         return asdict(self) | {"path": str(self.path)}
 
     def print(self) -> None:
-        """Tables on stdout."""
+        """Print the tables on stdout."""
         out = console()
         n_bytes = sum(tensor["n_bytes"] for tensor in self.tensors)
         n_numbers = sum(prod(tensor["shape"]) for tensor in self.tensors)

@@ -25,7 +25,7 @@ EXACT = tuple(number for number in CHECKPOINTS if number < "13" and number not i
 
 
 def checkpoints_of(config: ModelConfig, *, quantised: bool = False) -> tuple[str, ...]:
-    """Those that a model is judged by; under ggml numerics 13 is one of them, 14 the same rows from another backend."""
+    """List the checkpoints that judge a model, 13 only with ggml numerics; checkpoint 14 repeats them on torch."""
     has = {stage.checkpoint for _, stage, _ in keys(config)}
     here = (number for number in CHECKPOINTS if number < ("14" if quantised else "13"))
     return tuple(number for number in here if number in has or number not in _OF_STAGES)
@@ -93,7 +93,7 @@ def first_failure(judged: JudgedModel) -> Comparison | None:
 
 
 def closer_to_truth(models: Sequence[JudgedModel], backend: str) -> dict[str, dict[str, int]]:
-    """How often our float32, as it runs, is at least as close to the truth as every producer, in the forward pass.
+    """Count how often llorch's float32 is at least as close to the float64 reference as every reference engine.
 
     Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours; places
     where no truth was computed are not counted.
@@ -113,7 +113,7 @@ def closer_to_truth(models: Sequence[JudgedModel], backend: str) -> dict[str, di
 
 
 def worst_float64(rows: Sequence[Comparison]) -> dict | None:
-    """Where ours in float64 is farthest from the truth, as `--json` gives it; None where nothing was compared."""
+    """Return the comparison in which llorch's float64 is farthest from the float64 reference, as `--json` has it."""
     wide = [row for row in rows if row.producer in (WITNESS, TRUTH) and row.mode != "exact" and not _is_narrow(row)]
     return max(wide, key=lambda row: row.error).record() if wide else None
 
@@ -175,7 +175,7 @@ _CHECKPOINT_ORDER = {number: place for place, number in enumerate(CHECKPOINTS)}
 
 
 def _order(row: Comparison) -> tuple[int, float, int, int]:
-    """Where a row stands: the file and its tokens, the forward pass, then what sampling makes of it."""
+    """Return a sort key: the file and its tokens first, then the forward pass, then sampling."""
     stage = BY_NAME.get(row.stage)
     if stage is None:
         part, layer, place = (0 if row.checkpoint == "00" else 2), 0.0, _CHECKPOINT_ORDER[row.checkpoint]

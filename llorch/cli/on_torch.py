@@ -28,7 +28,7 @@ class TorchBackend:
 
     @property
     def name(self) -> str:
-        """As in the rows, `torch-cpu-float32`, or `torch-cpu-float32-dp2-tp2` on a mesh."""
+        """Name in the rows: `torch-cpu-float32`, or `torch-cpu-float32-dp2-tp2` on a mesh."""
         return named_on(self.target, self.mesh) if self.mesh else str(self.target)
 
     @property

@@ -135,7 +135,7 @@ def tokens_option(text: str) -> Callable[[Callable], Callable]:
 
 
 def json_option(text: str) -> Callable[[Callable], Callable]:
-    """`--json`."""
+    """Make the option `--json` with a help text."""
     return group("Output", page_option("--json", "as_json", is_flag=True, help=text))
 
 
@@ -286,7 +286,7 @@ def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
 
 
 def allowed_cores() -> int:
-    """How many cores this command may use at once: as many as the user says threads, else those of the process."""
+    """Return how many cores a command may use at once: `--threads` if given, else the cores of the process."""
     from llorch.threads import VARIABLES, n_cores
 
     said = [click.get_current_context().meta.get(_WANTED), *(os.environ.get(name) for name in VARIABLES)]

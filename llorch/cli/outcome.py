@@ -162,7 +162,7 @@ def _open_streams() -> None:
 
 
 def _abandon_broken(stream: TextIO) -> None:
-    """Where nobody reads on, or the disk is full, what is still buffered must not raise again at exit."""
+    """Drop the buffered output of a stream that nobody reads or whose disk is full, so that exit raises nothing."""
     try:
         stream.flush()
     except OSError:

@@ -147,7 +147,7 @@ def print_end(out: Console, models: Sequence[JudgedModel], absent: Mapping[str, 
 
 
 def float64_line(worst: Mapping) -> str:
-    """Write the largest distance of llorch's float64 from the float64 reference, and its place."""
+    """Format the largest error of llorch's float64 against the float64 reference as one line."""
     place = worst["stage"] if worst["layer"] is None else f"l{worst['layer']}.{worst['stage']}"
     return (
         f"largest distance of llorch's float64 from the float64 reference, {worst['producer']}: "

@@ -156,7 +156,7 @@ def _read_input(
 
 
 def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
-    """How long a prompt is at most, in bytes; what a template adds to messages is little beside 1024."""
+    """Bound the length of a prompt in bytes; a template adds little to messages beside 1024."""
     return len(text.encode()) if text is not None else len(json.dumps(messages)) + 1024
 
 

@@ -32,13 +32,13 @@ def obey(talk: Talk, line: str) -> Outcome:
 
 
 def show_help(talk: Talk, rest: str) -> str:
-    """All commands."""
+    """List all commands."""
     names = {f"/{name} {wants}".strip(): text for name, (wants, text, _) in COMMANDS.items()}
     return "\n".join(f"{name:22}{text}" for name, text in names.items())
 
 
 def stats(talk: Talk, rest: str) -> str:
-    """How fast the last answer was, and how full the context is."""
+    """Format the speed of the last answer and the share of the context in use."""
     room = talk.model.config.max_position_embeddings
     used = f"{len(talk.ids()) if talk.messages else 0} of {room} tokens of context used"
     counted = talk.counted
@@ -153,7 +153,7 @@ def adapter(talk: Talk, rest: str) -> str:
 
 
 def leave(talk: Talk, rest: str) -> str:
-    """End."""
+    """End the chat."""
     raise Quit
 
 

@@ -41,7 +41,7 @@ class Workers(Generic[T]):
                 channel.send_object(job)
 
     def result(self, job: Any) -> T:
-        """Of a job; waits for the process that is at it."""
+        """Return the result of a job; wait for the process that computes it."""
         while job not in self._done and self._busy:
             for channel in ready(self._busy):
                 taken = self._busy.pop(channel)

@@ -44,7 +44,7 @@ class YarnScaling:
         return max(math.floor(start), 0), min(math.ceil(end), head_dim - 1)
 
     def bounds(self, *, head_dim: int, theta: float) -> tuple[float, float]:
-        """Where between pairs the frequencies lie that turn `beta_fast` and `beta_slow` times in pre-training."""
+        """Return the pair numbers whose frequencies turn `beta_fast` and `beta_slow` times in pre-training."""
 
         def pair_with(rotations: float) -> float:
             length = self.original_max_position_embeddings / (rotations * 2 * math.pi)

@@ -147,7 +147,7 @@ class Expectations:
         )
 
     def of_part(self, part: int, made: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
-        """Yield the stages of a part that just ran, each with a function that gives tolerances for some of its tokens.
+        """Yield the stages of a part of the model that just ran, each with a function that gives its tolerances.
 
         Args:
             part: Number of the part.

@@ -152,6 +152,6 @@ def parting(wanted: list[int], got: list[int]) -> str:
 
 
 def shown(ids: Sequence[int]) -> str:
-    """Tokens in a message."""
+    """Format token ids for a message."""
     shown = " ".join(map(str, ids[:_SHOWN_IDS]))
     return f"{len(ids)} tokens ({shown}{' ...' if len(ids) > _SHOWN_IDS else ''})"

@@ -44,7 +44,7 @@ class Guess:
 
     @property
     def row(self) -> int:
-        """Its place in the stage table."""
+        """Row of the guessed stage in the stage table."""
         return STAGES.index(BY_NAME[self.stages[0]])
 
 

@@ -58,12 +58,12 @@ class NamedArray:
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Its axes, were they those of the table."""
+        """Axes of the array if they are those of the stage table."""
         return table_axes(self.stages)
 
     @property
     def declared_axes(self) -> tuple[str, ...]:
-        """By the user, or else by the dump."""
+        """Axes that the user declares, or else the dump."""
         return self.layout.axes or self.array.axes
 
 

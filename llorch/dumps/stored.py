@@ -98,7 +98,7 @@ def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def require_dtype(text: str, name: str, path: str | Path) -> str:
-    """`known_dtype`, or FormatError DType."""
+    """Return a dtype name as `known_dtype` does; FormatError DType if there is none."""
     if (dtype := known_dtype(text)) is None:
         message = f"{name} has the dtype {text[:40]!r}, expected {', '.join(_NUMPY)}, little-endian; save float32"
         raise FormatError("DType", message, path=path)

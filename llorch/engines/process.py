@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def _silent(text: str) -> None:
-    """Nobody wants to know."""
+    """Ignore a line of progress."""
 
 
 class EngineProcess:

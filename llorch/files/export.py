@@ -327,7 +327,7 @@ def _add_yarn(writer: GGUFWriter, yarn: YarnScaling, *, reads_all: bool) -> None
 
 
 def rope_sections(half: int, kind: str) -> list[int]:
-    """How many pairs turn by each of three axes: of text all axes are one, so that any numbers of this sum do."""
+    """Split `half` pairs over the three axes of multimodal RoPE; for text any split with this sum is right."""
     if kind == "interleaved":
         return [len(range(axis, half, 3)) for axis in range(3)]
     return [half // 4, (half - half // 4) // 2, half - half // 4 - (half - half // 4) // 2]

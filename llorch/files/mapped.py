@@ -126,7 +126,7 @@ class MappedFile:
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
-        """What tells the file from another and from itself after a change: device, inode, size, times of change."""
+        """Facts that tell the file from another and from a changed one: device, inode, size, times of change."""
         status = os.fstat(self._descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

@@ -32,7 +32,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """As `new_file`, a folder; one at the place is removed at the end, so the caller looks at what is in it."""
+    """Yield a temporary folder that replaces the folder at `path` when the block ends well; see `new_file`."""
     _remove_leftovers(path)
     temporary, old = _temporary_path(path), _temporary_path(path, "old")
     temporary.mkdir()

@@ -76,7 +76,7 @@ class Packed:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a tile."""
+        """Number of rows that are decoded together."""
         return min(self.shape[0], max(1, TILE // math.prod(self.shape[1:])))
 
     def tiles(self) -> Iterator[tuple[int, np.ndarray]]:

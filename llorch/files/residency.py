@@ -36,7 +36,7 @@ class ResidencyPlan:
         return self.decoded if self.residency == "decoded" else self.packed
 
     def describe(self) -> str:
-        """One line for a person."""
+        """Format the types of the matrices, their place in memory and the bytes needed as one line for a person."""
         stored = ", ".join(f"{n / _GB:.2f} GB {kind}" for kind, n in self.types.items())
         how = "decoded at load" if self.residency == "decoded" else "packed, decoded tile by tile"
         needs = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"

@@ -157,7 +157,7 @@ def prefixes_of(layer: int) -> tuple[str, str, str]:
 
 
 def path_in_whole(path: str, in_whole: tuple[str, str]) -> str:
-    """Where a module of the text part alone is in the model that sees, too; `in_whole` is what its family says."""
+    """Return the path of a text module inside a multimodal model; `in_whole` comes from its family."""
     alone, whole = in_whole
     return whole + path.removeprefix(alone) if path.startswith(alone) else path
 
@@ -168,7 +168,7 @@ def form_of(path: str) -> tuple[str, str]:
 
 
 def path_alone(path: str) -> str:
-    """Where a module or tensor of a model that sees, too, is in the text part alone; others keep their path."""
+    """Return the path in the text model of a module or tensor of a multimodal model; other paths stay."""
     alone, whole = form_of(path)
     return alone + path.removeprefix(whole)
 

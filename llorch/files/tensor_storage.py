@@ -32,7 +32,7 @@ class TiledValues:
     before: int = 0  # rows before them that are not reordered
 
     def index(self) -> np.ndarray:
-        """Where in the tensor each row of the weight is."""
+        """Row of the tensor for each row of the weight."""
         n_keys = self.net.n_key_heads
         heads = np.arange(self.net.n_value_heads).reshape(-1, n_keys).T.reshape(-1, 1)
         rows = (heads * self.width + np.arange(self.width)).reshape(-1)
@@ -48,7 +48,7 @@ class Joined:
     parts: tuple[int, ...]  # those that the weight is made of
 
     def index(self) -> np.ndarray:
-        """Where in the tensor each row of the weight is: of a part those of all heads, then the next."""
+        """Row of the tensor for each row of the weight: a part has the rows of all heads, then comes the next part."""
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         heads = np.arange(self.n_heads)[:, None] * starts[-1]
         return np.concatenate([(heads + np.arange(starts[i], starts[i + 1])).reshape(-1) for i in self.parts])

@@ -57,7 +57,7 @@ def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcom
 
 
 def differences(said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Where a certificate differs from another, a line each."""
+    """Return a line for each value in which two certificates differ."""
     lines = []
     for key in ("lessons", "code", "goldens"):
         theirs, ours = said.get(key), found[key]

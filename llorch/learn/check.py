@@ -27,7 +27,7 @@ FORWARD = tuple(number for number in CHECKPOINTS if number in {stage.checkpoint 
 
 
 def check_of(lesson: Lesson) -> Check:
-    """How a lesson is judged; MissingExtra for that on torch, where there is none."""
+    """Return the check that judges a lesson; MissingExtra for a lesson on torch where torch is not installed."""
     makers: dict[str, Callable[[], Check]] = dict.fromkeys(FORWARD, ForwardCheck)
     makers |= dict.fromkeys((WARM_UP, "00"), FoundationCheck)
     makers |= {"09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}

@@ -55,7 +55,7 @@ class Teeth:
     teeth: Sequence[Tooth]
 
     def __str__(self) -> str:
-        """How many of how many, and those that were not seen."""
+        """Format the number of detected faults, their total, and the names of those not detected."""
         bad = [each for each in self.teeth if not each.bites]
         said = [f"checkpoint_{self.lesson}: {len(self.teeth) - len(bad)} of {len(self.teeth)} known mistakes detected"]
         for each in bad:

@@ -28,7 +28,7 @@ class Implementation:
     """
 
     def __init__(self, source: str, written: Mapping[str, Call], renamed: Mapping[str, str] | None = None) -> None:
-        """Of what is written."""
+        """Hold the functions that a learner wrote, by name."""
         self.source, self.written, self.renamed = source, written, renamed or {}
         self.notes: dict[str, None] = {}
 

@@ -26,12 +26,12 @@ class Lesson:
 
     @property
     def name(self) -> str:
-        """`rope`."""
+        """Name of the lesson without its number: `rope`."""
         return "warm_up" if self.number == WARM_UP else CHECKPOINTS[self.number]
 
     @property
     def module(self) -> str:
-        """Of the learner: `l01b_rope`."""
+        """Name of the learner's module: `l01b_rope`."""
         return f"l{self.number}_{self.name}"
 
     @property
@@ -41,7 +41,7 @@ class Lesson:
 
     @cached_property
     def folder(self) -> Path:
-        """Where its page, stub and hints lie."""
+        """Folder with the page, stub and hints of the lesson."""
         if self.number == WARM_UP:
             return BY_NUMBER["00"].folder / self.name
         return lessons_folder() / f"{self.number}_{self.name}"

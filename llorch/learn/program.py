@@ -31,7 +31,7 @@ class Program(Mapping[str, Call]):
     """What a program has written, by the name of the part; asked when it is wanted."""
 
     def __init__(self, spec: str, *, seconds: float = SECONDS) -> None:
-        """Of `cmd:PROGRAM ARGUMENTS`, found as a shell finds it; FileNotFoundError, or ValueError for no words."""
+        """Find the program of `cmd:PROGRAM ARGUMENTS`; FileNotFoundError if there is none, ValueError without words."""
         words = shlex.split(spec.removeprefix(PREFIX))
         found = shutil.which(words[0]) if words else None
         if found is None:
@@ -53,7 +53,7 @@ class Program(Mapping[str, Call]):
         return (name for name in PARTS if name in self)
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of functions that the program may be asked for."""
         return sum(1 for _ in self)
 
     def _asked(self, name: str) -> bool:
@@ -83,7 +83,7 @@ class Program(Mapping[str, Call]):
         return call
 
     def _run(self, name: str, data: bytes) -> tuple[int, bytes]:
-        """Exit status and stdout."""
+        """Ask the program for one function; return its exit status and stdout."""
         try:
             ended = run([*self._words, name], seconds=self._seconds, stdin=data, errors=None, most=_MOST)
         except OSError as error:

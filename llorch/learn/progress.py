@@ -61,7 +61,7 @@ class LearnerProgress:
         self.path = folder / ".llorch" / "progress.json"
 
     def read(self) -> dict[str, Standing]:
-        """By number of the lesson; every lesson is there."""
+        """Read the state of every lesson, by its number."""
         known = {number: Standing() for number in BY_NUMBER}
         if not self.path.exists():
             return known

@@ -217,7 +217,7 @@ def _status(code: int | None) -> str:
 
 
 def outcome_of(number: str, verdict: LessonVerdict, tried: Teeth | None = None) -> Outcome:
-    """Of a lesson's verdict, and of known mistakes that were tried in what passed."""
+    """Make the outcome of a lesson from its verdict and the known mistakes that were tried on it."""
     text, record = str(verdict), verdict.record()
     if tried is not None:
         text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.teeth]}

@@ -60,7 +60,7 @@ class LessonVerdict:
         return bool(self.suspects) and not self.suspects[0].stages
 
     def record(self) -> dict[str, object]:
-        """As `--json` gives it."""
+        """Return the verdict as `--json` gives it."""
         first = Wrong(self.wrong[0]) if self.wrong and is_shown(self.wrong[0]) else None
         return {
             "lesson": self.lesson,
@@ -80,7 +80,7 @@ class LessonVerdict:
         }
 
     def __str__(self) -> str:
-        """For a person: under 15 lines, a pass one."""
+        """Format the verdict for a person: under 15 lines, one line for a pass."""
         head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.word]
         if self.word == FAIL:
             run = [f"{row.model}, {row.case}" for row in (each.row for each in self.wrong[:1])]

@@ -32,7 +32,7 @@ class Number:
 
     @property
     def off(self) -> float:
-        """By how much."""
+        """Difference between the learner's number and the golden's."""
         return 0.0 if self.golden == self.yours else abs(self.golden - self.yours)
 
 
@@ -40,7 +40,7 @@ class Wrong:
     """A comparison that failed, of an array that has the shape it should have."""
 
     def __init__(self, judged: LessonComparison) -> None:
-        """Of one that has a claim and an array."""
+        """Take a comparison that has an expectation and an array."""
         assert judged.claim is not None
         assert judged.got is not None
         self.claim, self.row, self._config = judged.claim, judged.row, judged.config
@@ -48,14 +48,14 @@ class Wrong:
         self.want, self.got = (self._by_token(array.astype(np.float64)) for array in (self.claim.want, judged.got))
 
     def _by_token(self, array: np.ndarray) -> np.ndarray:
-        """As token, head, channel where these are known."""
+        """Reshape an array to (token, head, channel) where these axes are known."""
         if self.stage is None or self._config is None:
             return array
         return by_token(array, self.stage, self._config)
 
     @cached_property
     def off(self) -> np.ndarray:
-        """How far every number is off; infinite where one side alone masks, or is no number."""
+        """Difference of every number; infinite where one side alone masks or is not finite."""
         with np.errstate(invalid="ignore"):
             off = np.where(self.want == self.got, 0.0, np.abs(self.got - self.want))
         return np.where(np.isfinite(off), off, np.inf)
@@ -76,7 +76,7 @@ class Wrong:
 
     @property
     def worst(self) -> Number:
-        """The one that is farthest off."""
+        """Number with the largest difference."""
         return self._number(int(self.off.ravel().argmax()))
 
     def _number(self, at: int) -> Number:
@@ -152,7 +152,7 @@ class Wrong:
 
 
 def _axes_of_training(place: StageRef) -> tuple[str, ...]:
-    """Of tensors of an adapter, of what goes into a block, and of the groups that always have the same."""
+    """Name the axes of an adapter's tensor, of a block's input, or of a group with fixed axes."""
     kind = place.part.rpartition(".")[2]
     of_part = {
         "lora_A": "rank in",

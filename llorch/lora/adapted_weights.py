@@ -125,7 +125,7 @@ class AdaptedExperts(Sequence[LoraMatrix]):
     """The matrices of all experts, each with its adapter; those that nobody chooses are not touched."""
 
     def __init__(self, base: Sequence[Any], loras: Sequence[Lora | None]) -> None:
-        """Put one beside each."""
+        """Put a LoRA, or None, beside the matrix of each expert."""
         self._base, self._loras = base, loras
 
     def __getitem__(self, expert: Any) -> Any:

@@ -29,7 +29,7 @@ class LoraTensors:
     magnitude: Float32[np.ndarray, " out"] | None = None  # of DoRA
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Those that exist, under their names."""
+        """Tensors that exist, by name."""
         found = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.magnitude}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -44,7 +44,7 @@ class Adapter:
 
     @property
     def n_parameters(self) -> int:
-        """Trained numbers."""
+        """Number of trained numbers."""
         return sum(array.size for array in self.flat().values())
 
     @property

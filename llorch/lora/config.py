@@ -188,7 +188,7 @@ def pattern_of(paths: Iterable[str]) -> str:
 
 
 def modules(targets: Iterable[LoraTarget]) -> list[LoraTarget]:
-    """Those that are modules of transformers, not parameters."""
+    """Return the targets that are modules of transformers, not parameters."""
     return [target for target in targets if not target.is_parameter]
 
 
@@ -229,7 +229,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def _idle(modules: tuple[str, ...] | str, targets: Collection[LoraTarget]) -> list[str]:
-    """Those of some names, or the pattern that stands for them, which fit no target."""
+    """Return the names, or the pattern, that fit no target."""
     each = [(name, (name,)) for name in modules] if isinstance(modules, tuple) else [(modules, modules)]
     return [shown for shown, one in each if not any(_fits(target, one) for target in targets)]
 
@@ -253,5 +253,5 @@ def _by_pattern(patterns: Mapping[str, Number], path: str, default: Number) -> N
 
 
 def _fits_end(pattern: str, path: str) -> bool:
-    """As PEFT finds it: whole names at the end of a path, any of the alternatives `q_proj|v_proj`."""
+    """Tell if a path ends in whole names of a pattern, any of the alternatives `q_proj|v_proj`, as PEFT does."""
     return _matches(rf"(.*\.)?({pattern})", path)

@@ -212,5 +212,5 @@ def probe_ids(vocab_size: int, adapter: Adapter) -> Int64[np.ndarray, " ids"]:
 
 
 def logits_by(weights: Weights, ids: np.ndarray) -> np.ndarray:
-    """Logits of every token."""
+    """Compute the logits of every token with some weights."""
     return forward(ids, weights, KVCache(weights.config, weights.dtype))

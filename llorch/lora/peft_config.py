@@ -253,7 +253,7 @@ def _patterned_layers(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> 
 
 
 def _in_whole(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, object]:
-    """In a model that sees, too, the end of a name may be that of a module which sees: each module is named whole."""
+    """Name each module of a multimodal base by its whole path, because the ends of names are ambiguous there."""
     if not any(target.whole_path for target in targets.values()):
         return {}
     patterns = patterns_of(config, {target.stored_path: target for target in targets.values()})

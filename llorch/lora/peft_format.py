@@ -127,7 +127,7 @@ def tensor_file(folder: Path) -> Path:
 
 
 def _form(name: str) -> tuple[str, str] | None:
-    """Of which models that see, too, a tensor's name is; None if of none."""
+    """Return how a multimodal model writes the path of a tensor; None if the name has another form."""
     form = form_of(name.removeprefix(_PREFIX))
     return form if name.startswith(_PREFIX) and any(form) else None
 

@@ -148,7 +148,7 @@ def _parameter(path: str, config: LoraConfig | None) -> str:
 
 
 def _base_norm(path: str, weights: Weights | None) -> float | None:
-    """Of the matrix, or of all that a target joins; None where the model has none of this name."""
+    """Return the norm of a base matrix, or of all that a target joins; None if the model has no such name."""
     if weights is None:
         return None
     path, names = path_alone(path), list[str]()

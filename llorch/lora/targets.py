@@ -75,7 +75,7 @@ class LoraTarget:
 
     @property
     def stored_path(self) -> str:
-        """By which the files of an adapter name it."""
+        """Path of the target in the files of an adapter."""
         return self.whole_path or self.path
 
     @property

@@ -30,7 +30,7 @@ def of_hardware() -> Iterator[HealthCheck]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name, and those of its features that matter here."""
+    """Return the name of the processor and those of its features that llorch uses."""
     try:
         text = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:

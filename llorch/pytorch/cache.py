@@ -45,7 +45,7 @@ class State:
 
     @classmethod
     def empty(cls, net: DeltaNet, batch: int, dtype: torch.dtype, device: torch.device) -> "State":
-        """Before the first token."""
+        """Make the state before the first token: zeros."""
         matrix = (net.n_value_heads, net.key_head_dim, net.value_head_dim)
         return cls(
             torch.zeros(batch, net.conv_kernel - 1, net.conv_width, dtype=dtype, device=device),
@@ -110,7 +110,7 @@ class Cache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All storage, sequences first."""
+        """Return all tensors of the cache; their first axis is the sequence."""
         return [*self.keys, *self.values, *self.state_tensors]
 
     def forget(self) -> None:

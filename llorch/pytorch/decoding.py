@@ -54,7 +54,7 @@ class Decoding:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.ids)
 
     @property

@@ -31,11 +31,11 @@ class Target:
 
     @property
     def dtype_name(self) -> DtypeName:
-        """As the command line calls it."""
+        """Name of the dtype on the command line."""
         return next(name for name in get_args(DtypeName) if getattr(torch, name) == self.dtype)
 
     def __str__(self) -> str:
-        """As rows of a verification call the backend, `torch-cpu-float32`."""
+        """Format the target as the backend of a row: `torch-cpu-float32`."""
         return f"torch-{self.device.type}-{self.dtype_name}"
 
 
@@ -56,7 +56,7 @@ def target(device: str = "cpu", dtype: str = "float32", kernels: str = "auto") -
 
 
 def compute_as_named(at: Target) -> None:
-    """Turn off what lets products be less exact than their dtype says: switches of torch for the whole process.
+    """Turn off the switches of torch that make products less exact than their dtype, for the whole process.
 
     On CUDA also what it then says of them.
     """

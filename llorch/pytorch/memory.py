@@ -60,7 +60,7 @@ class Need:
 
     @property
     def peak(self) -> int:
-        """On the device, at any time."""
+        """Largest number of bytes on the device at any time."""
         return self.runtime + max(self.loading, self.weights + self.cache + self.activations + self.logits)
 
 

@@ -70,7 +70,7 @@ class TorchModel(AdaptedModules):
         last_only: bool = False,
         adapter: str | None = None,
     ) -> Float[np.ndarray, "rows vocab"]:
-        """Logits of some tokens.
+        """Compute the logits of some tokens.
 
         Args:
             ids: Token ids, at least one.

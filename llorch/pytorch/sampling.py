@@ -67,7 +67,7 @@ class BatchSettings:
         return cls(**{field.name: column(field.name) for field in fields(cls)})
 
     def rows(self, kept: Int[Tensor, " kept"]) -> "BatchSettings":
-        """Those of some rows."""
+        """Return the settings of some rows."""
         return BatchSettings(**{field.name: getattr(self, field.name)[kept] for field in fields(self)})
 
     def assign(self, other: "BatchSettings") -> None:

@@ -13,7 +13,7 @@ class ApiError(Exception):
     """A request that gets an error for an answer."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """Of a status; `param` names the field at fault, `code` is for programs."""
+        """Take an HTTP status and a message; `param` names the field at fault, `code` is for programs."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -29,7 +29,7 @@ class ApiError(Exception):
 
 
 def wrong(param: str, expected: str, got: object = None, *, code: str | None = None) -> ApiError:
-    """400 for a field."""
+    """Make an error of status 400 for a field of the request."""
     text = f"{param}: expected {expected}" + ("" if got is None else f", got {_shortened(got)}")
     return ApiError(400, text, param=param, code=code)
 

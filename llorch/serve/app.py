@@ -53,7 +53,7 @@ def make_app(service: Service) -> Starlette:
 
 
 async def health(request: Request) -> Response:
-    """Whether requests are answered."""
+    """Answer 200 while requests are answered."""
     engine = service_of(request).engine
     trouble = "the server is shutting down" if engine.draining else engine.trouble
     if trouble is not None:
@@ -70,7 +70,7 @@ async def models(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Answer the metrics of the server in the format of Prometheus."""
     return Response(service_of(request).engine.metrics.text(), media_type=_PROMETHEUS)
 
 

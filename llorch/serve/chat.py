@@ -80,7 +80,7 @@ class _Chat:
         self._n_prompt = len(self.answering.works[0].job.ids)
 
     async def whole(self, ignored: Sequence[str]) -> Response:
-        """All at once."""
+        """Answer with the whole completion at once."""
         made = await self.answering.whole()
         choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
         counts = {
@@ -105,7 +105,7 @@ class _Chat:
         return for_chat(self.service.model.tokenizer, one)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """As it comes."""
+        """Yield the events of a streamed completion as tokens come."""
         for index in range(len(self.answering.works)):
             yield event(self._chunk(index, Delta(role="assistant", content="")))
         async for some in tokens_as_events(self.answering, self._token_events):

@@ -68,13 +68,13 @@ class _Completion:
         }
 
     async def whole(self, ignored: Sequence[str]) -> Response:
-        """All at once."""
+        """Answer with the whole completion at once."""
         made = await self.answering.whole()
         choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
         return reply(self._of(choices, **self._counts()), ignored)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """As it comes."""
+        """Yield the events of a streamed completion as tokens come."""
         async for some in tokens_as_events(self.answering, self._token_event):
             yield some
         if self.body.wants_usage:

@@ -50,7 +50,7 @@ class StrictParser(h11.Connection):
     """Also refuses what h11 lets pass: a body of two lengths, and long headers that came at once."""
 
     def __init__(self, header_bytes: int) -> None:
-        """Of the server's side."""
+        """Parse as a server, with a limit on the bytes of a header."""
         super().__init__(h11.SERVER, header_bytes)
         self._header_bytes = header_bytes
 
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
     """One client; see the module."""
 
     def __init__(self, config: Config, state: ServerState, limits: ClientLimits) -> None:
-        """Of a server whose open connections are in `state`."""
+        """Serve one connection; `state` has the open connections of the server."""
         super().__init__(config, state, {})
         self.limits = limits
         self.conn = StrictParser(limits.header_bytes)
@@ -113,7 +113,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing more."""
+        """Stop every wait of the connection."""
         self._wait_for("nothing")
         if self._deadline is not None:
             self._deadline.cancel()
@@ -136,7 +136,7 @@ class Connection(H11Protocol):
         self._see_it_read(self.transport.get_write_buffer_size() + 1)
 
     def resume_writing(self) -> None:
-        """All was read."""
+        """Note that the client has read what was sent."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -57,12 +57,12 @@ class Engine:
 
     @property
     def n_running(self) -> int:
-        """Answers that have one."""
+        """Number of answers that are being computed."""
         return len(self._running)
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the engine; None while it works."""
+        """Reason why the engine does not work; None while it works."""
         if self.failure is not None or not (self._thread.is_alive() or self._thread.ident is None):
             return "the engine has died"
         took = self._of_this_step()

@@ -30,13 +30,13 @@ class EventStream(StreamingResponse):
     """A stream of events; a failure on the way is its last one. However it ends, `close` is called."""
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], ignored: Sequence[str] = ()) -> None:
-        """Of events, which may end in a ApiError."""
+        """Take the events, which may end in an ApiError, and a function that closes their source."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} | naming(ignored)
         super().__init__(_told(events), media_type="text/event-stream", headers=headers)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the events to the client."""
         try:
             await super().__call__(scope, receive, send)
         finally:  # here: a generator that never began has no end, and one that waits for its reader ends much later

@@ -173,7 +173,7 @@ class _Vocabulary:
         return ids if same else self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Where encoding adds a space, or normalises."""
+        """Encode text by the longest tokens first; for vocabularies whose own encoding adds a space or normalises."""
         ids, at = [], 0
         while at < len(text):
             parts = (text[at : at + n] for n in range(self._longest, 0, -1))

@@ -197,7 +197,7 @@ class Guard:
 
 
 def _digest_of_key(key: bytes) -> bytes:
-    """Of one length, so that comparing takes one time."""
+    """Hash a key to a fixed length, so that every comparison takes the same time."""
     return hashlib.sha256(key).digest()
 
 

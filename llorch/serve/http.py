@@ -75,7 +75,7 @@ async def _gone(request: Request) -> None:
 
 
 def reply(body: Reply, ignored: Sequence[str] = ()) -> Response:
-    """JSON."""
+    """Make a JSON response of a reply; `ignored` are the names of request fields that llorch does not implement."""
     return Response(body.json_bytes(), media_type="application/json", headers=naming(ignored))
 
 

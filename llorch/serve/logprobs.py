@@ -18,7 +18,7 @@ def piece(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def for_chat(tokenizer: Tokenizer, made: MadeToken) -> ChatLogprobs:
-    """Of one token; nothing of an end token, which is not part of the answer."""
+    """Make the log probabilities of one token for a chat; none for an end token, which is no part of the answer."""
     token = made.token
     if token.finish == "eos":
         return ChatLogprobs(content=[], refusal=None)
@@ -33,7 +33,7 @@ def _logprob_record(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict
 
 
 def for_completion(tokenizer: Tokenizer, tokens: Sequence[MadeToken], *, start: int) -> CompletionLogprobs:
-    """Of some tokens of an answer that has `start` characters already; in the older form, without end tokens."""
+    """Make the log probabilities of some tokens in the older form, without end tokens."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for made in tokens:
         if made.token.finish != "eos":

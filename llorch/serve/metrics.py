@@ -13,7 +13,7 @@ class Metrics:
     """Counters of one server."""
 
     def __init__(self) -> None:
-        """All zero."""
+        """Start with all counts at zero."""
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "llorch_requests", "Requests, by route and status.", ["route", "status"], registry=registry

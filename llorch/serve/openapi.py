@@ -39,7 +39,7 @@ class Described:
 
     @property
     def method(self) -> str:
-        """How it is asked."""
+        """HTTP method of the route."""
         return "GET" if self.asked is None else "POST"
 
 

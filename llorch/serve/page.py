@@ -21,6 +21,6 @@ HEADERS = {
 
 
 async def show(request: Request) -> Response:
-    """One of its files."""
+    """Answer with one file of the web page."""
     name, kind = FILES[request.url.path]
     return Response((FOLDER / name).read_bytes(), media_type=kind, headers=HEADERS)

@@ -16,7 +16,7 @@ class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     def json_bytes(self) -> bytes:
-        """As it is sent."""
+        """Encode the reply as the bytes to send."""
         return self.model_dump_json(exclude_unset=True).encode()
 
 

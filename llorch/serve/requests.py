@@ -89,7 +89,7 @@ class RefusalPart(Strict):
 
     @property
     def text(self) -> str:
-        """The words."""
+        """Text of the refusal."""
         return self.refusal
 
 
@@ -119,7 +119,7 @@ class Message(Strict):
         return content
 
     def plain(self) -> dict[str, object]:
-        """As chat templates take it."""
+        """Return the message as chat templates take it."""
         content = self.refusal if self.content is None else self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content
         role = "system" if self.role == "developer" else self.role
@@ -163,7 +163,7 @@ class Sampling(Body):
     seed: Annotated[int, Field(ge=-1, lt=1 << 63), AfterValidator(_any_where_off)] | None = None
 
     def settings(self, seed: int) -> SamplingSettings:
-        """Of an answer with this seed; a temperature of 1 unless told, as OpenAI has it."""
+        """Make the sampling settings of an answer with a seed; the default temperature is 1, as OpenAI has it."""
         own = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
         return SamplingSettings(**{"temperature": 1.0, **given, "seed": seed})
@@ -272,7 +272,7 @@ class CompletionRequest(Answers):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each of them."""
+        """Prompts of the request, each as text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item] (one text, or the ids of one)
         return list(self.prompt)  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ class AnswerForm:
 
 
 def form_of(wanted: ResponseFormat | None) -> AnswerForm | None:
-    """Of a chat."""
+    """Return the form that a chat request asks for; None for free text."""
     if wanted is None or wanted.type == "text":
         return None
     inner = None if wanted.json_schema is None else wanted.json_schema.schema_

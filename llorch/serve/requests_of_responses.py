@@ -34,7 +34,7 @@ class InputMessage(Strict):
         return self
 
     def plain(self) -> dict[str, object]:
-        """As chat templates take it."""
+        """Return the message as chat templates take it."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         more = {name: value for name, value in (self.model_extra or {}).items() if name not in _OF_ITEMS}
@@ -94,7 +94,7 @@ class ResponsesRequest(Sampling, Templated):
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """The conversation, instructions first."""
+        """Messages of the conversation, instructions first."""
         first: list[dict[str, object]] = []
         if self.instructions is not None:
             first.append({"role": "system", "content": self.instructions})

@@ -65,7 +65,7 @@ class Answering:
         return made
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Leave the engine, because nobody waits for the answer any more."""
         for work in self.works if self.n_open else ():
             self._engine.cancel(work)
 

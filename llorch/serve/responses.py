@@ -71,13 +71,13 @@ class _Responding:
     _created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, ignored: Sequence[str]) -> HttpResponse:
-        """All at once."""
+        """Answer with the whole response at once."""
         for one in (await self.answering.whole())[0]:
             self._take(one)
         return reply(self._response(), ignored)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """As it comes."""
+        """Yield the events of a streamed response as tokens come."""
         yield self._event("response.created", response=self._response())
         yield self._event("response.in_progress", response=self._response())
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))

@@ -51,7 +51,7 @@ class _Running:
     """A job, and how far it is."""
 
     def __init__(self, model: Model, job: Job) -> None:
-        """Before its first token."""
+        """Prepare a job before its first token."""
         self._job, self._step = job, model.step(job.adapter)
         self._rng = np.random.default_rng(job.settings.seed)
         self._history = list(job.ids)

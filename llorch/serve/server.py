@@ -171,7 +171,7 @@ def _signals_to(running: RunningServer) -> Iterator[None]:
 
 
 def _url(bound: socket.socket) -> str:
-    """Where the server is, as a browser is told."""
+    """Return the address of the server for a browser."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

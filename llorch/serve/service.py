@@ -44,7 +44,7 @@ class Service:
 
     @property
     def names(self) -> dict[str, str | None]:
-        """What a request may call the model, and the adapter that this means."""
+        """Names that a request may use for the model, each with the adapter that it means."""
         base = self.model.name
         return {base: None} | {f"{base}:{adapter}": adapter for adapter in self.model.adapters}
 
@@ -164,7 +164,7 @@ def require_short(*texts: str, param: str) -> None:
 
 
 def system_fingerprint(path: Path, version: str) -> str:
-    """Of the weights' file or files, as far as the disk tells them apart, and of llorch's version."""
+    """Hash the facts that the disk knows of the weights' files, and llorch's version."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     return "fp_" + hashlib.sha256(repr((version, stats)).encode()).hexdigest()[:12]

@@ -13,7 +13,7 @@ from llorch.serve.unsupported_fields import ignored_fields
 
 
 async def tokenize(request: Request) -> Response:
-    """Text to ids."""
+    """Answer with the token ids of a text."""
     body, service = await read_body(request, TokenizeRequest), service_of(request)
     ignored = ignored_fields(body)
     return reply(await run_beside_loop(service, lambda: _tokenized(service, body)), ignored)

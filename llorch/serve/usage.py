@@ -7,7 +7,7 @@ from llorch.serve.work import Work
 
 
 def usage(works: Sequence[Work], *, n_prompt: int) -> Usage:
-    """Of all answers to a request, whose prompts have `n_prompt` tokens, each prompt counted once."""
+    """Count the tokens of all answers to a request; each prompt of `n_prompt` tokens is counted once."""
     made, cached = sum(work.n_made for work in works), max((work.n_cached for work in works), default=0)
     return Usage(
         prompt_tokens=n_prompt,
@@ -18,7 +18,7 @@ def usage(works: Sequence[Work], *, n_prompt: int) -> Usage:
 
 
 def timings(works: Sequence[Work]) -> Timings:
-    """From the first answer that began to the last that ended."""
+    """Measure from the first answer that began to the last that ended."""
     began = min(work.joined or work.submitted for work in works)
     first = max(work.first or began for work in works)
     last = max(work.last or first for work in works)
@@ -35,7 +35,7 @@ def timings(works: Sequence[Work]) -> Timings:
 
 
 def finish_reason(finish: str | None) -> Finish | None:
-    """In OpenAI's words: an end token is a stop."""
+    """Translate the end of an answer to OpenAI's words: an end token is a stop."""
     return "length" if finish == "length" else None if finish is None else "stop"
 
 

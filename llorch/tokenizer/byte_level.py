@@ -132,5 +132,5 @@ class ByteLevelBPE:
 
 
 def starts_in(encoding: Encoding) -> Iterator[int]:
-    """Where tokens start, taken from the library only when somebody asks, which most callers do not."""
+    """Yield where tokens start; the library is asked only when somebody iterates."""
     yield from (start for start, _ in encoding.offsets)

@@ -64,7 +64,7 @@ class Breaker:
         return self._single.sub(lambda match: match[0] + 2 * mark, broken)
 
     def _end(self, text: str) -> int:
-        """Where the beginning of a control token's text starts that ends this text: the template may add the rest."""
+        """Find where a text ends if its last characters may begin a control token that the template completes."""
         for start in range(max(0, len(text) - self._longest), len(text)):
             if text[start:] in self._starts:
                 return start
@@ -209,7 +209,7 @@ class Chats:
         return written
 
     def encoded(self, written: Written) -> list[int]:
-        """Its token ids."""
+        """Encode a written conversation as token ids."""
         if written.inert is None:
             return self._tokenizer.encode(written.text)
         return self._tokenizer.encode_rendered(written.text, inert=written.inert)[0]

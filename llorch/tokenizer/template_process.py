@@ -36,14 +36,14 @@ class TemplateProcess:
     """A process that renders templates, one after the other; may be asked from any thread."""
 
     def __init__(self, limits: TemplateLimits) -> None:
-        """Start nothing yet."""
+        """Keep the limits; the process starts with the first request."""
         self.limits = limits
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Number of the process; None while there is none."""
         return None if self._worker is None else self._worker.pid
 
     def ask(self, request: Mapping[str, object]) -> dict[str, str]:

@@ -163,7 +163,7 @@ class TrainSettings:
 
     @property
     def lora(self) -> LoraConfig:
-        """How the adapter is made."""
+        """Settings of the adapter."""
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
@@ -180,7 +180,7 @@ class TrainSettings:
 
     @property
     def data_settings(self) -> DataSettings:
-        """How the data is read; the length is known by now."""
+        """Settings of the data; the length must be known."""
         assert self.max_length is not None
         return DataSettings(**{one.name: getattr(self, one.name) for one in fields(DataSettings)})
 

@@ -35,7 +35,7 @@ class Side:
 
     @classmethod
     def of_stages(cls, dump: StageDump) -> "Side":
-        """Stages of the table."""
+        """Make a side whose arrays have names of the stage table."""
         return cls(
             dump.source,
             dump.passes,

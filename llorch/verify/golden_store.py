@@ -38,7 +38,7 @@ class GoldenStore:
 
     @property
     def path(self) -> Path:
-        """The record."""
+        """Path of the record."""
         return self.folder / self.name
 
     def write(self, record: Mapping[str, object], files: Mapping[str, Arrays], *, indent: int | None = 1) -> None:

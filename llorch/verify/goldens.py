@@ -246,7 +246,7 @@ def read_golden(folder: Path) -> Golden:
     """Read stored goldens.
 
     Args:
-        folder: Written by `save`.
+        folder: Written by `save_golden`.
 
     Returns:
         The goldens.

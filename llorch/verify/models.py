@@ -245,7 +245,7 @@ def _run_producer(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineO
 def _of_numbers(
     evidence: Mapping[str, EngineOutput], truth: Truth | None, family: str, failed: dict[str, str] | None
 ) -> dict[str, EngineOutput]:
-    """Those that show no NaN of their own; the others are not heard."""
+    """Keep the outputs without NaN; the reason for each of the others goes to `failed`."""
     kept: dict[str, EngineOutput] = {}
     for name, shown in evidence.items():
         with not_run(name, failed):

@@ -35,7 +35,7 @@ def load(run: HarnessRun) -> ctranslate2.Generator:
 
 
 def compute(engine: ctranslate2.Generator, run: HarnessRun, dump: Any) -> None:
-    """One pass."""
+    """Run the pass of a run and add its logits to the dump."""
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)
     logits = engine.forward_batch([ids]).to(ctranslate2.DataType.float32)

@@ -22,7 +22,7 @@ def load(run: HarnessRun) -> Any:
 
 
 def compute(model: Any, run: HarnessRun, dump: Any) -> None:
-    """One pass."""
+    """Run the pass of a run and add its stages to the dump."""
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)
 

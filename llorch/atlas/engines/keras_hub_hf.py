@@ -24,7 +24,7 @@ def load(run: HarnessRun) -> Any:
 
 
 def compute(backbone: Any, run: HarnessRun, dump: Any) -> None:
-    """One pass."""
+    """Run the pass of a run and add its stages to the dump."""
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)
     blocks = [layer.output for layer in backbone.transformer_layers]

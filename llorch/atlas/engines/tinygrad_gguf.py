@@ -68,7 +68,7 @@ class TinygradModel:
         return tensor
 
     def forward(self, ids: list[int], position: int) -> None:
-        """As `Transformer.forward`, which keeps no logits: of all positions, and on the cache of the passes before."""
+        """Run tinygrad's `Transformer.forward` on the cache of earlier passes, and keep the logits of all positions."""
         self.seen.clear()
         x = self._add("embed", None, self.model.token_embd(Tensor([ids])).float())
         for layer, block in enumerate(self.model.blk):
@@ -78,7 +78,7 @@ class TinygradModel:
 
 
 def _names_with_gates(before: str, after: str, config: Any) -> tuple[str, str]:
-    """Where the queries come with gates."""
+    """Adapt two stage names to a model whose queries come with gates."""
     gated = before.replace("attn_context", "attn_gated"), "q_gate_proj" if after == "q_proj" else after
     return gated if config.attn_output_gate else (before, after)
 

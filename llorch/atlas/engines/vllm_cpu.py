@@ -42,7 +42,7 @@ def load(run: HarnessRun) -> LLM:
 
 
 def compute(engine: LLM, run: HarnessRun, dump: DumpWriter) -> None:
-    """One request."""
+    """Send one request and add its stages to the dump."""
     engine.apply_model(partial(watch, run=run, dump=dump))
     settings = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     engine.generate([{"prompt_token_ids": [one for part in run.parts for one in part]}], settings, use_tqdm=False)

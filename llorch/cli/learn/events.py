@@ -34,7 +34,7 @@ def _watch(folder: Path, before: "dict[Path, tuple[int, int]]", queue: "SimpleQu
 
 
 def _times_to_look(folder: Path) -> Iterator[object]:
-    """By watchfiles; by the clock where that is absent, or cannot watch (another system's files, no watches left)."""
+    """Yield whenever a folder may have changed: told by watchfiles, or by the clock where watchfiles cannot watch."""
     with suppress(ImportError, OSError):
         from watchfiles import PythonFilter, watch
 

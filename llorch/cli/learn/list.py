@@ -23,7 +23,7 @@ def command(*, impl: str | None) -> None:
 
 
 def show_list(folder: Path) -> None:
-    """Print the table."""
+    """Print a table of the lessons, with their state in a folder."""
     from llorch.cli.learn.shown import coloured
     from llorch.cli.tables import console, print_table, table
     from llorch.learn.lessons import LESSONS

@@ -30,7 +30,7 @@ def command(*, impl: str | None, as_json: bool) -> None:
 
 
 def summed_up(folder: Path) -> str:
-    """One line."""
+    """Format the state of all lessons in a folder as one line."""
     from llorch.learn.lessons import LESSONS
 
     standing, passed, left = _read_standing(folder)
@@ -42,7 +42,7 @@ def summed_up(folder: Path) -> str:
 
 
 def _read_standing(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
-    """How every lesson stands, those that pass, and the minutes of the others."""
+    """Return the state of every lesson, the lessons that pass, and the minutes that the others take."""
     from llorch.learn.lessons import LESSONS
     from llorch.learn.progress import LearnerProgress
 

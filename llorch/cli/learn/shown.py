@@ -32,7 +32,7 @@ def print_outcome(outcome: "Outcome", *, full: bool = False, out: Console | None
 
 
 def counted(outcomes: "Iterable[Outcome]") -> str:
-    """`2 PASS, 1 FAIL`."""
+    """Count outcomes by their word: `2 PASS, 1 FAIL`."""
     counts = Counter(outcome.word for outcome in outcomes)
     return ", ".join(f"{counts[word]} {word}" for word in STYLES if counts[word])
 

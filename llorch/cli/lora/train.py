@@ -77,6 +77,7 @@ def command(
 
 
 def _print_result(values: dict[str, Any]) -> None:
+    """Print the steps, losses, time and folder of a finished training run."""
     click.echo(f"{values['steps']} steps in {values['seconds']:.1f} s, loss {values['loss']:.4f}")
     if values["valid_loss"] is not None:
         first, best, last = (values["valid_loss"][name] for name in ("first", "best", "last"))

@@ -34,7 +34,7 @@ _TYPES = {
 
 
 def _decode(page: ModuleType, name: str, chunk: Chunk, out: np.ndarray) -> None:
-    """By what stands on the page when it is called: lesson 13 puts other functions there."""
+    """Decode blocks by the function that has this name in a module now; lesson 13 puts other functions there."""
     getattr(page, f"decode_{name.lower()}")(chunk, out)
 
 

@@ -34,7 +34,7 @@ class AfterLogitsModel:
     """A built-in model with some parts of the learner in it."""
 
     def __init__(self, model: str, implementation: Implementation, parts: Sequence[Exercise], *, chained: bool) -> None:
-        """Of its name."""
+        """Load a built-in model by name, with the learner's functions in place."""
         self.suite: ForwardSuite = suite_of(model)
         self.runner, self.chained = NumpyRunner(self.suite.weights, BACKEND), chained
         self.witnesses = self.suite.witnesses(self.runner)
@@ -101,7 +101,7 @@ def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[l
 
 
 def _left(wrong: LessonComparison, made: np.ndarray) -> float:
-    """By what factor the result is off from that of a mistake, over the limit."""
+    """Return the difference between the learner's result and a mistake's, as a multiple of the tolerance."""
     limit = wrong.claim.limit if wrong.claim else EXACT  # ids
     return measure(wrong.got, made if wrong.got is None else made.astype(wrong.got.dtype)).over(limit)
 

@@ -54,7 +54,7 @@ class ForwardCheck:
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
-        """By a diagnosis of what the learner's run shows; the first part and model that give a name decide."""
+        """Diagnose the learner's run; the first function and model that give a name decide."""
         parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
         return suspects_named_by(
             wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).causes(case)
@@ -93,7 +93,7 @@ def _n_unknown(said: Sequence[Finding]) -> int:
 
 
 def _suspects_of_findings(said: Sequence[Finding]) -> list[Suspect]:
-    """Of the first mistake, else of the first that nothing known makes; arithmetic only where nothing else is."""
+    """Return the suspects of the first mistake, else of the first unknown cause, else of arithmetic."""
     found = sorted(said, key=lambda each: {"mistake": 0, "honest": 2}.get(each.kind, 1))
     if not found:
         return []
@@ -155,7 +155,7 @@ def suite_of(model: str) -> ForwardSuite:
 
 @cache
 def wide(model: str) -> Weights:
-    """In which a diagnosis computes."""
+    """Open a built-in model in float64, the dtype in which a diagnosis computes."""
     return suite_of(model).weights.astype(np.float64, keep=True)
 
 
@@ -163,7 +163,7 @@ class ForwardModel:
     """One model with the learner's parts in it."""
 
     def __init__(self, model: str, parts: Sequence[Exercise], implementation: Implementation) -> None:
-        """Of a built-in model."""
+        """Load a built-in model by name, with the learner's functions in place."""
         self.model, self.parts, self.implementation = model, parts, implementation
         self.suite = suite_of(model)
         self.weights, self.config = self.suite.weights, self.suite.weights.config

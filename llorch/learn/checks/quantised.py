@@ -24,7 +24,7 @@ ORDINARY = 4  # blocks before those with edge cases, of which several mistakes m
 
 @cache
 def golden() -> QuantisedGolden:
-    """Read once."""
+    """Read the goldens of quantised blocks, once for the process."""
     return read_quantised_golden(goldens_folder() / FOLDER)
 
 
@@ -42,7 +42,7 @@ class BlocksCheck:
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
-        """Those of the library that make the same numbers of ordinary blocks."""
+        """Return known mistakes that make the learner's numbers of ordinary blocks."""
         part = PARTS[wrong[0].part]
         blocks, values = (each[:ORDINARY] for each in _golden(part))
         ours = _decoded(part, implementation, blocks)

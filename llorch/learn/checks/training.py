@@ -78,7 +78,7 @@ class TrainingOutput:
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def equals(self, other: "TrainingOutput") -> bool:
-        """To the last bit."""
+        """Tell if two outputs are equal to the last bit."""
         mine, others = ([a for found in made.arrays.values() for a in found.values()] for made in (self, other))
         return all(map(np.array_equal, mine, others)) and self.tables == other.tables
 
@@ -126,7 +126,7 @@ class CheckpointRun:
     """One checkpoint of one model, as far as some groups of its stages go."""
 
     def __init__(self, model: str, number: str, groups: frozenset[str], mode: Mode) -> None:
-        """Of a built-in model."""
+        """Prepare one checkpoint of a built-in model."""
         self.model, self.number, self.groups, self.whole = model, number, groups, mode == "chained"
         self.weights, self.golden, of_model = load_training(model)
         mine = [c for c in of_model if c.place.stage in groups and c.place.checkpoint == number]
@@ -176,7 +176,7 @@ class CheckpointRun:
         return Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
 
     def _left(self, theirs: TrainingOutput, ours: TrainingOutput) -> float:
-        """By how much what was made differs more than rounding explains, at the worst place."""
+        """Return the largest difference between two outputs, as a multiple of its tolerance."""
         if theirs.tables != ours.tables:
             return np.inf
         most = 0.0
@@ -194,7 +194,7 @@ def _is_brief(claim: Expectation) -> bool:
 
 
 def _shortened(claim: Expectation) -> Expectation:
-    """Of a curve the first steps."""
+    """Cut the expectation of a loss curve to its first steps."""
     if claim.place.checkpoint != "19" or claim.truth is None:
         return claim
     return replace(claim, want=claim.want[:FIRST_STEPS], truth=claim.truth[:FIRST_STEPS])

@@ -33,11 +33,11 @@ class InMemory:
     path = Path("data")
 
     def __init__(self, data: Array) -> None:
-        """Of a whole file."""
+        """Hold the bytes of a whole file."""
         self.map, self.size = data[:HEADER_BYTES].tobytes(), data.size
 
     def error(self, code: Any, message: str, offset: int | None = None) -> FormatError:
-        """As of a file."""
+        """Make the error that a file with this fault gives."""
         return FormatError(code, message, path=self.path, offset=offset)
 
 

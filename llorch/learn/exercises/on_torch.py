@@ -8,14 +8,14 @@ Tensor = Any  # of torch, which no other lesson waits for
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of the last axis, computed in float32 at least and rounded once."""
+    """Normalise the last axis in float32 or wider, and round once."""
     from llorch.learn.on_torch.ours import our_rms_norm
 
     return our_rms_norm(x, weight, eps=eps)
 
 
 def torch_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Of every head of a batch, computed in float32 at least and rounded once."""
+    """Rotate every head of a batch in float32 or wider, and round once."""
     from llorch.learn.on_torch.ours import our_rope
 
     return our_rope(x, cos, sin)

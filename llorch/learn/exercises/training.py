@@ -201,7 +201,7 @@ def _alpha_adapted(call: Call, right: Call) -> Call:
 
 
 def _by_keyword(*names: str) -> Callable[[Call, Call], Call]:
-    """Ours takes these in this order, and other arguments by the names that the part has."""
+    """Make a wrapper that passes positional arguments under these names, in this order."""
     return lambda call, right: lambda *given, **how: call(**dict(zip(names, given, strict=True)), **how)
 
 

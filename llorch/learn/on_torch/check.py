@@ -54,7 +54,7 @@ class TorchCheck:
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
-        """By a diagnosis of what the float32 run shows; none where that is right."""
+        """Diagnose the float32 run; return no suspect if that run is right."""
         written = written_parts(lesson, implementation)
 
         def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ class OnTorch:
     """One model in one dtype with the learner's parts in it."""
 
     def __init__(self, model: str, backend: str, parts: Sequence[Exercise], implementation: Implementation) -> None:
-        """Of a built-in model."""
+        """Load a built-in model by name on torch, with the learner's functions in place."""
         self.model, self.parts, self.implementation = model, parts, implementation
         self.suite, self.runner = suite_of(model), runner_of(model, backend)
 

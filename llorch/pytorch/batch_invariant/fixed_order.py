@@ -117,7 +117,7 @@ def mixed(made: PerExpert, weights: Float[Tensor, "batch seq topk"]) -> Hidden:
 def delta_rule(
     q: Keys, k: Keys, v: Values, beta: OfHeads, log_decay: OfHeads, state: Matrices
 ) -> tuple[Values, Matrices]:
-    """Token by token, without a product of a library."""
+    """Run the delta rule token by token, without a product of a library."""
     group, decay, made = v.shape[2] // k.shape[2], exp(log_decay)[..., None, None], []
     q, k = (x.repeat_interleave(group, dim=2)[..., None] for x in (q, k))  # (batch, seq, v_heads, key_dim, 1)
     for t in range(q.shape[1]):

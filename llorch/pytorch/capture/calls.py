@@ -40,7 +40,7 @@ class AttentionCalls(Calls):
     """Attention: its gate, by the only sigmoid in it, and rotated heads that are changed once more before they meet."""
 
     def __init__(self, module: Any, layer: int, keep: Keep, given: Mapping[str, Any]) -> None:
-        """Begin."""
+        """Begin to watch the functions that one attention module calls."""
         super().__init__(module, layer, keep, given)
         self._turning, self._left = "", list[str]()  # a function whose first calls make rotated heads
         if hasattr(module, "qk_norm"):  # Llama 4: (batch, seq, heads, head_dim)
@@ -49,7 +49,7 @@ class AttentionCalls(Calls):
             self._turning, self._left = "add", ["q_rope"]
 
     def called(self, name: str, args: tuple, made: Any) -> None:
-        """See a call."""
+        """Keep the stages that a call of a function shows."""
         if name == "sigmoid":
             self.keep("attn_gate", self.layer, made[0])
         elif self._left and name.strip("_") == self._turning:

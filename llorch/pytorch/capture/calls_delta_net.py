@@ -19,7 +19,7 @@ class DeltaNetCalls(Calls):
     """Looks at one delta net."""
 
     def __init__(self, module: Any, layer: int, keep: Keep, given: Mapping[str, Any]) -> None:
-        """Begin."""
+        """Begin to watch the functions that one delta net calls."""
         super().__init__(module, layer, keep, given)
         self._n_tokens = given["hidden_states"].shape[1]
         self._repeated = module.num_v_heads // module.num_k_heads
@@ -33,7 +33,7 @@ class DeltaNetCalls(Calls):
             ]
 
     def called(self, name: str, args: tuple, made: Any) -> None:
-        """See a call: of several the first, in the order of the formulas."""
+        """Keep the stages that a call shows; of several calls the first counts, in the order of the formulas."""
         if self._left.get(name):
             shown = made[0, :, -self._n_tokens :].T if name == "silu" else made[0]
             self.keep(self._left[name].pop(0), self.layer, shown)

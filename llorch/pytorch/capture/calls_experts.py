@@ -20,7 +20,7 @@ class SharedGate(Calls):
     """The block: the only sigmoid in it is the gate of the shared expert."""
 
     def called(self, name: str, args: tuple, made: Any) -> None:
-        """See a call."""
+        """Keep the gate of the shared expert that a call shows."""
         if name == "sigmoid":
             self.keep("shared_gate", self.layer, made)
 
@@ -32,7 +32,7 @@ class Router(Calls):
     _chosen = False
 
     def called(self, name: str, args: tuple, made: Any) -> None:
-        """See a call; weights are final in the last one, to the dtype of the run."""
+        """Keep the stages that a call shows; weights are final in the last call, except for the dtype of the run."""
         if name == "linear":
             self.keep("router_logits", self.layer, made)
         elif name == "softmax":
@@ -52,7 +52,7 @@ class Chosen(Calls):
     _PARTS = ("expert_gate", "expert_up", "expert_act", "expert_out")
 
     def called(self, name: str, args: tuple, made: Any) -> None:
-        """See a call."""
+        """Keep the products of the chosen experts that a call shows."""
         if name == "one_hot":
             self._shape, self._stages, self._theirs = args[0].shape, dict[str, torch.Tensor](), dict[str, Any]()
         elif name == "where":
@@ -68,7 +68,7 @@ class Chosen(Calls):
             self._part("expert_out", made)
 
     def done(self) -> None:
-        """Show the stages, whole."""
+        """Show the stages of all experts, put together."""
         for stage in self._PARTS:
             self.keep(stage, self.layer, self._stages[stage])
 
@@ -88,7 +88,7 @@ class Llama4Calls(Calls):
     """The feed-forward part of Llama 4: every expert is given all tokens, times nothing where it was not chosen."""
 
     def called(self, name: str, args: tuple, made: Any) -> None:
-        """See a call; a dense layer has no router."""
+        """Keep the stages that a call shows; a dense layer has no router."""
         if not hasattr(self.module, "router"):
             return
         if name == "linear" and not hasattr(self, "_logits"):

@@ -274,7 +274,7 @@ def _watched_attention(model: nn.Module, watch: _Watch) -> Iterator[None]:
 
 
 def _first_position(given: Mapping[str, Any]) -> int | None:
-    """As the arguments say it, else how many tokens are cached; None where there is no telling: it goes on."""
+    """Return the first position from the arguments, else the number of cached tokens; None if neither tells."""
     positions = next((given[name] for name in _POSITIONS if given.get(name) is not None), None)
     if isinstance(positions, torch.Tensor):
         row = positions.flatten().tolist()

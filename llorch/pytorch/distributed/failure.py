@@ -27,7 +27,7 @@ class Ending:
     """The messages that the ranks of one start leave about the reason why they end."""
 
     def __init__(self, store: Any, *, rank: int, n_ranks: int, timeout: timedelta) -> None:
-        """As one of them; `timeout` is how long it waits for a message."""
+        """Join as one of the ranks; `timeout` is how long it waits for a message."""
         self._store, self._rank, self._n_ranks = store, rank, n_ranks
         self._seconds = f"{timeout.total_seconds():g} s"
 

@@ -40,7 +40,7 @@ def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
 
 
 def require_split(config: ModelConfig, n_ranks: int) -> None:
-    """Refuse (ValueError) what `cannot_split`."""
+    """Raise ValueError with the reason of `cannot_split`, if there is one."""
     if reason := cannot_split(config, n_ranks):
         raise ValueError(f"tensor parallel: {reason}")
 

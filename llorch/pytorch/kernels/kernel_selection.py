@@ -38,7 +38,7 @@ PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in i
 
 @cache
 def own_leaves(at: Target) -> KernelTable:
-    """Ours for a target, by its `kernels`: none (torch), all (own), those that are right and no slower (auto).
+    """Choose llorch's kernels for a target: none (torch), all (own), or those that are right and no slower (auto).
 
     CheckpointMismatch where one is wrong that was asked for by name.
     """
@@ -147,7 +147,7 @@ def _keep(file: Path, found: Mapping[str, KernelVerdict]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver calls it."""
+    """Return the name that the driver gives a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 

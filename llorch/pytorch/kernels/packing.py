@@ -76,7 +76,7 @@ def decode(fields: Fields, ggml_type: Kind) -> Float32[Tensor, "*rows in"]:
 
 
 def width(fields: Fields, ggml_type: Kind) -> int:
-    """Elements of one row."""
+    """Return the number of elements of one row."""
     return fields["codes"].shape[-1] * (1 if ggml_type.name in ("Q8_0", "TABLE_8") else 2)
 
 
@@ -205,7 +205,7 @@ def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _as_float16(columns: Tensor) -> Tensor:
-    """Two bytes of every block as float16."""
+    """Read two bytes of every block as one float16 number."""
     return columns.flatten(1).contiguous().view(torch.float16)
 
 

@@ -67,7 +67,7 @@ def put_leaves(model: CausalLM, leaves: KernelTable) -> None:
 
 
 def faster(leaf: nn.Module, leaves: KernelTable) -> nn.Module:
-    """Ours for a norm, a projection or the like; any other module, or one whose kind is not in the table, as it is."""
+    """Return the kernel that replaces a module; the module itself if its kind is not in the table."""
     make = leaves.get(_kind_of(leaf))
     return leaf if make is None else make(leaf)
 

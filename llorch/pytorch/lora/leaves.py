@@ -304,6 +304,8 @@ class LoraEmbedding(LoraLeaf):
 
     @torch.no_grad()
     def _lengths_of(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Float[Tensor, " out"]:
+        """Compute the length of each output column of the adapted matrix, by which DoRA divides."""
+
         def squares(part: slice, tile: Tensor) -> Tensor:
             return (tile.to(lora_A.dtype) + scaling * (lora_A[:, part].mT @ lora_B.mT)).square().sum(0)
 

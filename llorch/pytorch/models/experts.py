@@ -116,7 +116,7 @@ class QuantisedExperts(PackedMatrix):
         self.multiply_chosen: MultiplyChosen = multiply_decoded
 
     def forward(self, x: PerExpert, ids: Chosen) -> PerExpert:
-        """As `ExpertLinear`."""
+        """Multiply by the matrices of the chosen experts, as `ExpertLinear` does."""
         if reads_nothing_back(x, ids, self.n_experts) and not (torch.is_grad_enabled() and x.requires_grad):
             inputs = x.flatten(0, -2).contiguous()
             made = self.multiply_chosen(inputs, ids.flatten(), self.fields, self.ggml_type, self.n_experts)
@@ -168,7 +168,7 @@ def grouped(multiply: Callable[[int, Tensor], Tensor], x: PerExpert, ids: Chosen
 
 
 def softmax(logits: Float[Tensor, "*rows experts"]) -> Float[Tensor, "*rows experts"]:
-    """Along the last axis."""
+    """Normalise the last axis to probabilities."""
     return logits.softmax(-1)
 
 

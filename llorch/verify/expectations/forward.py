@@ -321,7 +321,7 @@ class ForwardSuite:
         return Expectation(StageRef("11", "probabilities", part=name), "isolated", witness, want, allowed, truth=true)
 
     def distribution_row(self, runner: Runner, claim: Expectation, ours: np.ndarray) -> Comparison:
-        """Its verdict: a TIE where nothing but tokens at the edge of top-p differ."""
+        """Compare a distribution with its expectation: a TIE if only tokens at the edge of top-p differ."""
         row = judge(claim, ours, model=self.model, backend=runner.name)
         if row.verdict != FAIL:
             return row
@@ -408,6 +408,7 @@ class ForwardSuite:
                     self._note(case, CHAINED, stage.name, distance(shown.traces[case][name], true[name], stage))
 
     def _note(self, case: str, mode: int, stage: str, found: Difference) -> None:
+        """Keep the largest difference of a stage so far, by case and mode; a fault is not kept."""
         place = case, ("isolated", "chained")[mode], stage
         old = self._distances.get(place, Difference(0.0, 0.0))
         if found.fault is None:

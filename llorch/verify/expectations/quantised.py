@@ -98,7 +98,7 @@ def decode_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
 
 
 def decode_row(kind: GGMLType, ours: np.ndarray, values: np.ndarray) -> Comparison:
-    """Ours beside what ggml made of the blocks."""
+    """Compare llorch's decoding of blocks with ggml's, bit by bit."""
     return _bits_row(kind.name, StageRef(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
 
 

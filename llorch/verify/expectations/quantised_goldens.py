@@ -69,7 +69,7 @@ def read_quantised_golden(folder: Path) -> QuantisedGolden:
     """Read stored goldens.
 
     Args:
-        folder: Written by `save`.
+        folder: Written by `save_quantised_golden`.
 
     Returns:
         The goldens.

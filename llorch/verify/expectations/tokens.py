@@ -22,7 +22,7 @@ class GreedyJudge:
         self._model, self._runner, self._prompt, self._margins = model, runner, prompt, margins
 
     def text(self, after: Sequence[int], n_tokens: int) -> np.ndarray:
-        """Ours that follows the prompt and some tokens more."""
+        """Generate llorch's tokens after the prompt and some more tokens."""
         return self._runner.text((*self._prompt, *after), n_tokens)
 
     def row(self, checkpoint: str, stage: str, witness: str, got: np.ndarray, want: np.ndarray) -> Comparison:

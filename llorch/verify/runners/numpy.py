@@ -267,7 +267,7 @@ class GgmlRunner(NumpyRunner):
         return array.astype(self.weights.dtype) if array.dtype.kind == "f" else array
 
     def _adopted(self, case: str, name: str, array: np.ndarray, stop: int) -> tuple[np.ndarray, int, int]:
-        """Replace values at an edge of rounding.
+        """Replace each value that rounding may move to either side of an edge by the golden's value.
 
         Return the array, the number of replaced values, and the number of values that are too far off.
         """

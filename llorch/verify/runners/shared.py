@@ -63,7 +63,7 @@ class _PackedOnce(Packed):
 
     @property
     def n_bytes(self) -> int:
-        """As there."""
+        """Number of bytes of the packed matrix."""
         return self.once.n_bytes
 
     def decode_rows(self, rows: Rows) -> np.ndarray:

@@ -179,7 +179,7 @@ def _chunk_sums(g: np.ndarray) -> np.ndarray:
 
 
 def _delta_rule_variance(s: Step) -> np.ndarray:
-    """Head by head."""
+    """Derive the variance of the delta rule, head by head."""
     at_the_end = s.stage.name == "delta_state"
     made = np.stack([_head(s, at).read(at_the_end=at_the_end) for at in range(_net(s).n_value_heads)], axis=1)
     return (made if at_the_end else made.swapaxes(1, 2)) + 2 * s.rounding  # tokens before heads

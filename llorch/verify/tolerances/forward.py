@@ -285,7 +285,7 @@ class Limits:
 
 
 def widened(made: Tolerance, distance: Difference | None) -> Tolerance:
-    """At least 4 times what the producers are off, for the whole, the worst element and each token alike.
+    """Widen a tolerance to at least 4 times the reference engines' own distance from the float64 reference.
 
     A producer that is farther off than its own rounding explains is wrong, and grants no more than one that is right.
     """

@@ -57,7 +57,7 @@ class TrainingGolden:
 
     @property
     def batches(self) -> list[Batch]:
-        """All batches."""
+        """Batches of all steps."""
         return [rows.batch() for rows in self.rows]
 
     def shown(self, place: StageRef) -> np.ndarray:

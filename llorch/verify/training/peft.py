@@ -282,6 +282,7 @@ class Watch(TorchFunctionMode):
         self._hooks.close()
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        """Run a function of torch; keep its result if it scales the output of a watched module."""
         result: Any = func(*args, **(kwargs or {}))
         if func in (Tensor.mul, Tensor.__mul__) and id(args[0]) in self._outputs:
             place, _ = self._outputs.pop(id(args[0]))
@@ -361,7 +362,7 @@ def updated(model: Any, optimizer: torch.optim.AdamW, recipe: OptimizerRecipe, s
 
 
 def _flat_name(name: str) -> str:
-    """`base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight` as `layers.0.q_proj.lora_A`."""
+    """Shorten `base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight` to `layers.0.q_proj.lora_A`."""
     parts = name.split(".")
     at = parts.index("layers")
     kind = LORA_A if LORA_A in parts else LORA_B

@@ -44,7 +44,7 @@ class CurveRecipe:
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=5e-3, max_norm=1.0)
 
     def rate(self, step: int) -> float:
-        """Ours of a step, counted from 1."""
+        """Return the learning rate of a step, counted from 1."""
         peak, warmup, total = self.optimizer.learning_rate, self.warmup_steps, self.n_steps
         return learning_rate(step - 1, schedule="cosine", peak=peak, warmup_steps=warmup, total_steps=total)
 

@@ -312,7 +312,7 @@ class TorchTrainingRunner:
 
     @torch.no_grad()
     def _merged_logits(self) -> np.ndarray:
-        """Those of a model that is loaded with the adapter merged in, rounded to float32 once."""
+        """Compute the logits of a model whose weights have the adapter merged in, rounded to float32 once."""
         merged = MergedWeights(self.weights, self.adapter)
         module = load_dense(merged, dtype=self.target.dtype, device=self.target.device, cut=self._cut)
         return self._tokens(self._logits(self._working(module)))
@@ -381,5 +381,5 @@ def _gradient_of(tensor: Tensor) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """On the CPU; not a copy."""
+    """Return a tensor as an array on the CPU; without a copy if it is there."""
     return tensor.detach().cpu().numpy()
