@@ -187,6 +187,7 @@ def _note_second_loss(job: _Job) -> None:
 
 
 def _to_gguf(job: _Job) -> bool:
+    """Write a model as a GGUF file; return whether it has a tokenizer."""
     weights, source = job.weights, job.weights.source
     if reason := cannot_express(weights.config):
         message = f"cannot convert to GGUF, llama.cpp would compute another model: {reason}"
@@ -272,6 +273,7 @@ def _to_floats(job: _Job) -> bool:
 
 
 def _to_huggingface(job: _Job) -> bool:
+    """Write a GGUF file as a Hugging Face folder; return whether it has a tokenizer."""
     weights, source = job.weights, job.weights.source
     assert isinstance(source, GGUFFile)
     if (family := written_family(weights.config)) != weights.config.family:

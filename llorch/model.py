@@ -263,6 +263,7 @@ class Model(Opened):
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> Float[np.ndarray, "rows vocab"]:
+        """Check the ids, run the forward pass with some weights, and return the logits."""
         ids = self.checked_ids(ids)
         if cache is None:
             cache = KVCache(

@@ -92,6 +92,7 @@ def fill(
 def _of_engine(
     engine: AtlasEngine, environment: Future[Path], fed: Sequence[Fed], home: Path, say: Say
 ) -> Iterator[AtlasVerdict]:
+    """Run an engine with each of its options on all inputs that it reads, and yield the verdicts."""
     try:
         say(f"{engine.name}: the environment")
         python = environment.result()

@@ -162,6 +162,7 @@ def _facts() -> dict[str, str]:
 
 
 def _print_verdicts(verdicts: "Sequence[AtlasVerdict]") -> None:
+    from llorch.atlas.verdicts import NOT_RUN
     from llorch.cli.tables import console, print_table, table
 
     rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake or error message")
@@ -170,7 +171,7 @@ def _print_verdicts(verdicts: "Sequence[AtlasVerdict]") -> None:
         said = each.said if judged is None else " ".join(filter(None, (judged.mistake, each.correction)))
         rows.add_row(
             " ".join(filter(None, (each.engine, each.way, each.version))), each.input.name,
-            "NOT RUN" if each.word == "not run" else each.word, f"{judged.error:.1e}" if judged else "",
+            each.word.upper() if each.word == NOT_RUN else each.word, f"{judged.error:.1e}" if judged else "",
             judged.key if judged else "", " ".join(said.split())[:120],
         )  # fmt: skip
     print_table(console(), rows)

@@ -79,6 +79,7 @@ def _nearest(results: Sequence[StageResult]) -> StageResult:
 
 
 def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes: int) -> None:
+    """Print the lines of a diagnosis as a table."""
     several = [">stages", "closest to its tolerance"] if any(line.n_stages > 1 for line in lines) else []
     passes, total = [">pass"] if n_passes > 1 else [], [">inherited", ">tolerance"] if every else []
     rows = table(

@@ -141,6 +141,7 @@ _SIDES = {"a": "got", "b": "want"}  # as `compare` calls them
 
 
 def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
+    """Print a table of the stages that two dumps share, then the first that differs."""
     from rich.text import Text
 
     from llorch.cli.tables import print_table, table

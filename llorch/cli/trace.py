@@ -98,6 +98,7 @@ def _check_place(output: Path, model: Path) -> None:
 
 
 def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:
+    """Trace the stages of some tokens, by llorch or by a reference engine."""
     from llorch.engines import open_producer
     from llorch.model import load
 

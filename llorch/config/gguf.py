@@ -164,6 +164,7 @@ def _n_layers(fields: Fields, family: Family) -> int:
 
 
 def _read_experts(fields: Fields, family: Family) -> Experts | None:
+    """Read the experts' sizes and counts; None for a family without experts."""
     if not family.experts:
         return None
     n_experts = fields.integer("expert_count", low=1)
@@ -213,6 +214,7 @@ def _read_delta_net(fields: Fields) -> DeltaNet:
 def _read_layers(
     fields: Fields, family: Family, n_layers: int, context: int, experts: Experts | None, *, tempered: bool
 ) -> list[Layer]:
+    """Read the facts of every layer: mixer, window, RoPE, experts."""
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes
     with_experts = _with_experts(fields, family, n_layers) if experts is not None else [False] * n_layers

@@ -155,6 +155,7 @@ def _intermediate_size(fields: Fields, family: Family, experts: Experts | None) 
 
 
 def _read_experts(fields: Fields, family: Family) -> Experts | None:
+    """Read the experts' sizes and counts; None for a model without experts."""
     if not family.experts:
         return None
     count, size = (family.keys.get(usual, usual) for usual in ("num_experts", "moe_intermediate_size"))
@@ -200,6 +201,7 @@ def _read_delta_net(fields: Fields) -> DeltaNet:
 
 
 def _read_layers(fields: Fields, family: Family, context: int, *, has_experts: bool) -> list[Layer]:
+    """Read the facts of every layer: mixer, window, RoPE, experts."""
     n_layers = fields.integer("num_hidden_layers")
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes
@@ -405,6 +407,7 @@ def _temperature(fields: Fields, rope: Fields | None, family: Family, context: i
 
 
 def _read_scaling(rope: Fields, context: int) -> RopeScaling | None:
+    """Read how RoPE's frequencies are scaled; None if they are not."""
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     match kind:
         case "default" | "mrope":

@@ -191,6 +191,7 @@ def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:
 def _finding(
     first: StageResult, best: Trial | None, explained: Sequence[StageResult], tried: Sequence[Trial]
 ) -> Finding:
+    """Make the finding of the first wrong result: the best trial, what it explains, near misses, alternatives."""
     results = [first, *explained]
     suspects = _suspects_of_trial(best, tried) if best is not None else ()
     taken = {suspect.name for suspect in suspects}

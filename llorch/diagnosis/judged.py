@@ -97,6 +97,7 @@ class DumpJudge:
     def _of_pass(
         self, n_pass: int, pasts: Sequence[Past], alone: Past, held: tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
     ) -> Iterator[StageResult]:
+        """Yield the results of one pass, part by part of the model."""
         expected = Expectations(self.replay, n_pass, self._engine, *held)
         xs, x_alone = [np.empty(0) for _ in pasts], np.empty(0)
         for part in range(EMBED, self.replay.config.n_layers + 1):

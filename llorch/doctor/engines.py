@@ -60,6 +60,7 @@ def _effect(plain: np.ndarray, beside: np.ndarray) -> AdapterFinding:
 def _engine(
     engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
 ) -> AdapterFinding:
+    """Run an adapter in an engine, and compare its logits with llorch's."""
     if unable := cannot_judge(engine, weights.config, len(ids)):
         return AdapterFinding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unable}")
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]

@@ -145,6 +145,7 @@ class _Folder:
         self.arrays.append((number, array))
 
     def _stored(self, line: Fields, name: str) -> Stored:
+        """Read where a line of index.jsonl says that its array lies: file, offset, dtype, shape, strides."""
         dtype, shape = require_dtype(line.text("dtype"), name, line.path), _counts(line, "shape")
         require_shape(shape, name, line.path)
         strides = _counts(line, "strides") if line.has("strides") else None

@@ -149,6 +149,7 @@ def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
 
 
 def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | Path) -> DumpLayout:
+    """Read the `layout` of a name in a mapping: axes, row order, fused parts, factor."""
     _require_known(section.values, _LAYOUT_KEYS, f"layout.{name}.", path)
     axes = tuple(section.text("axes", default="").split())
     if section.boolean("transposed", default=False):

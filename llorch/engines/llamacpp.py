@@ -272,6 +272,7 @@ def _decode(
     all_logits: bool,
     watcher: GraphWatcher | None = None,
 ) -> None:
+    """Run llama.cpp on some tokens, with logits of all or of the last one."""
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     try:
         batch.n_tokens = len(ids)

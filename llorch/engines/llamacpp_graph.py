@@ -68,6 +68,7 @@ _FEED_FORWARD_RULES: tuple[Rule, ...] = (
 
 
 def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
+    """Yield the rule of each attention stage of a layer: stage, ggml operation, name of the node, tensor."""
     this = config.layer(layer)
     for letter in "qkv":
         name, tensor = f"{letter.upper()}cur", f"blk.{{i}}.attn_{letter}"
@@ -164,6 +165,7 @@ class GraphCapture:
         return out
 
     def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:
+        """Reshape a node of llama.cpp to the axes of its stage."""
         n, config = self.n_tokens, self.config
         if (rows := of_experts(short, array, config.experts)) is not None:
             return rows

@@ -449,6 +449,7 @@ def _listed_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _hybrid_settings(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings of transformers that a model with delta nets needs beside those of a dense model."""
     if (net := config.delta_net) is None:
         return {}
     kinds = {"delta_net": "linear_attention", "attention": "full_attention"}

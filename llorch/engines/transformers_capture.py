@@ -107,6 +107,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **settings: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run transformers' eager attention and record its stages."""
     eager: Attention = sys.modules[type(module).__module__].eager_attention_forward
     recorder = _RECORDER.get()
     if recorder is None:

@@ -334,6 +334,7 @@ def rope_sections(half: int, kind: str) -> list[int]:
 
 
 def _add_value(writer: GGUFWriter, key: str, value: object) -> None:
+    """Add one metadata value to a GGUF file, with the type that it has in Python or NumPy."""
     match value:
         case bool():
             writer.add_bool(key, value)

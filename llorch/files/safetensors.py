@@ -129,6 +129,7 @@ def _read_tensors(file: MappedFile, header: dict[str, object], data_start: int) 
 
 
 def _read_tensor(file: MappedFile, name: str, entry: object, data_start: int) -> SafetensorsInfo:
+    """Check the header entry of one tensor and return its dtype, shape and place."""
     if not is_plain_name(name):
         raise file.error("Malformed", f"tensor name must be plain printable text, got {name!r}")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:

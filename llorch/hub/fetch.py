@@ -51,6 +51,7 @@ def _neither(wanted: Reference) -> str:
 
 
 def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:
+    """Choose the files of a hub model, ask for consent, download them, and return their path."""
     from huggingface_hub import HfApi, snapshot_download
 
     with _in_words(wanted):

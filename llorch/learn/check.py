@@ -72,6 +72,7 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
 
 
 def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonVerdict:
+    """Compare what the learner's functions of a lesson make, and return the verdict."""
     borrowed, how, fault, traceback = implementation.borrowed(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
     judged: list[LessonComparison] = []

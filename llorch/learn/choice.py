@@ -36,6 +36,7 @@ def chosen(option: str | None = None) -> str | None:
 
 
 def _of_project(here: Path) -> str | None:
+    """Return the implementation that the nearest pyproject.toml names; None if it names none."""
     file = next(
         (folder / "pyproject.toml" for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), None
     )

@@ -173,6 +173,7 @@ def _stage_key(row: Comparison) -> str:
 
 
 def _format_number(number: Number) -> str:
+    """Format one number as expected, got and difference."""
     return f"expected {number.golden:+.5g}   got {number.yours:+.5g}   difference {number.off:.1e}"
 
 

@@ -108,6 +108,7 @@ def _halves_by_path(file: SafetensorsFile | GGUFFile) -> dict[str, dict[str, np.
 def _summary(
     path: str, pair: dict[str, np.ndarray], config: LoraConfig | None, alpha: float, weights: Weights | None
 ) -> MatrixSummary:
+    """Summarise the matrices A and B of one path: shapes, rank, scaling, norms."""
     lora_A, lora_B = pair["A"], pair["B"]
     rank, whole = lora_B.shape[-1], _parameter(path, config)
     if config is not None:

@@ -139,6 +139,7 @@ def alone(targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
 
 
 def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[LoraTarget]:
+    """Yield the matrices of a layer that an adapter can be put on, in forward order."""
     traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
     family = FAMILIES[config.family]
     mlp, as_parameter = family.mlp, ".weight" if family.old_expert_names else ""

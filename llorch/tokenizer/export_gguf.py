@@ -105,6 +105,7 @@ def probes_for(metadata: Mapping[str, object]) -> list[str]:
 def _token_table(
     content: Mapping[str, Any], vocabulary: HuggingFaceVocabulary, rows: int, path: Path
 ) -> tuple[list[str], list[TokenType]]:
+    """Return the text and the type of every token id."""
     texts: dict[int, str] = {}
     types: dict[int, TokenType] = {}
     fallback, unknown = content["model"].get("byte_fallback"), content["model"].get("unk_token")
@@ -176,6 +177,7 @@ def _add_special(
     config: Mapping[str, Any],
     vocabulary: HuggingFaceVocabulary,
 ) -> None:
+    """Add the ids of special tokens to a GGUF tokenizer, and whether texts begin and end with them."""
     path = folder / "tokenizer.json"
     ids = content["model"]["vocab"] | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
     model, generation = read_settings(folder / "config.json"), read_settings(folder / "generation_config.json")

@@ -184,6 +184,7 @@ def _add_tokens(vocab: dict[str, int], added: list[Json]) -> None:
 
 
 def _post_processor(fields: Fields, ids: Mapping[str, int], table: TokenTable) -> Json:
+    """Make the post processor that adds the beginning and end tokens."""
     byte_level, pre = fields.text("model") == "gpt2", fields.text("pre", default="default")
     begins = fields.boolean("add_bos_token", default=not byte_level or PRE_TOKENIZERS[pre].adds_bos)
     ends = fields.boolean("add_eos_token", default=False)

@@ -67,6 +67,7 @@ def _content_text(fields: Fields, name: str, part: object) -> str:
 
 
 def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, object]:
+    """Check one message of a conversation and return it with its content as one text."""
     if not isinstance(entry, dict):
         raise fields.error("Malformed", name, "an object with role and content", entry)
     refuse_media(fields, name, entry)

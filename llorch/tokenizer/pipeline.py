@@ -159,6 +159,7 @@ def read_template(processor: object, path: Path) -> tuple[list[object], list[obj
 
 
 def _read_steps(steps: list[object], tokens: dict[str, object], path: Path) -> tuple[list[object], list[object]]:
+    """Read the special tokens before and after the text in a template of the post processor."""
     ids: list[object] = []
     texts = []
     for step in steps:

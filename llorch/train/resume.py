@@ -66,6 +66,7 @@ def require_same(
 
 
 def _cuda_switches() -> dict[str, Any]:
+    """Return the versions and switches of CUDA that decide the bits of a run."""
     import torch
 
     return {

@@ -112,6 +112,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _yaml(text: str) -> Any:
+    """Parse YAML, and refuse a mapping that has a name twice."""
     try:
         import yaml
     except ModuleNotFoundError:

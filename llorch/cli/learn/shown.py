@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import console
+from llorch.comparison import FAIL, NOT_RUN, PASS
 
 if TYPE_CHECKING:
     from llorch.learn.sandbox import Outcome
 
-STYLES = {"PASS": "bold green", "FAIL": "bold red", "BORROWED": "yellow", "NOT RUN": "magenta", "CHANGED": "yellow"}
+STYLES = {PASS: "bold green", FAIL: "bold red", "BORROWED": "yellow", NOT_RUN: "magenta", "CHANGED": "yellow"}
 
 
 def coloured(text: str) -> Text:
@@ -38,6 +39,6 @@ def counted(outcomes: "Iterable[Outcome]") -> str:
 
 
 def exit_code(outcomes: "Sequence[Outcome]", *, strict: bool) -> int:
-    """1 for a failure, 3 for what did not run where that counts."""
+    """Return 1 if a lesson failed, 3 if one did not run and `strict` is on, else 0."""
     words = {outcome.word for outcome in outcomes}
-    return 1 if "FAIL" in words else 3 if strict and "NOT RUN" in words else 0
+    return 1 if FAIL in words else 3 if strict and NOT_RUN in words else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from llorch.comparison import times_over
+from llorch.comparison import NOT_RUN, times_over
 from llorch.diagnosis.report.figures import LEVELS, Rung, heat, histogram, ladder
 from llorch.diagnosis.report.record import (
     causes,
@@ -23,12 +23,12 @@ from llorch.diagnosis.report.record import (
     times,
     verdict,
 )
-from llorch.diagnosis.verdict import WRONG, Diagnosis, Finding, StageResult
+from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
 from llorch.errors import printable
 from llorch.stages import STAGES
 
 MAX_FIGURES = 6  # findings with heat maps; a page of hundreds would load for minutes
-MARKS = {"RIGHT": "✓", "HONEST": "≈", "WRONG": "✗", "NOT RUN": "-"}
+MARKS = {RIGHT: "✓", HONEST: "≈", WRONG: "✗", NOT_RUN: "-"}
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class TrainingReplay:
         self, run: "ReplayedRun", step: TrainingStep, state: dict[str, Named], mistakes: tuple[Planted, ...], fed: bool,
         until: Key | None,
     ) -> dict[str, Named]:  # fmt: skip
+        """Replay one optimizer step with mistakes, and return the state after it."""
         parameters, shown = state["parameters"], step.shown if fed else {}
         run.keep(step, "start", parameters)
         theirs, own = shown.get(("token_losses", "")), np.zeros(0)

@@ -185,7 +185,7 @@ class ForwardModel:
             return run(self.weights, this, **how)  # type: ignore[arg-type]
 
     def causes(self, case: str) -> Iterator[Finding]:
-        """Diagnose a pass in two parts."""
+        """Diagnose a case that runs in two passes, the second on the cache of the first; yield the findings."""
         this = self.suite.cases[case]
         return self.causes_in(this, len(this.ids) // 2)
 

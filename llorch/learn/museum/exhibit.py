@@ -138,6 +138,7 @@ def write(shown: Exhibit, folder: Path) -> None:
 
 
 def _readme(shown: Exhibit, folder: Path) -> str:
+    """Write the README.md of an exhibit: its symptom, its files, and the commands to start with."""
     ids = ",".join(str(token) for tokens in shown.passes for token in tokens.ids)
     sizes = " + ".join(str(len(tokens.ids)) for tokens in shown.passes)
     first = shown.passes[0].first_position

@@ -147,6 +147,7 @@ class Run:
             return self._finish(time.perf_counter() - begin)
 
     def _opened_log(self, offset: int) -> NoLog:
+        """Open the log at a byte offset on the first rank; on other ranks return a log that writes nothing."""
         if not self._ranks.is_first:
             return NoLog()
         return RunLog(self._folder, offset=offset, tensorboard=self._training.settings.tensorboard)
