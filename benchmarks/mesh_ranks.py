@@ -85,7 +85,7 @@ def made(job: Job, at: Target, mesh: DeviceMesh) -> Stepper:
     cut = cut_for(job.config, mesh)
     for name, parameter in module.named_parameters():
         parameter.data = cut(name, parameter.data)
-    prepare(module)
+    prepare(module, at)
     attach(module, _adapter(job), trainable=True)
     if job.recomputed:
         checkpoint_gradients(module)

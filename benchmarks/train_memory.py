@@ -170,6 +170,7 @@ def our_module(folder: Path, dtype, recomputed: bool):
     from llorch.files import open_weights
     from llorch.lora.config import LoraConfig
     from llorch.lora.initial import initial_adapter
+    from llorch.pytorch.device import Target
     from llorch.pytorch.load import load_dense
     from llorch.pytorch.lora.adapters import attach
     from llorch.pytorch.train.forward import checkpoint_gradients
@@ -177,7 +178,7 @@ def our_module(folder: Path, dtype, recomputed: bool):
 
     weights = open_weights(folder)
     module = load_dense(weights, dtype=dtype, device=torch.device("cpu")).train()
-    prepare(module)
+    prepare(module, Target(torch.device("cpu"), dtype))
     if recomputed:
         checkpoint_gradients(module)
     lora = LoraConfig(target_modules=("q_proj", "v_proj"))

@@ -75,7 +75,7 @@ def both(
     module = random_model(config, at)
     ids = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(0))
     theirs, adapter = peft_side(module, rank, modules, ids.to(at.device))
-    return {"llorch": our_side(module, adapter, ids, at.device, chunk), "peft": theirs}
+    return {"llorch": our_side(module, adapter, ids, at, chunk), "peft": theirs}
 
 
 def peft_side(module, rank: int, modules: tuple[str, ...], ids):
@@ -114,7 +114,7 @@ def peft_side(module, rank: int, modules: tuple[str, ...], ids):
     return step, {name: p.detach().float().cpu().numpy().copy() for name, p in trained.items()}
 
 
-def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
+def our_side(module, arrays: dict, ids, at, chunk: int | None) -> Step:
     """Make llorch's step, as `llorch lora train` takes it."""
     import numpy as np
     import torch
@@ -136,7 +136,7 @@ def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
         name: LoraTensors(arrays[key.format(target.path, "A")], arrays[key.format(target.path, "B")])
         for name, target in lora.targets(module.config).items()
     }
-    prepare(module)
+    prepare(module, at)
     attach(module, checked(lora, tensors, module.config), trainable=True)
     optimizer = AdamW(
         trainable_parameters(module), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, lr_ratio=1.0, eight_bit=False
@@ -148,7 +148,7 @@ def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
     batch = Batch(rows, labels, positions, np.zeros_like(rows), np.arange(len(rows)))
 
     def step() -> float:
-        hidden = hidden_states(module.train(), batch, device)
+        hidden = hidden_states(module.train(), batch, at.device)
         summed = loss_sum(hidden, module.lm_head, torch.from_numpy(labels), label_smoothing=0.0, chunk=chunk)
         loss = summed / batch.n_trained
         loss.backward()

@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 with install_import_hook(["llorch"], "beartype.beartype"):
-    from llorch.pytorch.kernels.triton import decode_attention, dense_matvec, fused
+    from llorch.pytorch.kernels.triton import decode_attention, dense_matvec, fused, trained
 
 POINTERS = frozenset(
     "x y weight weight0 weight1 weight2 bias0 bias1 bias2 y0 y1 y2 "
-    "gate up q k v q_rope k_rope keys values context".split()
+    "gate up q k v q_rope k_rope keys values context grad d_x d_gate d_up".split()
 )
 ONES = {"n_rows": 1, "seq": 1, "kv_heads": 1, "group": 1, "n_parts": 1}  # known to the compiler where they are 1
 Case = tuple[str, Any, dict[str, str], dict[str, Any]]
@@ -37,6 +37,12 @@ def cases(dtype: str) -> Iterator[Case]:
     for kept in (False, True):
         sizes = {"KEEP_KEYS": kept, "HALF": 64, "COLUMNS": 64, "HEADS": 32, "KV_HEADS": 8}
         yield f"rotate {kept}", fused._rotate, angles, sizes
+    yield "norm back", trained._norm_back, wide, {"ROWS": 1, "COLUMNS": 4096}
+    yield "norm of heads back", trained._norm_back, wide, {"ROWS": 16, "COLUMNS": 128}
+    yield "swiglu back", trained._swiglu_back, {}, {"TILE": 1024}
+    for back in (False, True):
+        sizes = {"BACK": back, "HALF": 64, "COLUMNS": 64, "HEADS": 32, "KV_HEADS": 8}
+        yield f"turn {back}", trained._turn_tokens, angles, sizes
     for masked in (False, True):
         sizes = {"MASKED": masked, "WIDEN": False, "BLOCK": 64 // size, "GROUP": 16, "WIDTH": 128}
         yield f"attend {masked}", decode_attention._attend_part, wide | {"seen": "*u8"}, sizes

@@ -22,7 +22,7 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels import KernelTable, family_examples
+from llorch.pytorch.kernels import TRAINED, KernelTable, family_examples, trained_examples
 from llorch.pytorch.kernels.example import KernelExample, Numbers
 from llorch.pytorch.kernels.packing import KIND_NAMES, Kind
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
@@ -43,6 +43,7 @@ USUAL = {
     "cpu": replace(SHAPES["qwen2.5-0.5b"], n_layers=1, vocab_size=1000),
 }
 CTX = 64
+TOKENS, MANY_TOKENS = (2, 3), (2, 1024)  # batch and sequence of kernels with gradients
 
 Clock = Callable[[Callable[[], object]], float]  # seconds that a call takes
 
@@ -131,7 +132,7 @@ def seconds(device: torch.device, kind: str) -> Clock:
 
     Calls are recorded because steps of decoding are recorded, and because a host takes longer to launch a small kernel
     than the kernel runs. Unrecorded, the kernel that saves no launch would seem the faster. A kernel that records
-    itself is timed as it is called.
+    itself is timed as it is called. So is a kernel with gradients, as its inputs are large enough to hide launches.
     """
     if device.type != "cuda":
         return _least
@@ -142,7 +143,8 @@ def seconds(device: torch.device, kind: str) -> Clock:
     def median(call: Callable[[], object]) -> float:
         return cast(float, do_bench(call, warmup=10, rep=50, return_mode="median"))
 
-    return median if kind == "graph" else lambda call: median(recorded(call, warm_up=call).replay)
+    unrecorded = kind == "graph" or kind.startswith(TRAINED)
+    return median if unrecorded else lambda call: median(recorded(call, warm_up=call).replay)
 
 
 def _least(call: Callable[[], object]) -> float:
@@ -158,6 +160,10 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
     """Make the examples of a kind of kernel, at the shapes of a model."""
     if kind in _EXAMPLES:
         return _EXAMPLES[kind](config, at)
+    if kind.startswith(TRAINED):
+        return trained_examples.EXAMPLES[kind.removeprefix(TRAINED)](
+            config, at, TOKENS if config is ODD else MANY_TOKENS
+        )
     if (name := kind.removeprefix("packed ")) in KIND_NAMES:
         return _packed(config, at, kind_named(name))
     return family_examples.example_of(kind, config, at)

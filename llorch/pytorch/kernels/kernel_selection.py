@@ -23,7 +23,7 @@ from llorch.errors import CheckpointMismatch
 from llorch.memory import keep_freed_memory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named, target
-from llorch.pytorch.kernels import KernelTable
+from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
 from llorch.pytorch.kernels.sdpa import use_sdpa
@@ -37,14 +37,16 @@ PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in i
 
 
 @cache
-def own_leaves(at: Target) -> KernelTable:
+def own_leaves(at: Target, *, training: bool = False) -> KernelTable:
     """Choose llorch's kernels for a target: none (torch), all (own), or those that are right and no slower (auto).
 
+    `training`: the kernels that record gradients, and no others; the CPU has none.
     CheckpointMismatch where one is wrong that was asked for by name.
     """
-    if at.kernels == "torch":
+    if at.kernels == "torch" or (training and at.device.type == "cpu"):
         return {}
     leaves, asked = leaves_for(at.device, at.dtype, required=at.kernels == "own"), at.kernels == "own"
+    leaves = {kind: make for kind, make in leaves.items() if kind.startswith(TRAINED) is training}
     if not leaves or (at.device.type == "cpu" and not asked):
         return leaves
     found = verdicts(at, list(leaves))
@@ -74,6 +76,13 @@ def speed_up(
     put_leaves(module, leaves)
 
 
+def speed_up_training(module: CausalLM, at: Target) -> None:
+    """Put fused attention and the kernels that record gradients in place of plain modules."""
+    use_sdpa(module)
+    trained = own_leaves(at, training=True)
+    put_leaves(module, {kind.removeprefix(TRAINED): make for kind, make in trained.items()})
+
+
 def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelVerdict]:
     """Return the verdicts on some kinds of kernels, found now or by an earlier process.
 
@@ -82,8 +91,8 @@ def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping
     folder = private_folder()
     kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
     found = {} if kept is None or anew else _read_results(kept)
-    if not found.keys() >= {*kinds}:
-        found = try_apart(at, kinds)
+    if missing := [kind for kind in kinds if kind not in found]:
+        found |= try_apart(at, missing)
         if kept is not None:
             _keep(kept, found)
     return found

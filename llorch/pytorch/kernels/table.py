@@ -44,7 +44,7 @@ def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> K
 
 
 def put_leaves(model: CausalLM, leaves: KernelTable) -> None:
-    """Put kernels in place of the plain modules, for inference.
+    """Put kernels in place of the plain modules.
 
     Eager attention stays, because someone wants its stages.
     """

@@ -1,5 +1,7 @@
 """A model in torch whose modules record gradients; kernels for inference do not.
 
+On CUDA, norms, rotations and activations run on the kernels of `llorch.pytorch.kernels.triton.trained`.
+
 On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
 takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to
 420 GFLOP/s against 80 to 140). Other dtypes go to oneDNN in torch anyway.
@@ -17,7 +19,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import Ranks
 from llorch.pytorch.distributed.parallel import axes_of, cut_for
-from llorch.pytorch.kernels.sdpa import use_sdpa
+from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up_training
 from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.torchrun import ranks_here
@@ -68,11 +70,12 @@ def load_for_training(
 ) -> CausalLM:
     """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; on a mesh this rank's part."""
     compute_as_named(at)
+    own_leaves(at, training=True)  # a first check of kernels needs memory of the device, so it comes before the model
     cut, room = (all_of, {}) if mesh is None else (cut_for(weights.config, mesh), _shared_by(mesh))
     how: Any = {"residency": cast(Any, residency), "batch": batch, "n_tokens": n_tokens, **room}
     chosen = Ranks(mesh).first(lambda: require_memory(weights, at, **how))  # before any rank takes what is free
     module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device, cut=cut)
-    prepare(module)
+    prepare(module, at)
     return module
 
 
@@ -81,7 +84,10 @@ def _shared_by(mesh: DeviceMesh) -> dict[str, int]:
     return {"n_ranks": axes_of(mesh)["tp"], "n_here": len(ranks_here(mesh.size()))}
 
 
-def prepare(module: CausalLM) -> None:
-    """Put the kernels in place that training runs on: fused attention, faster products of frozen weights."""
-    use_sdpa(module)
+def prepare(module: CausalLM, at: Target) -> None:
+    """Put the kernels in place that training runs on.
+
+    These are fused attention, and on CUDA fused norms, rotations and activations. The CPU gets faster frozen products.
+    """
+    speed_up_training(module, at)
     freeze_linears(module)

@@ -19,7 +19,7 @@ import llorch
 from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra
 from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, target
-from llorch.pytorch.kernels import kernel_check, kernel_selection
+from llorch.pytorch.kernels import TRAINED, kernel_check, kernel_selection
 from llorch.pytorch.kernels import table as all_leaves
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, tried
 from llorch.pytorch.kernels.kernel_selection import try_apart, verdicts
@@ -30,8 +30,9 @@ own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the 
 
 CPU = torch.device("cpu")
 ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
-QUICK = ("norm", "rotate", "attend", "act")  # in Triton's interpreter
+QUICK = ("norm", "rotate", "attend", "act", "trained norm", "trained act")  # in Triton's interpreter
 EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
+WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act")]
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
 RIGHT, WRONG, SLOW = KernelVerdict(0.5, 0.9), KernelVerdict(7.0, 0.9), KernelVerdict(0.5, 1.4)
 
@@ -54,7 +55,10 @@ def test_leaves_of_the_cpu_pass_the_trial(kind: str, dtype: str):
 
 
 @pytest.mark.slow_cases("attend", "rotate")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in ALL])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in (*ALL, *WITH_GRADIENTS)],
+)
 def test_triton_leaves_pass_the_trial(kind: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
     if torch.cuda.is_available():
@@ -62,7 +66,7 @@ def test_triton_leaves_pass_the_trial(kind: str, monkeypatch: pytest.MonkeyPatch
     from llorch.pytorch.kernels.triton.leaves import LEAVES
 
     prepare_once_a_launch(monkeypatch)
-    assert {*LEAVES} == {*ALL, *EXPERTS, "graph"}
+    assert {*LEAVES} == {*ALL, *EXPERTS, *WITH_GRADIENTS, "graph"}
     assert tried(kind, LEAVES, target(), even).fault(timed=True) == ""
 
 
@@ -76,7 +80,7 @@ class OneWrong(nn.Module):
     def forward(self, *given: Any) -> Any:
         made = self.plain(*given)
         first = (made if isinstance(made, Tensor) else made[0]).clone()
-        first.view(-1)[-1] += first.abs().max() / 8
+        first.view(-1)[-1] += first.detach().abs().max() / 8
         return first if isinstance(made, Tensor) else (first, *made[1:])
 
 
@@ -86,6 +90,34 @@ def test_one_wrong_element_is_found(kind: str, dtype: str):
     found = tried(kind, {kind: OneWrong}, target("cpu", dtype), even)
     assert 1 < found.off < math.inf
     assert_tells(found.fault(timed=False), f"{found.off:.3g}")
+
+
+class OneWrongGradient(nn.Module):
+    """A leaf whose results are right, and whose gradient has one wrong element."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: Tensor, *given: Any) -> Any:
+        x = x.view_as(x)
+        x.register_hook(self.with_one_wrong)
+        return self.plain(x, *given)
+
+    def with_one_wrong(self, grad: Tensor) -> Tensor:
+        wrong = grad.clone()
+        wrong.view(-1)[-1] += wrong.abs().max() / 8
+        return wrong
+
+
+@pytest.mark.parametrize("wrong", [OneWrong, OneWrongGradient])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", WITH_GRADIENTS)
+def test_one_wrong_element_of_a_kernel_with_gradients_is_found(kind: str, dtype: str, wrong: Any):
+    found = tried(kind, {kind: wrong}, target("cpu", dtype), even)
+    assert 1 < found.off < math.inf
+    right = tried(kind, {kind: lambda plain: plain}, target("cpu", dtype), even)
+    assert right.fault(timed=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -209,6 +241,9 @@ def test_results_are_kept_for_the_same_device_and_source(
     verdicts(target(), ["norm"])
     verdicts(target(), ["norm"], anew=True)
     assert counted == ["norm"] * 9
+    assert {*verdicts(target(), ["norm", "trained norm"])} == {"norm", "trained norm"}
+    verdicts(target(), ["norm"])
+    assert counted == [*["norm"] * 9, "trained norm"]
 
 
 @pytest.fixture
@@ -236,6 +271,17 @@ def test_auto_takes_what_is_right_and_no_slower_and_says_in_a_line_what_it_leave
     assert_tells(of_act, "act", 7)
     assert_tells(of_linear, "linear", 1.4)
     assert own_leaves(cuda("torch")) == {}
+
+
+def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_device, monkeypatch):
+    on_a_device({"norm": RIGHT, "trained norm": RIGHT, "trained act": SLOW})
+    assert [*own_leaves(cuda("auto"))] == ["norm"]
+    assert [*own_leaves(cuda("auto"), training=True)] == ["trained norm"]
+    assert own_leaves(cuda("torch"), training=True) == {}
+    monkeypatch.setattr(
+        kernel_selection, "leaves_for", lambda *a, **k: pytest.fail("the CPU has none, and builds none")
+    )
+    assert own_leaves(target("cpu", "float32", "own"), training=True) == {}
 
 
 def test_own_takes_slow_ones_and_refuses_wrong_ones(on_a_device, caplog):

@@ -1,5 +1,8 @@
 """The linear layer of frozen weights: the products of `nn.Linear`, forward and backward, and no gradient of its own."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +10,11 @@ from torch import nn
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.device import Target, target
+from llorch.pytorch.kernels import kernel_selection
+from llorch.pytorch.kernels.sdpa import sdpa_attention
 from llorch.pytorch.load import load_dense
-from llorch.pytorch.train.loading import FrozenLinear, freeze_linears
+from llorch.pytorch.train.loading import FrozenLinear, freeze_linears, prepare
 
 
 def loaded(dtype: torch.dtype) -> CausalLM:
@@ -51,3 +57,24 @@ def test_every_float32_projection_is_replaced_and_shares_its_weights():
     narrow = loaded(torch.bfloat16)
     freeze_linears(narrow)
     assert not any(isinstance(leaf, FrozenLinear) for leaf in narrow.modules())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "own"])
+def test_a_model_for_training_gets_the_kernels_with_gradients_of_its_target(kernels, monkeypatch: pytest.MonkeyPatch):
+    asked, norm = [], nn.Identity()
+
+    def own_leaves(at: Target, *, training: bool) -> dict:
+        asked.append((at, training))
+        return {"trained norm": lambda plain: norm, "trained act": lambda plain: "act"}
+
+    monkeypatch.setattr(kernel_selection, "own_leaves", own_leaves)
+    at, module = replace(target("cpu", "bfloat16"), kernels=kernels), loaded(torch.bfloat16)
+    before = module.get_submodule("model.layers.1.self_attn").__dict__["rotate"]
+    prepare(module, at)
+    assert asked == [(at, True)]
+    assert module.model.norm is norm
+    layer: Any = module.get_submodule("model.layers.1")
+    assert layer.post_attention_layernorm is norm
+    assert layer.mlp.act == "act"
+    assert layer.self_attn.rotate is before
+    assert layer.self_attn.attend is sdpa_attention

@@ -32,16 +32,23 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Normalise the last axis."""
-        x = x.contiguous()
-        y, width = torch.empty_like(x), x.shape[-1]
-        n_rows, columns = x.numel() // width, triton.next_power_of_2(width)
-        tile_rows = max(1, _NORM_TILE // columns)
-        launch: Any = _normalise[(triton.cdiv(n_rows, tile_rows),)]
-        launch(
-            x, self.weight, y, n_rows, width, self.eps,
-            ROWS=tile_rows, COLUMNS=columns, num_warps=4 if columns <= _NORM_TILE else 8,
-        )  # fmt: skip
-        return y
+        return normalised(x, self.weight, self.eps)
+
+
+def normalised(x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"], eps: float) -> Tensor:
+    """Compute `rms_norm` of `causal_lm`."""
+    x = x.contiguous()
+    y, width = torch.empty_like(x), x.shape[-1]
+    n_rows, tile = x.numel() // width, norm_tile(width)
+    launch: Any = _normalise[(triton.cdiv(n_rows, tile["ROWS"]),)]
+    launch(x, weight, y, n_rows, width, eps, **tile)
+    return y
+
+
+def norm_tile(width: int) -> dict[str, Any]:
+    """Choose the whole rows that a program takes, and its warps."""
+    columns = triton.next_power_of_2(width)
+    return {"ROWS": max(1, _NORM_TILE // columns), "COLUMNS": columns, "num_warps": 4 if columns <= _NORM_TILE else 8}
 
 
 @triton.jit
@@ -105,17 +112,17 @@ def _rotate(
     s = tl.load(sin + token * HALF + column, mask=column < HALF, other=0)[None, :]
     if part == 0:  # a name has one shape in all branches
         head = tl.arange(0, HEADS)
-        at, there = _first_halves(token * n_heads + head, head < n_heads, column, HALF)
-        _turn(q + at, q_rope + at, there, c, s, HALF)
+        at, there = first_halves(token * n_heads + head, head < n_heads, column, HALF)
+        turn(q + at, q_rope + at, there, c, s, HALF)
     else:
         kv_head = tl.arange(0, KV_HEADS)
-        new, new_there = _first_halves(token * kv_heads + kv_head, kv_head < kv_heads, column, HALF)
+        new, new_there = first_halves(token * kv_heads + kv_head, kv_head < kv_heads, column, HALF)
         row = (token // seq * kv_heads + kv_head) * n_slots + tl.load(slots + token)
         cached = row[:, None] * (2 * HALF) + column[None, :]
         if part == 1:
-            _turn(k + new, keys + cached, new_there, c, s, HALF)
+            turn(k + new, keys + cached, new_there, c, s, HALF)
             if KEEP_KEYS:
-                _turn(k + new, k_rope + new, new_there, c, s, HALF)
+                turn(k + new, k_rope + new, new_there, c, s, HALF)
         else:
             tl.store(values + cached, tl.load(v + new, mask=new_there), mask=new_there)
             tl.store(values + cached + HALF, tl.load(v + new + HALF, mask=new_there), mask=new_there)
@@ -123,14 +130,14 @@ def _rotate(
 
 @triton.jit
 @no_type_check
-def _first_halves(head, head_there, column, HALF: tl.constexpr):
+def first_halves(head, head_there, column, HALF: tl.constexpr):
     """Compute the offsets of the first halves of some heads, (heads, half), and the mask of those that are there."""
     return head[:, None] * (2 * HALF) + column[None, :], head_there[:, None] & (column < HALF)[None, :]
 
 
 @triton.jit
 @no_type_check
-def _turn(source, target, there, c, s, HALF: tl.constexpr):
+def turn(source, target, there, c, s, HALF: tl.constexpr):
     """Turn the pairs (j, j + half) of some heads."""
     first = tl.load(source, mask=there, other=0).to(tl.float32)
     second = tl.load(source + HALF, mask=there, other=0).to(tl.float32)
@@ -138,14 +145,14 @@ def _turn(source, target, there, c, s, HALF: tl.constexpr):
     tl.store(target + HALF, (second * c + first * s).to(target.dtype.element_ty), mask=there)
 
 
-_ACT_TILE = 1024  # 16 bytes of bfloat16 for each of 128 threads
+ACT_TILE = 1024  # 16 bytes of bfloat16 for each of 128 threads
 
 
 def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]) -> Float[Tensor, "*rows inter"]:
     """Compute silu(gate) * up for inference: nothing is recorded for a backward pass."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
-    _swiglu[(triton.cdiv(gate.numel(), _ACT_TILE),)](gate, up, y, gate.numel(), TILE=_ACT_TILE)
+    _swiglu[(triton.cdiv(gate.numel(), ACT_TILE),)](gate, up, y, gate.numel(), TILE=ACT_TILE)
     return y
 
 

@@ -1,9 +1,10 @@
 """The table of kernels that run on CUDA instead of torch's own; importing it imports Triton."""
 
 from llorch.pytorch.causal_lm import Block
-from llorch.pytorch.kernels import KernelTable
+from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.packing import KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.triton import trained
 from llorch.pytorch.kernels.triton.decode_attention import decode_attention
 from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm, rotate_and_cache, swiglu
@@ -47,4 +48,7 @@ LEAVES: KernelTable = {
     "act": lambda plain: swiglu,
     "block": joined,
     "graph": lambda plain: GraphedSteps(),
+    f"{TRAINED}norm": trained.TrainedRMSNorm,
+    f"{TRAINED}rotate": lambda plain: trained.rotate_and_cache,
+    f"{TRAINED}act": lambda plain: trained.swiglu,
 }

@@ -168,5 +168,5 @@ def test_every_kernel_compiles_for_a_device_and_loads_16_bytes_at_a_time(tmp_pat
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert len(lines) == 2 * 10 * 2
+    assert len(lines) == 2 * 15 * 2
     assert not [line for line in lines if "narrow" in line]

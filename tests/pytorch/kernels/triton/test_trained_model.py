@@ -1,0 +1,90 @@
+"""Gradients of a whole model that has the kernels of training, against those of the plain model."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_tolerances import PLACES, kernel_device
+from torch import Tensor
+
+pytest.importorskip("triton", reason="NOT RUN: triton not installed")
+
+from llorch.config import ModelConfig
+from llorch.pytorch.causal_lm import CausalLM, RMSNorm
+from llorch.pytorch.device import Target
+from llorch.pytorch.kernels import TRAINED, kernel_selection
+from llorch.pytorch.kernels.triton.fused import FusedRMSNorm
+from llorch.pytorch.kernels.triton.leaves import LEAVES
+from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
+from llorch.train.batch import Batch
+
+KERNELS = {kind: make for kind, make in LEAVES.items() if kind.startswith(TRAINED)}
+IDS = np.arange(12).reshape(2, 6)
+BATCH = Batch(IDS, IDS, np.tile(np.arange(6), (2, 1)), np.zeros_like(IDS), np.arange(2))
+
+
+@pytest.fixture(params=PLACES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return kernel_device(request.param)
+
+
+def model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Random weights that are numbers of bfloat16; the projections of the first half of a layer are trained."""
+    made, generator = CausalLM(config), torch.Generator().manual_seed(0)
+    for name, weight in made.named_parameters():
+        start = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.5)
+        weight.data = (start + (1 if "norm" in name else 0)).bfloat16()
+        weight.requires_grad_("self_attn" in name and "norm" not in name)
+    return made.to(device, dtype)
+
+
+def with_kernels(made: CausalLM, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
+    """Kernels as on a CUDA device whose check found all of them right."""
+    monkeypatch.setattr(kernel_selection, "own_leaves", lambda at, *, training: KERNELS)
+    weight = made.model.norm.weight
+    kernel_selection.speed_up_training(made, Target(weight.device, weight.dtype))
+    assert not [path for path, module in made.named_modules() if isinstance(module, RMSNorm)]
+    assert len([path for path, module in made.named_modules() if isinstance(module, FusedRMSNorm)]) > 0
+    return made
+
+
+def gradients(made: CausalLM, device: torch.device) -> dict[str, Tensor]:
+    hidden = hidden_states(made, BATCH, device)
+    hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden))
+    found = {name: weight.grad for name, weight in made.named_parameters() if weight.grad is not None}
+    return {"hidden": hidden.detach(), **found}
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    assert got.shape == exact.shape
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("qk_norm", [True, False], ids=["qwen3", "llama"])
+def test_every_gradient_is_as_near_to_float64_as_that_of_the_plain_model(
+    config: Any, qk_norm: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    config = replace(config, n_layers=2, qk_norm=qk_norm)
+    exact = gradients(model(config, torch.float64, device), device)
+    near = gradients(model(config, dtype, device), device)
+    got = gradients(with_kernels(model(config, dtype, device), monkeypatch), device)
+    assert list(got) == list(exact)
+    assert len(got) == 1 + 4 * config.n_layers
+    for name, want in exact.items():
+        assert got[name].dtype is dtype
+        allowed = max(4 * distance(near[name], want), 4 * torch.finfo(dtype).eps)
+        assert distance(got[name], want) <= allowed, name
+
+
+def test_a_block_that_is_computed_again_gives_the_same_gradients(config, device, monkeypatch):
+    config = replace(config, n_layers=1)
+    once = with_kernels(model(config, torch.float32, device), monkeypatch)
+    again = with_kernels(model(config, torch.float32, device), monkeypatch)
+    checkpoint_gradients(again)
+    want, got = gradients(once, device), gradients(again, device)
+    assert want.keys() == got.keys()
+    assert len(got) == 1 + 4
+    assert all(torch.equal(got[name], want[name]) for name in want)
