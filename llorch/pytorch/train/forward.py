@@ -4,18 +4,23 @@ Documents that are packed into one row see only themselves. If no row holds two 
 alone: padding stands at the end of a row, so no token sees it, and no loss is taken there.
 """
 
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from llorch.architecture import Bound
+from llorch.config import ModelConfig
 from llorch.ops.rope import rope_tables
 from llorch.pytorch.cache import NoCache, PassPlacement, Visible
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.train.batch import Batch
+
+Table = Float[Tensor, "positions half"]
 
 
 def hidden_states(
@@ -39,19 +44,28 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacem
     packed = bool((batch.documents > 0).any())
     if packed and config.delta_net is not None:
         raise ValueError("train: packing mixes documents in models with delta nets; train without --packing")
-    kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     positions = batch.positions.clip(min=0)
-    cos, sin = (
-        torch.from_numpy(table.reshape(*positions.shape, -1)).to(device, wide)
-        for table in rope_tables(positions.reshape(-1), **kind)
-    )  # (batch, seq, half)
     visible = _own_document(torch.from_numpy(batch.documents).to(device)) if packed else None
     at = torch.from_numpy(positions).to(device)
+    cos, sin = (table[at] for table in _angles(config, longest, wide, device))  # (batch, seq, half)
     near = {layer.bound: _near(layer.bound, at, visible) for layer in config.layers if layer.bound is not None}
     heat = config.temperature and config.temperature.of(positions.reshape(-1)).reshape(positions.shape)
     heat = None if heat is None else torch.from_numpy(heat).to(device, wide)
     return PassPlacement(at, cos, sin, visible, positions.shape[1], near, heat)
+
+
+def _angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
+    """Return cosines and sines of the positions below `n`, and of some more: few tables serve batches of any length."""
+    return _first_angles(config, 1 << max(0, n - 1).bit_length(), dtype, device)
+
+
+@lru_cache(maxsize=4)
+def _first_angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
+    """Keep tables on the device: the processor takes milliseconds for them, in which a GPU would wait in every step."""
+    kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
+    cos, sin = (torch.from_numpy(table).to(device, dtype) for table in rope_tables(np.arange(n), **kind))
+    return cos, sin
 
 
 def _near(bound: Bound, positions: Int[Tensor, "batch seq"], visible: Visible) -> Bool[Tensor, "batch 1 seq ctx"]:

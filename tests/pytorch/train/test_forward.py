@@ -7,11 +7,12 @@ from refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.ops.rope import rope_tables
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import load_torch
-from llorch.pytorch.train.forward import hidden_states
+from llorch.pytorch.train.forward import hidden_states, place_of
 from llorch.train.batch import IGNORED, Batch
 
 CPU = torch.device("cpu")
@@ -67,3 +68,20 @@ def test_a_document_longer_than_the_context_is_refused():
     long = batch([[list(range(5)) * 9000]])
     with refuses(ValueError, 45000, 40960, "--max-length", where="train"):
         hidden_states(model(), long, CPU)
+
+
+@pytest.mark.parametrize("longest", [1, 8, 9, 17])
+def test_angles_have_the_bits_of_those_computed_for_their_positions(longest: int):
+    module = model(torch.float32, "micro-llama3")
+    one = batch([[list(range(longest)), [1, 2]], [[3]]])
+    place = place_of(module, one, CPU)
+    config, positions = module.config, one.positions.clip(min=0)
+    kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
+    for got, table in zip((place.cos, place.sin), rope_tables(positions.reshape(-1), **kind), strict=True):
+        assert np.array_equal(got.numpy(), table.reshape(*positions.shape, -1).astype(np.float32))
+
+
+def test_angles_are_not_those_of_another_model():
+    one = batch([[[1, 2, 3, 4]]])
+    first, other = (place_of(model(name=name), one, CPU) for name in ("micro-llama3", "micro-qwen2"))
+    assert first.cos.shape != other.cos.shape or not torch.equal(first.cos, other.cos)
