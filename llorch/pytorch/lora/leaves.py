@@ -33,11 +33,16 @@ def delta(
     scaling: float,
     mask: Bool[Tensor, "*rows in"] | None = None,
     share: float = 0.0,
+    onto: Float[Tensor, "*rows out"] | None = None,
 ) -> Float[Tensor, "*rows out"]:
-    """Compute scaling * (x A^T) B^T in the dtype of A; dropout leaves `mask` of `x` and drops a `share` of it."""
+    """Compute scaling * (x A^T) B^T in the dtype of A; dropout leaves `mask` of `x` and drops a `share` of it.
+
+    `onto` is a result of the base: then their sum is computed, rounded to its dtype.
+    """
     if torch.is_grad_enabled():
-        return DeltaFunction.apply(x, lora_A, lora_B, scaling, mask, share)  # type: ignore[return-value] (torch says Any)
-    return linear(_narrow(x, lora_A, scaling, mask, share), lora_B)
+        return DeltaFunction.apply(x, lora_A, lora_B, scaling, mask, share, onto)  # type: ignore[return-value]
+    product = linear(_narrow(x, lora_A, scaling, mask, share), lora_B)
+    return product if onto is None else (onto + product).to(onto.dtype)
 
 
 def fixed_product(x: Float[Tensor, "*rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "*rows out"]:
@@ -50,20 +55,22 @@ class DeltaFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, mask: Tensor | None, share: float
-    ) -> Tensor:
+        ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, mask: Tensor | None, share: float,
+        onto: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Multiply; remembers the input as it came."""
         narrow = _narrow(x, lora_A, scaling, mask, share)
         ctx.save_for_backward(x, lora_A, lora_B, narrow, mask)
         ctx.scaling, ctx.share = scaling, share
-        return linear(narrow, lora_B)
+        product = linear(narrow, lora_B)
+        return product if onto is None else torch.add(onto, product, out=torch.empty_like(onto))  # rounded once
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, A and B; those that nobody wants are not made."""
+        """Gradients of input, A, B and the base's result; those that nobody wants are not made."""
         x, lora_A, lora_B, narrow, mask = ctx.saved_tensors
         (grad,) = grads
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad.reshape(-1, grad.shape[-1]).to(lora_B.dtype)
         d_narrow = (rows @ lora_B) * ctx.scaling
         d_x = d_A = d_B = None
         if ctx.needs_input_grad[2]:
@@ -73,7 +80,7 @@ class DeltaFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = (d_narrow @ lora_A).view(x.shape)
             d_x = (d_x if mask is None else d_x * mask / (1 - ctx.share)).to(x.dtype)
-        return d_x, d_A, d_B, None, None, None
+        return d_x, d_A, d_B, None, None, None, grad if ctx.needs_input_grad[6] else None
 
 
 def _narrow(x: Tensor, lora_A: Tensor, scaling: float, mask: Tensor | None, share: float) -> Float[Tensor, "*rows r"]:
@@ -241,7 +248,10 @@ class LoraLinear(LoraLeaf):
         lora_A, lora_B = self._factors(name)
         share = setting.config.lora_dropout if self.training else 0.0
         mask = self.mask_of(x, share, salt=setting.salt) if share else None
-        added = self._delta(x, lora_A, lora_B, scaling=setting.scaling, mask=mask, share=share)
+        how: Any = {"scaling": setting.scaling, "mask": mask, "share": share}
+        if not (self.fixed or name in self.start_A or name in self.lora_magnitude_vector):
+            return delta(x, lora_A, lora_B, **how, onto=y)
+        added = self._delta(x, lora_A, lora_B, **how)
         if name in self.start_A:
             start_A, start_B = self.own(self.start_A[name]), setting.of_leaf(self.own(self.start_B[name]))
             added = added - self._delta(x, start_A, start_B, scaling=setting.scaling)

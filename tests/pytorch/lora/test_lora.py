@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from llorch.pytorch.lora.adapters import (
     trainable_parameters,
 )
 from llorch.pytorch.lora.dropout import drop_mask, keyed, salt_of, token_keys
-from llorch.pytorch.lora.leaves import LoraLeaf
+from llorch.pytorch.lora.leaves import LoraLeaf, delta
 
 KEYS = token_keys(np.arange(2), 9, seed=0, step=0)  # of `batch`
 KINDS = pytest.mark.parametrize("kind", SETTINGS)
@@ -129,6 +130,28 @@ def test_the_sum_of_product_and_delta_is_rounded_once():
     matrix = adapter.scaling("layers.0.k_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
     got = module.get_submodule(path)(x)
     assert torch.equal(got, (product.double() + x.double() @ matrix.T).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.25], ids=["no dropout", "dropout"])
+def test_the_sum_with_the_base_has_the_bits_of_torchs_own_sum(share: float, dtype: torch.dtype):
+    x, y, lora_A, lora_B = (noise(*shape, seed=at) for at, shape in enumerate([(2, 5, 12), (2, 5, 7), (3, 12), (7, 3)]))
+    given = [x.to(dtype), lora_A, lora_B, y.to(dtype)]
+    mask = noise(2, 5, 12, seed=5) > 0 if share else None
+    how: Any = {"scaling": 1.5, "mask": mask, "share": share}
+    grad, results = noise(2, 5, 7, seed=6).to(dtype), []
+    for together in (True, False):
+        x, lora_A, lora_B, y = (tensor.detach().requires_grad_() for tensor in given)
+        if together:
+            made = delta(x, lora_A, lora_B, **how, onto=y)
+        else:
+            made = (y + delta(x, lora_A, lora_B, **how)).to(dtype)
+        results.append((made, *torch.autograd.grad(made, [x, lora_A, lora_B, y], grad)))
+    with torch.no_grad():
+        assert torch.equal(delta(x, lora_A, lora_B, **how, onto=y), results[0][0])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype is want.dtype
+        assert torch.equal(got, want)
 
 
 @KINDS
