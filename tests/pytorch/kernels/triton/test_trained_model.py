@@ -15,6 +15,7 @@ from llorch.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels import TRAINED, kernel_selection
+from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm
 from llorch.pytorch.kernels.triton.leaves import LEAVES
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
@@ -37,6 +38,7 @@ def model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Caus
         start = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.5)
         weight.data = (start + (1 if "norm" in name else 0)).bfloat16()
         weight.requires_grad_("self_attn" in name and "norm" not in name)
+    use_sdpa(made)  # as training does
     return made.to(device, dtype)
 
 
