@@ -30,7 +30,7 @@ own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the 
 
 CPU = torch.device("cpu")
 ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
-QUICK = ("norm", "rotate", "attend", "act", "trained norm", "trained act")  # in Triton's interpreter
+QUICK = ("norm", "rotate", "attend", "act", "trained norm", "trained rotate", "trained act")  # in Triton's interpreter
 EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
 WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act")]
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
