@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from llorch.builtin import EVERY
+from llorch.verify.training.goldens import MODELS as TRAINED
 
 ALWAYS = ("micro-llama", "micro-mistral", "micro-qwen3.5-moe", "story")
 DTYPES = {"day": ("bfloat16", "float32"), "nightly": ("bfloat16", "float32", "float16")}
@@ -34,10 +35,16 @@ def chosen(extent: str, tree: str, models: Sequence[str] = EVERY) -> tuple[str, 
 
 
 def commands(extent: str, tree: str) -> list[str]:
-    """List the commands, the longest first; for the arguments see `chosen`."""
+    """List the commands, the longest first; for the arguments see `chosen`.
+
+    Models with goldens of training take longest, so each has a process. The others share one, because a process needs
+    longer to import the engines than to make the goldens of a small model.
+    """
     names = chosen(extent, tree)
     judged = [f"llorch verify {' '.join(names)} --backend torch --dtype {dtype}" for dtype in DTYPES[extent]]
-    return [*judged, *(f"python reference_outputs/regenerate.py --check {name}" for name in names)]
+    alone = [name for name in names if name in TRAINED]
+    together = " ".join(name for name in names if name not in TRAINED)
+    return [*judged, *(f"python reference_outputs/regenerate.py --check {made}" for made in (*alone, together))]
 
 
 if __name__ == "__main__":

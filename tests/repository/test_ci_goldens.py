@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from llorch.builtin import EVERY
+from llorch.verify.training.goldens import MODELS as TRAINED
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,15 @@ def test_each_chosen_model_is_made_again_and_judged_in_each_dtype_of_torch(
     goldens: ModuleType, extent: str, dtypes: int
 ):
     names, lines = goldens.chosen(extent, "3"), goldens.commands(extent, "3")
+    made, judged = ([line.split() for line in lines if word in line] for word in ("regenerate.py", "--backend torch"))
     for name in names:
-        assert f"python reference_outputs/regenerate.py --check {name}" in lines
-        assert sum(name in line.split() for line in lines if "--backend torch" in line) == dtypes
-    assert len(lines) == len(names) + dtypes
+        assert sum(name in line for line in made) == 1
+        assert sum(name in line for line in judged) == dtypes
+    assert len(lines) == len(made) + dtypes
+    assert all(line[:3] == ["python", "reference_outputs/regenerate.py", "--check"] for line in made)
+
+
+def test_a_model_with_goldens_of_training_has_a_process_of_its_own(goldens: ModuleType):
+    made = [line.split()[3:] for line in goldens.commands("nightly", "0") if "regenerate.py" in line]
+    assert sorted(map(len, made)) == [1] * len(TRAINED) + [1 + len(EVERY) - len(TRAINED)]
+    assert {*TRAINED} == {name for names in made[:-1] for name in names}
