@@ -1,7 +1,7 @@
 """The checkpoint pages: their generated parts are current, their links lead somewhere, what fills them is strict."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,8 @@ LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |
 
 
 @pytest.fixture(scope="module")
-def blocks() -> Iterator[Mapping[Path, Blocks]]:
-    """What every page has to say, computed once, of rows that other tests look at, too."""
+def blocks_of() -> Iterator[Callable[[Path], Blocks]]:
+    """What a page has to say, of rows that are computed once and that other tests look at, too."""
 
     def stored(model: str, runners: object = None, backend: str = "numpy") -> Sequence[Comparison]:
         return [row for row in torch_rows(backend, model) if row.backend == backend] if runners else forward_rows(model)
@@ -33,7 +33,8 @@ def blocks() -> Iterator[Mapping[Path, Blocks]]:
         patch.setattr(pages, "verify_stored", stored)
         patch.setattr(pages, "verify_quantised_stored", quantised_rows)
         patch.setattr(pages, "verify_training_stored", lambda model: training_rows(model, "numpy"))
-        yield pages.generated(FOLDER)
+        numbers = {page(FOLDER, number): [number] for number in CHECKPOINTS} | {FOLDER / "README.md": []}
+        yield lambda path: pages.generated(FOLDER, numbers[path], index=not numbers[path])[path]
 
 
 def every_page():
@@ -41,10 +42,11 @@ def every_page():
 
 
 @pytest.mark.slow
+@pytest.mark.ci_cases("17_gradients")  # `.ci/run` judges all pages: python checkpoints/build.py --check
 @every_page()
-def test_generated_parts_are_current(path, blocks):
+def test_generated_parts_are_current(path, blocks_of):
     text = path.read_text(encoding="utf-8")
-    assert same(text, render(text, blocks[path], label=str(path))), "write it with: python checkpoints/build.py"
+    assert same(text, render(text, blocks_of(path), label=str(path))), "write it with: python checkpoints/build.py"
 
 
 def test_there_is_one_folder_for_each_number():
