@@ -35,6 +35,10 @@ def test_every_folder_has_goldens_or_a_reason():
     assert len(JUDGED) > 50
 
 
+def test_folders_and_goldens_take_less_than_three_million_bytes():
+    assert sum(file.stat().st_size for file in FOLDERS.rglob("*") if file.is_file()) < 3_000_000
+
+
 @pytest.mark.parametrize("name", JUDGED)
 def test_each_number_is_that_of_the_library(name: str):
     folder, golden = opened(name), GOLDENS[name]
