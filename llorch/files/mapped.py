@@ -114,8 +114,10 @@ class MappedFile:
         """Refuse a file that was cut (Truncated), written to (Inconsistent) or closed (ValueError) since."""
         if not self.close.alive:
             raise ValueError(f"{self.path}: the file is closed; open it again to read more tensors")
-        self.require_whole()
-        if self._state_now() != self._state:
+        state = self._state_now()
+        if state[0] < self.size:
+            self.require_whole()
+        if state != self._state:
             raise self.error("Inconsistent", "the file was changed while open; open it again")
 
     def require_whole(self) -> None:

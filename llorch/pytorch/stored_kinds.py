@@ -24,26 +24,20 @@ from torch import Tensor
 from llorch.files import Weights
 from llorch.files.packed import Packed, Rows
 from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader
+from llorch.files.quantised.matrix import CodesOf, Parts, QuantisedMatrix, Reader
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.stored_codes import packed_codes
 from llorch.pytorch.kernels.packing import PACKERS, RUN, TABLES, Kind, Table, join_four_bits
 
 _HALF_RUN = 16  # columns of the smallest group that kernels know
 _SCALE_BYTES = 4
 _AT_ONCE = 1 << 22  # elements whose codes are unpacked in one go
-_KNOWN: MutableMapping[object, dict[str, Kind | None]] = WeakKeyDictionary()  # by the opened folder
+_KNOWN: MutableMapping[object, dict[str, tuple[Kind | None, int]]] = WeakKeyDictionary()  # by the opened file
 
 
 def kind_of(weights: Weights, name: str) -> Kind | None:
     """Find the kind that torch keeps a weight as; None: it is decoded. Zero points of a quantised folder are read."""
-    stored = weights.as_stored(name)
-    if not isinstance(stored, QuantisedMatrix):
-        kind = stored.ggml_type
-        return kind if isinstance(kind, GGMLType) and kind in PACKERS else None
-    known = _KNOWN.setdefault(weights.source, {})
-    if name not in known:
-        kinds = {_code_table(in_group_order(one)) for one in weights.all_stored(name)}
-        known[name] = kinds.pop() if len(kinds) == 1 else None
-    return known[name]
+    return _known(weights, name)[0]
 
 
 def block_size(weights: Weights, name: str) -> int:
@@ -56,11 +50,32 @@ def block_size(weights: Weights, name: str) -> int:
 
 def packed_bytes(weights: Weights, name: str) -> int:
     """Predict the bytes of a weight that is kept packed, at most."""
-    kind, elements = kind_of(weights, name), prod(weights.shape(name))
+    return _known(weights, name)[1]
+
+
+def _known(weights: Weights, name: str) -> tuple[Kind | None, int]:
+    """Return kind and bytes of a weight, found once for each opened file or folder."""
+    known = _KNOWN.setdefault(weights.source, {})
+    if name not in known:
+        kind = _find_kind(weights, name)
+        known[name] = kind, 0 if kind is None else _count_bytes(weights, name, kind)
+    return known[name]
+
+
+def _find_kind(weights: Weights, name: str) -> Kind | None:
+    stored = weights.as_stored(name)
+    if not isinstance(stored, QuantisedMatrix):
+        kind = stored.ggml_type
+        return kind if isinstance(kind, GGMLType) and kind in PACKERS else None
+    kinds = {_code_table(in_group_order(one)) for one in weights.all_stored(name)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _count_bytes(weights: Weights, name: str, kind: Kind) -> int:
+    elements = prod(weights.shape(name))
     if isinstance(kind, GGMLType):
         size, n_bytes = BLOCK_SIZES[kind]
         return elements // size * n_bytes
-    assert kind is not None
     scales = 2 * _SCALE_BYTES * elements // _scale_columns(in_group_order(weights.as_stored(name)))
     return (elements // 2 if kind.name == "TABLE_4" else elements) + scales
 
@@ -151,18 +166,25 @@ def _of_groups(matrix: QuantisedMatrix, reader: Reader, size: int) -> Float32[Te
 
 
 def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
-    """Pack the codes, some rows at a time."""
+    """Pack the codes: with the compiled pass where it knows their order, else some rows at a time."""
+    codes = matrix.recipe.codes
+    if isinstance(codes, CodesOf) and matrix.own_rows is None and (compiled := library()) is not None:
+        packed = packed_codes(codes, matrix.parts[codes.part], compiled)
+        if packed is not None:
+            return packed
     width = matrix.shape[1] // (2 if kind.name == "TABLE_4" else 1)
     packed = torch.empty(matrix.shape[0], width, dtype=torch.uint8)
     for rows, codes in _codes_in_parts(matrix):
-        packed[rows] = join_four_bits(codes) if kind.name == "TABLE_4" else codes
+        if kind.name == "TABLE_4":
+            packed[rows] = join_four_bits(torch.from_numpy(np.require(codes, requirements=["C", "W"])))
+        else:
+            packed.numpy()[rows] = codes
     return packed
 
 
-def _codes_in_parts(matrix: QuantisedMatrix) -> Iterator[tuple[slice, Tensor]]:
+def _codes_in_parts(matrix: QuantisedMatrix) -> Iterator[tuple[slice, np.ndarray]]:
     n_out, n_in = matrix.shape
     step = max(32, _AT_ONCE // n_in // 32 * 32)  # whole words of formats that pack along the rows
     for start in range(0, n_out, step):
         rows = slice(start, min(start + step, n_out))
-        codes = matrix.recipe.codes(matrix.parts, matrix.stored(rows))
-        yield rows, torch.from_numpy(np.require(codes, requirements=["C", "W"]))
+        yield rows, matrix.recipe.codes(matrix.parts, matrix.stored(rows))

@@ -14,9 +14,9 @@ import numpy as np
 
 from llorch.config_reader import Fields
 from llorch.files.packed import Rows
-from llorch.files.quantised.codes import INT8, high_first
+from llorch.files.quantised.codes import INT8
 from llorch.files.quantised.float8 import add_scaled
-from llorch.files.quantised.matrix import Parts, Reader, Recipe
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe
 from llorch.files.quantised.source import Shape, Source, matches_part, names_in
 from llorch.files.strict_json import parse_json
 
@@ -65,7 +65,7 @@ def _add_four_bit(source: Source, module: str, kind: str) -> None:
         parts["nested_values"] = source.take(module, "weight.nested_quant_map", ["F32"], (256,))
     source.unused.add(f"{module}.weight.{_STATE}{kind}")
     recipe = Recipe(
-        codes=_codes(shape),
+        codes=CodesOf("codes", 4, shape, "high first"),
         values=lambda parts: parts["values"].floats(),
         scale=_absmax(state if nested else None, shape, size),
         group=gcd(size, shape[1]),
@@ -93,19 +93,6 @@ def _span(rows: Rows, shape: Shape) -> np.ndarray:
     """Give the places of the numbers of some rows in the flat matrix, (rows, in)."""
     ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     return ids[:, None] * shape[1] + np.arange(shape[1])
-
-
-def _codes(shape: Shape) -> Reader:
-    def read(parts: Parts, rows: Rows) -> np.ndarray:
-        data, n_in = parts["codes"].array.reshape(-1), shape[1]
-        if isinstance(rows, slice):
-            first, last = rows.start * n_in, rows.stop * n_in
-            codes = high_first(data[first // 2 : -(-last // 2)])
-            return codes[first % 2 : first % 2 + last - first].reshape(-1, n_in)
-        places = _span(rows, shape)
-        return data[places // 2] >> np.where(places % 2, 0, 4).astype(np.uint8) & 15
-
-    return read
 
 
 def _absmax(nested: Fields | None, shape: Shape, size: int) -> Reader:

@@ -76,12 +76,17 @@ def awq(words: np.ndarray, rows: Rows, n_rows: int) -> UInt8[np.ndarray, "rows o
     return across(words, 4, rows, n_rows, _AWQ_ORDER)
 
 
-def high_first(data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " codes"]:
-    """Two codes of 4 bits in a byte, the upper half first."""
-    codes = np.empty((data.size, 2), np.uint8)
-    np.right_shift(data, 4, out=codes[:, 0])
-    np.bitwise_and(data, 15, out=codes[:, 1])
-    return codes.reshape(-1)
+def high_first(data: UInt8[np.ndarray, " bytes"], rows: Rows, n_in: int) -> UInt8[np.ndarray, "rows in"]:
+    """Codes of 4 bits, two in a byte, the upper half first, the rows of a matrix one after another."""
+    if not isinstance(rows, slice):
+        places = rows[:, None] * n_in + np.arange(n_in)
+        return data[places // 2] >> np.where(places % 2, 0, 4).astype(np.uint8) & 15
+    first, last = rows.start * n_in, rows.stop * n_in
+    pairs = data[first // 2 : -(-last // 2)]
+    codes = np.empty((pairs.size, 2), np.uint8)
+    np.right_shift(pairs, 4, out=codes[:, 0])
+    np.bitwise_and(pairs, 15, out=codes[:, 1])
+    return codes.reshape(-1)[first % 2 : first % 2 + last - first].reshape(-1, n_in)
 
 
 def integers(bits: int, *, offset: int = 0) -> Float32[np.ndarray, " codes"]:

@@ -20,9 +20,9 @@ import numpy as np
 
 from llorch.config_reader import Fields
 from llorch.files.packed import Rows
-from llorch.files.quantised.codes import E2M1, INT8, across, integers, stream, ten_per_word
+from llorch.files.quantised.codes import E2M1, INT8, across, integers, ten_per_word
 from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
-from llorch.files.quantised.matrix import Parts, Reader, Recipe, floats_of
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
 from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -136,12 +136,11 @@ def _add_packed(source: Source, module: str, weights: Fields) -> None:
         parts["zero"] = source.take(module, "weight_zero_point", ["I32"], wanted, "symmetric false")
         zero = _zero_points(bits, n_out)
 
-    def codes(parts: Parts, rows: Rows) -> np.ndarray:
-        words = parts["codes"].array[rows]
-        return ten_per_word(words, n_in) if gaps else stream(words, bits, n_in)
+    def with_gaps(parts: Parts, rows: Rows) -> np.ndarray:
+        return ten_per_word(parts["codes"].array[rows], n_in)
 
     recipe = Recipe(
-        codes=codes,
+        codes=with_gaps if gaps else CodesOf("codes", bits, (n_out, n_in)),
         values=integers(bits, offset=1 << (bits - 1) if zero is None else 0),
         zero=zero,
         scale=floats_of("scale"),
@@ -188,7 +187,7 @@ def _add_int8(source: Source, module: str, weights: Fields) -> None:
     size, _, parts = _scales(source, module, weights, n_out, n_in)
     parts["weight"] = source.take(module, "weight", ["I8"])
     recipe = Recipe(
-        codes=lambda parts, rows: parts["weight"].array[rows].view(np.uint8),
+        codes=CodesOf("weight", 8, (n_out, n_in)),
         values=INT8,
         scale=floats_of("scale"),
         group=(lambda parts: parts["g_idx"].array) if "g_idx" in parts else size,
@@ -238,7 +237,7 @@ def add_fp4(
     """Note a matrix of E2M1 codes, the lower half of a byte first, with a scale for some columns."""
     n_out, n_bytes = source.tensors[parts["codes"]].shape
     recipe = Recipe(
-        codes=lambda parts, rows: stream(parts["codes"].array[rows], 4, 2 * n_bytes),
+        codes=CodesOf("codes", 4, (n_out, 2 * n_bytes)),
         values=E2M1,
         scale=scale,
         divisor=divisor,

@@ -13,7 +13,7 @@ import numpy as np
 
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E4M3, E8M0
-from llorch.files.quantised.matrix import Parts, Reader, Recipe, codes_of, floats_of
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
 from llorch.files.quantised.source import Shape, Source, matches_part, names_in
 
 _SCALES = ("F32", "BF16", "F16")
@@ -76,7 +76,9 @@ def add_scaled(
     shape = source.shape(module, "weight")
     parts = {"weight": source.take(module, "weight", [dtype]), "scale": source.take(module, suffix, _SCALES)}
     _require_shape(source, parts["scale"], shapes(shape))
-    recipe = Recipe(codes=codes_of("weight"), values=values, scale=floats_of("scale"), factor=factor, group=shape[1])
+    recipe = Recipe(
+        codes=CodesOf("weight", 8, shape), values=values, scale=floats_of("scale"), factor=factor, group=shape[1]
+    )
     source.add(module, name, shape, parts, recipe)
 
 
@@ -95,7 +97,7 @@ def add_blocks(source: Source, module: str, suffix: str, block: tuple[int, int],
         "scale": source.take(module, suffix, (*_SCALES, *_EXPONENTS), wanted, f"{key} {list(block)}"),
     }
     recipe = Recipe(
-        codes=codes_of("weight"), values=E4M3, scale=_block_scales(block[0]), group=block[1], zero_scales=True
+        codes=CodesOf("weight", 8, shape), values=E4M3, scale=_block_scales(block[0]), group=block[1], zero_scales=True
     )
     source.add(module, f"FP8, blocks of {block[0]} x {block[1]}", shape, parts, recipe)
 
@@ -119,7 +121,7 @@ def add_mx(source: Source, module: str, suffix: str) -> None:
         "weight": source.take(module, "weight", ["F8_E4M3"]),
         "scale": source.take(module, suffix, _EXPONENTS, (n_out, n_in // 32), "MXFP8"),
     }
-    recipe = Recipe(codes=codes_of("weight"), values=E4M3, scale=exponents_of("scale"), group=32)
+    recipe = Recipe(codes=CodesOf("weight", 8, shape), values=E4M3, scale=exponents_of("scale"), group=32)
     source.add(module, "MXFP8, groups of 32", shape, parts, recipe)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import across, awq, integers, stream
-from llorch.files.quantised.matrix import Parts, Reader, Recipe, floats_of
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
 from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
 
 _BITS = (2, 3, 4, 8)
@@ -79,9 +79,6 @@ def _add_gptq(
     if source.has(module, "g_idx"):
         parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
 
-    def codes(parts: Parts, rows: Rows) -> np.ndarray:
-        return stream(parts["qweight"].array[:, rows].T, bits, n_in)
-
     def zero(parts: Parts, rows: Rows) -> np.ndarray:
         stored = across(parts["qzeros"].array, bits, rows, n_out)
         return ((stored + less_one) & ((1 << bits) - 1)).astype(np.float32)
@@ -93,6 +90,7 @@ def _add_gptq(
             else None
         )
 
+    codes = CodesOf("qweight", bits, (n_out, n_in), "columns")
     recipe = Recipe(
         codes=codes, values=integers(bits), zero=zero, scale=_turned("scales"), group=_group(parts, size), check=check
     )
@@ -169,7 +167,7 @@ def _add_gemm(source: Source, module: str, group_size: int) -> None:
         "scales": source.take(module, "scales", _SCALES, (groups, n_out), said),
     }
     recipe = Recipe(
-        codes=lambda parts, rows: awq(parts["qweight"].array, rows, n_out),
+        codes=CodesOf("qweight", 4, (n_out, n_in), "awq"),
         values=integers(4),
         zero=lambda parts, rows: awq(parts["qzeros"].array, rows, n_out).astype(np.float32),
         scale=_turned("scales"),
@@ -193,7 +191,7 @@ def _add_gemv(source: Source, module: str, group_size: int) -> None:
     }
     scales = floats_of("scales")
     recipe = Recipe(
-        codes=lambda parts, rows: stream(parts["qweight"].array[rows], 4, n_in),
+        codes=CodesOf("qweight", 4, (n_out, n_in)),
         values=integers(4),
         zero=lambda parts, rows: stream(parts["qzeros"].array[rows], 4, groups).astype(np.float32),
         scale=lambda parts, rows: scales(parts, rows)[:, :groups],

@@ -11,7 +11,7 @@ difference of two codes is exact in float32; the product is rounded once, and is
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Shaped, UInt8
@@ -19,7 +19,7 @@ from jaxtyping import Float32, Shaped, UInt8
 from llorch.errors import FormatError
 from llorch.files.packed import Packed, Rows
 from llorch.files.quant import GGMLType, decode
-from llorch.files.quantised.codes import E4M3, E8M0
+from llorch.files.quantised.codes import E4M3, E8M0, awq, high_first, stream
 
 _VIEWS = {
     "U8": np.uint8, "I8": np.int8, "I32": np.int32, "U32": np.uint32, "I64": np.int64, "F16": np.float16,
@@ -63,6 +63,39 @@ class Reader(Protocol):
     def __call__(self, parts: Parts, rows: Rows, /) -> np.ndarray:
         """(rows, columns or groups)."""
         ...
+
+
+Order = Literal["rows", "high first", "columns", "awq"]
+
+
+@dataclass(frozen=True, slots=True)
+class CodesOf:
+    """Reads codes out of a part, and tells where they lie in it.
+
+    order        part                        codes
+    rows         (out, words)                a code stream along each row
+    high first   (out * in / 2 bytes)        4 bits, two in a byte, the upper half first, one row after another
+    columns      (in * bits / 32, out)       a code stream down each column of 32-bit words
+    awq          (in, out / 8)               4 bits, 8 rows in a 32-bit word in the order of AWQ
+    """
+
+    part: str
+    bits: int
+    shape: tuple[int, ...]  # out, in
+    order: Order = "rows"
+
+    def __call__(self, parts: Parts, rows: Rows, /) -> UInt8[np.ndarray, "rows in"]:
+        """Unpack the codes of some rows, one in a byte."""
+        data, (n_out, n_in) = parts[self.part].array, self.shape
+        match self.order:
+            case "rows":
+                return stream(data[rows], self.bits, n_in)
+            case "high first":
+                return high_first(data.reshape(-1), rows, n_in)
+            case "columns":
+                return stream(data[:, rows].T, self.bits, n_in)
+            case "awq":
+                return awq(data, rows, n_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,15 +210,6 @@ class QuantisedMatrix(Packed):
         if self.own_rows is not None:
             return self.own_rows[rows]
         return slice(*rows.indices(self.shape[0])[:2]) if isinstance(rows, slice) else rows
-
-
-def codes_of(part: str) -> Reader:
-    """Read codes of one byte."""
-
-    def read(parts: Parts, rows: Rows) -> UInt8[np.ndarray, "rows in"]:
-        return parts[part].array[rows].view(np.uint8)
-
-    return read
 
 
 def floats_of(part: str, *, block: int = 1) -> Reader:

@@ -19,11 +19,11 @@ import numpy as np
 
 from llorch.config_reader import Fields
 from llorch.files.packed import Rows
-from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers, stream
+from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
 from llorch.files.quantised.compressed_tensors import add_fp4
 from llorch.files.quantised.float8 import add_scaled, eight_bit_modules, exponents_of
 from llorch.files.quantised.gptq import read_awq, read_gptq
-from llorch.files.quantised.matrix import Parts, Recipe, floats_of
+from llorch.files.quantised.matrix import CodesOf, Parts, Recipe, floats_of
 from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
 
 _STACK = ".switch_mlp."  # of all experts of a layer
@@ -66,7 +66,7 @@ def _add_affine(source: Source, module: str, settings: Fields) -> None:
         "bias": source.take(module, "biases", _FLOATS, (n_out, groups), said),
     }
     recipe = Recipe(
-        codes=lambda parts, rows: stream(parts["codes"].array[rows], bits, n_in),
+        codes=CodesOf("codes", bits, (n_out, n_in)),
         values=integers(bits), scale=floats_of("scale"), minimum=floats_of("bias"), group=size, zero_scales=True,
     )  # fmt: skip
     source.add(module, f"MLX {bits}-bit, groups of {size}", (n_out, n_in), parts, recipe)
@@ -86,7 +86,7 @@ def _add_mlx_float(bits: int, size: int, name: str) -> Callable[..., None]:
             "scale": source.take(module, "scales", ["U8"], (n_out, n_in // size), f"mode {name.lower()}"),
         }
         recipe = Recipe(
-            codes=lambda parts, rows: stream(parts["codes"].array[rows], bits, n_in), values=values,
+            codes=CodesOf("codes", bits, (n_out, n_in)), values=values,
             scale=(lambda parts, rows: E4M3[parts["scale"].array[rows]]) if size == 16 else exponents_of("scale"),
             group=size, zero_scales=True,
         )  # fmt: skip
@@ -200,7 +200,7 @@ def read_torchao(source: Source) -> None:
             parts["zero"] = source.take(module, "_weight_zero_point", ["I8", *_FLOATS], (n_out, 1))
         is_float = source.tensors[name].dtype == "F8_E4M3"
         recipe = Recipe(
-            codes=lambda parts, rows: parts["codes"].array[rows].view(np.uint8),
+            codes=CodesOf("codes", 8, (n_out, n_in)),
             values=E4M3 if is_float else INT8, zero=floats_of("zero") if "zero" in parts else None,
             scale=floats_of("scale"), group=n_in,
         )  # fmt: skip

@@ -51,7 +51,10 @@ def test_ten_codes_of_three_bits_may_share_a_word():
 
 
 def test_the_upper_half_of_a_byte_may_come_first():
-    np.testing.assert_array_equal(high_first(np.array([0x12, 0xF0], np.uint8)), [1, 2, 15, 0])
+    data = np.array([0x12, 0xF0, 0x34], np.uint8)
+    np.testing.assert_array_equal(high_first(data, slice(0, 2), 3), [[1, 2, 15], [0, 3, 4]])
+    np.testing.assert_array_equal(high_first(data, slice(1, 2), 3), [[0, 3, 4]])
+    np.testing.assert_array_equal(high_first(data, np.array([1, 0]), 3), [[0, 3, 4], [1, 2, 15]])
 
 
 def test_tables_of_small_floats_are_those_of_torch():

@@ -25,7 +25,8 @@ from llorch.worker import run
 logger = logging.getLogger(__name__)
 
 SOURCES = tuple(
-    Path(__file__).with_name(f"cpu_{name}.c") for name in ("products", "fixed", "layer", "attention", "block", "delta")
+    Path(__file__).with_name(f"cpu_{name}.c")
+    for name in ("products", "fixed", "layer", "attention", "block", "delta", "packing")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -48,6 +49,7 @@ SIGNATURES = {
     "llorch_l2_norm": (None, (_POINTER, _POINTER, *[_LONG] * 4)),
     "llorch_delta_rule": (None, (*[_POINTER] * 7, *[_LONG] * 7)),
     "llorch_gated_norm": (None, (_INT, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG)),
+    "llorch_pack_codes": (None, (_INT, _INT, _POINTER, _POINTER, _LONG, _LONG)),
     "llorch_block": (_INT, (_POINTER, _POINTER, _POINTER, _POINTER)),
 }
 

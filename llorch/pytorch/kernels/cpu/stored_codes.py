@@ -1,0 +1,30 @@
+"""Codes of a quantised folder, packed anew by `cpu_packing.c` from the bytes of the file.
+
+The reference is `stored_kinds`, which has each code in a byte of its own meanwhile, and so takes several times as long.
+"""
+
+import ctypes
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from llorch.files.quantised.matrix import CodesOf, StoredPart
+
+ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in cpu_packing.c
+
+
+def packed_codes(codes: CodesOf, part: StoredPart, library: ctypes.CDLL) -> UInt8[Tensor, "out bytes"] | None:
+    """Pack the codes of a whole matrix; None for those that are not moved here, such as codes of 3 bits."""
+    n_out, n_in = codes.shape
+    if codes.bits not in (4, 8):
+        return None
+    packed = torch.empty(n_out, n_in * codes.bits // 8, dtype=torch.uint8)
+    if codes.bits == 8 and codes.order == "rows":
+        packed.numpy()[...] = codes({codes.part: part}, slice(0, n_out))
+    else:
+        stored = np.ascontiguousarray(part.raw)
+        order = ORDERS[codes.order]
+        library.llorch_pack_codes(order, codes.bits, stored.ctypes.data, packed.data_ptr(), n_out, n_in)
+    return packed

@@ -1,0 +1,78 @@
+"""The compiled pass over stored codes, against the NumPy readers and the packing in torch."""
+
+import numpy as np
+import pytest
+import torch
+from quantised_folders import FOLDERS
+
+from llorch.files import open_weights
+from llorch.files.quantised.matrix import CodesOf, Order, QuantisedMatrix, StoredPart
+from llorch.pytorch import stored_kinds
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.stored_codes import packed_codes
+from llorch.pytorch.kernels.packing import Table, join_four_bits
+from llorch.pytorch.stored_kinds import kind_of, pack_stored
+
+ORDERS: list[tuple[Order, int]] = [
+    ("rows", 4), ("rows", 8), ("high first", 4), ("columns", 4), ("columns", 8), ("awq", 4),
+]  # fmt: skip
+SHAPES = ((8, 32), (24, 96), (40, 544), (136, 160), (1032, 64))  # less than a tile, a rest of a tile, of a block
+
+
+def stored(order: Order, bits: int, out: int, n_in: int) -> tuple[CodesOf, StoredPart]:
+    """Random codes, at an odd address."""
+    dtype, shape = {
+        "rows": ("U8", (out, n_in * bits // 8)),
+        "high first": ("U8", (out * n_in // 2, 1)),
+        "columns": ("I32", (n_in * bits // 32, out)),
+        "awq": ("I32", (n_in, out // 8)),
+    }[order]
+    raw = np.random.default_rng(out * n_in).integers(0, 256, out * n_in * bits // 8 + 1, dtype=np.uint8)[1:]
+    return CodesOf("codes", bits, (out, n_in), order), StoredPart("w", dtype, shape, raw)
+
+
+@pytest.mark.parametrize(("order", "bits"), ORDERS)
+def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order, bits: int):
+    compiled = library()
+    if compiled is None:
+        pytest.skip("NOT RUN: no C compiler")
+    for out, n_in in SHAPES if order == "awq" else (*SHAPES, (5, 96)):
+        codes, part = stored(order, bits, out, n_in)
+        bytes_of_codes = torch.from_numpy(codes({"codes": part}, slice(0, out)).copy())
+        want = join_four_bits(bytes_of_codes) if bits == 4 else bytes_of_codes
+        got = packed_codes(codes, part, compiled)
+        assert got is not None
+        assert torch.equal(got, want), (out, n_in)
+
+
+def test_packed_codes_of_three_bits_are_left_to_the_reference():
+    compiled = library()
+    if compiled is None:
+        pytest.skip("NOT RUN: no C compiler")
+    codes = CodesOf("codes", 3, (8, 32))
+    assert packed_codes(codes, StoredPart("w", "U32", (8, 3), np.zeros(96, np.uint8)), compiled) is None
+
+
+@pytest.mark.parametrize("folder", ["awq-gemm", "bnb-nf4", "gptq-4bit", "gptq-8bit", "mlx-4bit", "mlx-8bit"])
+def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypatch: pytest.MonkeyPatch):
+    weights = open_weights(FOLDERS / folder)
+    name = next(name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix))
+    kind, matrix = kind_of(weights, name), weights.as_stored(name)
+    assert isinstance(kind, Table)
+    assert isinstance(matrix, QuantisedMatrix)
+    compiled = pack_stored(matrix, kind)
+    monkeypatch.setattr(stored_kinds, "library", lambda: None)
+    plain = pack_stored(matrix, kind)
+    assert compiled.keys() == plain.keys()
+    assert all(torch.equal(compiled[field], plain[field]) for field in plain)
+
+
+def test_pack_stored_of_picked_rows_packs_these_rows():
+    weights = open_weights(FOLDERS / "gptq-4bit")
+    name = next(name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix))
+    kind, matrix = kind_of(weights, name), weights.as_stored(name)
+    assert isinstance(kind, Table)
+    assert isinstance(matrix, QuantisedMatrix)
+    rows = np.array([5, 2, 7])
+    whole, some = pack_stored(matrix, kind), pack_stored(matrix.picked(rows), kind)
+    assert all(torch.equal(some[field], whole[field][rows]) for field in whole)
