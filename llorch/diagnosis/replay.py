@@ -8,11 +8,12 @@ There a hypothesis can be *planted*: the result of a known mistake on the same i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from llorch.cache import DeltaState, KVCache
+from llorch.cache import CacheRounding, DeltaState, KVCache
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, there
 from llorch.dumps.stage_dump import StageDump
@@ -275,8 +276,12 @@ class Past:
     the kept cache consists of the appended rows.
     """
 
-    def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:
-        """Create empty caches."""
+    def __init__(
+        self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True,
+        rounding: CacheRounding = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Create empty caches; `rounding` is that of `KVCache`."""
+        self._rounding = rounding
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
         self._of_one_layer = replace(config, n_layers=1, layers=())
         self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
@@ -312,7 +317,8 @@ class Past:
 
     def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
-        cache = KVCache(self._of_one_layer, self._before[layer][0].dtype.type)  # as it runs for users
+        rounding = {0: self._rounding[layer]} if layer in self._rounding else {}
+        cache = KVCache(self._of_one_layer, self._before[layer][0].dtype.type, rounding=rounding)  # as for users
         if n_before := self._before[layer][0].shape[1]:
             cache.append(0, *(old.swapaxes(0, 1) for old in self._before[layer]))
             cache.advance(n_before)
@@ -343,5 +349,5 @@ class Past:
         made = object.__new__(Past)
         made.as_given, made._first, made._before, made._after = self.as_given, self._first, before, {}
         made._states, made._states_after = states, {}
-        made._of_one_layer = self._of_one_layer
+        made._of_one_layer, made._rounding = self._of_one_layer, self._rounding
         return made

@@ -18,7 +18,8 @@ class _Enough(Exception):
 
 def run_passes(weights: Weights, passes: Sequence[Tokens], see: Callable[[int, str, np.ndarray], bool]) -> None:
     """Run passes one after the other into one cache; `see` is shown every stage, and says whether to go on."""
-    cache = KVCache(weights.config, weights.dtype, first_position=passes[0].first_position)
+    first, rounding = passes[0].first_position, weights.cache_rounding
+    cache = KVCache(weights.config, weights.dtype, first_position=first, rounding=rounding)
 
     def keep(number: int, name: str, array: np.ndarray) -> np.ndarray:
         if not see(number, name, array):

@@ -116,8 +116,9 @@ def judged_folder(name: str, shown: Trace, folder: Path) -> JudgedRun:
     return judge(FOLDERS / name, folder, exact)
 
 
-def test_engine_that_rounds_activations_as_the_folder_says_is_honest(tmp_path: Path):
-    found = judged_folder("ct-w8a8", run_of("ct-w8a8", SCHEME), tmp_path)
+@pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static-kv"])
+def test_engine_that_rounds_activations_as_the_folder_says_is_honest(name: str, tmp_path: Path):
+    found = judged_folder(name, run_of(name, SCHEME), tmp_path)
     assert not found.is_right
     word, said = word_of(found)
     assert word == "honest difference"
