@@ -92,17 +92,20 @@ def pack_stored(matrix: QuantisedMatrix, kind: Table) -> dict[str, Tensor]:
 
 
 def in_group_order(matrix: Packed) -> Packed:
-    """Put columns that share a scale next to each other; a matrix that has them so is returned as it is."""
-    order = group_order(matrix)
-    if order is None or not isinstance(matrix, QuantisedMatrix):
+    """Put columns that share a scale next to each other, and note how many share one."""
+    if not isinstance(matrix, QuantisedMatrix) or not callable(group := matrix.recipe.group):
         return matrix
-    recipe = matrix.recipe
+    recipe, size = matrix.recipe, _group(matrix)
+    if size is not None:
+        return replace(matrix, recipe=replace(recipe, group=size))
+    order = group_order(matrix)
+    if order is None:
+        return matrix
 
     def codes(parts: Parts, rows: Rows) -> np.ndarray:
         return recipe.codes(parts, rows)[:, order]
 
-    assert callable(recipe.group)
-    size = int(np.bincount(recipe.group(matrix.parts))[0])
+    size = int(np.bincount(group(matrix.parts))[0])
     return replace(matrix, recipe=replace(recipe, codes=codes, group=size))
 
 
