@@ -32,8 +32,8 @@ from llorch.places import Pass
 from llorch.stages import keys
 from llorch.verify.expectations.files import foreign_tensors
 from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.expectations.quantised_goldens import read_quantised_golden as read_quantised
-from llorch.verify.expectations.quantised_goldens import save_quantised_golden as save_quantised
+from llorch.verify.expectations.quantised_goldens import read as read_quantised
+from llorch.verify.expectations.quantised_goldens import save as save_quantised
 from llorch.verify.float64_reference import take_truth
 from llorch.verify.goldens import (
     N_GREEDY,
@@ -44,8 +44,8 @@ from llorch.verify.goldens import (
     TokenCheck,
     Truth,
     cases_for,
-    read_golden,
-    save_golden,
+    read,
+    save,
     sha256,
     take,
 )
@@ -53,8 +53,8 @@ from llorch.verify.long_goldens import LongGolden, make_long, read_long, save_lo
 from llorch.verify.models import unable_for
 from llorch.verify.tolerances.forward import MATHEMATICS, Limits, limit_of_softmax
 from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.training.goldens import read_training_golden as read_training
-from llorch.verify.training.goldens import save_training_golden as save_training
+from llorch.verify.training.goldens import read as read_training
+from llorch.verify.training.goldens import save as save_training
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."
@@ -96,10 +96,10 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
     golden = make(name)
     long = make_long(builtin_path(name), PRODUCERS, str(golden.provenance["weights_sha256"]))
     if check:
-        stored = read_golden(folder)
+        stored = read(folder)
         lines = differences(name, golden, stored) + made_otherwise(name, stored)
         return lines + long_differences(long, read_long(folder))
-    save_golden(folder, golden)
+    save(folder, golden)
     save_long(folder, long)
     return []
 

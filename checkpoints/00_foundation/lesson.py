@@ -224,9 +224,9 @@ print(check_functions("00", merge=from_the_left))
 
 # %%
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 near = np.array(golden.cases["near"].ids)
 for engine, shown in golden.evidence.items():
     print(f"{engine:13} rows equal to the file's: {np.array_equal(shown.traces['near']['embed'], table[near])}")

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 import llorch
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 GREY, BLUE, RED, AMBER = "#8b949e", "#2f81f7", "#e5484d", "#d29922"
 SENTENCE = "Once upon a time there was a little fox"
@@ -59,7 +59,7 @@ def eps() -> Figure:
     axes.axhline(6e-8, color=GREY, linestyle="--", linewidth=1)
     axes.text(size[0], 7e-8, "rounding of float32", color=GREY, va="bottom")
     for name, height in zip(MODELS, (3e-11, 1.5e-10, 7e-10), strict=True):
-        trace = read_golden(goldens_folder() / name).truth.evidence.traces["near"]
+        trace = read(goldens_folder() / name).truth.evidence.traces["near"]
         found = inputs(dict(trace), sum(key.endswith(".block_out") for key in trace))
         at = np.concatenate([rms(x) for x in found.values()])
         axes.plot(at, np.full(len(at), height), "|", color=GREY, markersize=6)

@@ -103,10 +103,10 @@ print(rms_norm(1000 * x, gain, eps=1e-5))
 
 # %%
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 micro = llorch.load("micro-llama")
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 rows = golden.evidence["llamacpp"].traces["near"]["embed"]
 weight = micro.weights["layers.0.attn_norm"]
 y = rms_norm(rows, weight, eps=micro.config.rms_norm_eps)

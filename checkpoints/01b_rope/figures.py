@@ -10,7 +10,7 @@ from llorch.builtin import goldens_folder
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.materials import typed_mistakes
 from llorch.ops.rope import frequencies, rope, rope_tables
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 GREY, BLUE = "#8b949e", "#2f81f7"
 PAIRS, POSITIONS = (0, 2, 4, 8), range(8)
@@ -38,7 +38,7 @@ def clocks() -> Figure:
 
 def wrong_pairs() -> Figure:
     """Plot the error of the numbers of a head when neighbours are rotated."""
-    trace, golden = {}, read_golden(goldens_folder() / "micro-llama")
+    trace, golden = {}, read(goldens_folder() / "micro-llama")
     model = llorch.load("micro-llama")
     model.forward(list(golden.cases["near"].ids), trace=trace)
     config = model.config

@@ -32,9 +32,9 @@ import numpy as np
 import llorch
 from llorch.builtin import goldens_folder
 from llorch.ops.rope import rope, rope_tables
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 micro, trace = llorch.load("micro-llama"), {}
 micro.forward(list(golden.cases["near"].ids), trace=trace)
 q = trace["l0.q_proj"].reshape(12, 6, 32)

@@ -75,9 +75,9 @@ for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
 # %%
 from llorch.builtin import goldens_folder
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 truth = golden.truth.evidence.traces["near"]
 w = llorch.load("micro-llama").weights.layer(0)
 h = truth["l0.attn_norm"].astype(np.float32)

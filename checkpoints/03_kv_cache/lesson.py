@@ -169,9 +169,9 @@ print(check_functions("03", append=wrong))
 
 # %%
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-for name, shown in read_golden(goldens_folder() / "micro-llama").evidence.items():
+for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
     trace = shown.traces["near"]
     keys, values = trace["l0.k_rope"].swapaxes(0, 1), trace["l0.v_proj"].reshape(12, 2, 32).swapaxes(0, 1)
     wrong_bits = np.sum(trace["l0.k_cache"] != keys) + np.sum(trace["l0.v_cache"] != values)

@@ -122,9 +122,9 @@ print(attention_probs(np.array([[[1, 3, -2], [300, 299, -np.inf]]], np.float32))
 
 # %%
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
 q, k = theirs["l0.q_rope"], theirs["l0.k_cache"]
 scores = attention_scores(q, k)

@@ -101,9 +101,9 @@ print(attention_context(probs, v))
 # %%
 from llorch.builtin import goldens_folder
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
 o_proj = llorch.load("micro-llama").weights["layers.0.o_proj"]
 probs, v = theirs["l0.attn_probs"], theirs["l0.v_cache"]

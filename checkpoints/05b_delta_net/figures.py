@@ -5,13 +5,13 @@ from matplotlib.figure import Figure
 
 import llorch
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 
 def left() -> Figure:
     """Plot how much of each token's writing remains after the decay of later tokens, in the first delta net."""
     model, trace = llorch.load("micro-qwen3.5"), {}
-    model.forward(read_golden(goldens_folder() / "micro-qwen3.5").cases["near"].ids, trace=trace)
+    model.forward(read(goldens_folder() / "micro-qwen3.5").cases["near"].ids, trace=trace)
     first = next(i for i in range(model.config.n_layers) if model.config.layer(i).mixer == "delta_net")
     g = trace[f"l{first}.log_decay"].astype(np.float64)  # (seq, v_heads)
     after = np.cumsum(g[::-1], axis=0)[::-1] - g  # of the tokens behind each

@@ -32,9 +32,9 @@ import numpy as np
 
 import llorch
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-model, golden = llorch.load("micro-qwen3.5"), read_golden(goldens_folder() / "micro-qwen3.5")
+model, golden = llorch.load("micro-qwen3.5"), read(goldens_folder() / "micro-qwen3.5")
 net, ids = model.config.delta_net, golden.cases["near"].ids
 trace: dict[str, np.ndarray] = {}
 model.forward(ids, trace=trace)

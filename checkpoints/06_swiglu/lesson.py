@@ -100,9 +100,9 @@ print(swiglu(gate, up).round(3))
 # %%
 from llorch.builtin import goldens_folder
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
 w = llorch.load("micro-llama").weights.layer(0)
 h = theirs["l0.ffn_norm"]

@@ -6,13 +6,13 @@ from matplotlib.figure import Figure
 import llorch
 from llorch.builtin import goldens_folder
 from llorch.ops.routing import spread
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 
 def chosen() -> Figure:
     """Plot the weights of the experts of every token, in the first layer."""
     model, trace = llorch.load("micro-qwen3-moe"), {}
-    model.forward(read_golden(goldens_folder() / "micro-qwen3-moe").cases["near"].ids[:24], trace=trace)
+    model.forward(read(goldens_folder() / "micro-qwen3-moe").cases["near"].ids[:24], trace=trace)
     ids, weights = trace["l0.topk_ids"], trace["l0.topk_weights"]
     table = spread(weights, ids, n_experts=model.config.experts.n_experts)  # (seq, experts)
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")

@@ -28,9 +28,9 @@ import numpy as np
 
 import llorch
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-model, golden = llorch.load("micro-qwen3-moe"), read_golden(goldens_folder() / "micro-qwen3-moe")
+model, golden = llorch.load("micro-qwen3-moe"), read(goldens_folder() / "micro-qwen3-moe")
 config, ids = model.config, golden.cases["near"].ids
 trace: dict[str, np.ndarray] = {}
 model.forward(ids, trace=trace)

@@ -113,12 +113,12 @@ for layer in range(5):
 from llorch.builtin import goldens_folder
 from llorch.learn.lessons import BY_NUMBER, PARTS
 from llorch.ops.rope import rope_tables
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 block = PARTS["block"].reference
 micro = llorch.load("micro-llama")
 config, w = micro.config, micro.weights.layer(0)
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
 x = theirs["embed"]
 cos, sin = rope_tables(np.arange(len(x)), head_dim=config.head_dim, theta=config.rope_theta, scaling=None)
@@ -218,7 +218,7 @@ print(check_functions("07", block=wrong))
 # from layer to layer, each engine against float64:
 
 # %%
-golden = read_golden(goldens_folder() / "story")
+golden = read(goldens_folder() / "story")
 runs = {name: golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers")}
 truth = golden.truth.evidence.traces["near"]
 for layer in range(5):

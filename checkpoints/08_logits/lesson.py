@@ -80,11 +80,11 @@ for at in (1, 4, 9):
 # %%
 from llorch.builtin import goldens_folder
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 print(linear(np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)))
 
-golden = read_golden(goldens_folder() / "micro-llama")
+golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
 weights = llorch.load("micro-llama").weights
 z = linear(theirs["final_norm"], weights["lm_head"])
@@ -158,7 +158,7 @@ print(check_functions("08", logits=wrong))
 
 # %%
 for name in ("micro-llama", "story"):
-    golden = read_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     a, b = (golden.evidence[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
     exact = golden.truth.evidence.traces["near"]["logits"]
     off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]

@@ -109,10 +109,10 @@ print(check_functions("09", last_row=wrong))
 
 # %%
 from llorch.builtin import BUILTIN, goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 for name in BUILTIN:
-    golden = read_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     a, b = (shown.selected_logits for shown in golden.evidence.values())
     alone = golden.evidence["llamacpp"]
     same = np.array_equal(alone.selected_logits, alone.traces["near"]["logits"][-1])

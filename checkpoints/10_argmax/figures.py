@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from llorch.builtin import BUILTIN, goldens_folder
 from llorch.learn.checks.forward import suite_of
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 GREY, BLUE = "#8b949e", "#2f81f7"
 
@@ -15,7 +15,7 @@ def leads() -> Figure:
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     for line, name in enumerate(BUILTIN):
-        logits = read_golden(goldens_folder() / name).truth.step_logits
+        logits = read(goldens_folder() / name).truth.step_logits
         steps = np.sort(logits, axis=1)
         gaps = (steps[:, -1] - steps[:, -2]) / np.sqrt(np.mean(logits**2, axis=1))
         axes.semilogx(gaps, np.full(len(gaps), line), ".", color=BLUE, markersize=7, alpha=0.7)

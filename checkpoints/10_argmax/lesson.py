@@ -116,10 +116,10 @@ print({each.row.case: sum(other.row.case == each.row.case for other in found.wro
 
 # %%
 from llorch.builtin import BUILTIN, goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 for name in BUILTIN:
-    golden = read_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     chosen = {engine: int(shown.selected_logits.argmax()) for engine, shown in golden.evidence.items()}
     best = np.sort(golden.truth.evidence.selected_logits)[::-1]
     print(f"{name:13} {chosen}   lead {best[0] - best[1]:.2f}")

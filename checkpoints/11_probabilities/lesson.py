@@ -153,9 +153,9 @@ for part, name in (
 
 # %%
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "story")
+golden = read(goldens_folder() / "story")
 for name, a in golden.evidence["llamacpp"].probabilities.items():
     b, truth = (each.probabilities[name] for each in (golden.evidence["transformers"], golden.truth.evidence))
     off = [np.linalg.norm(each - truth) / np.linalg.norm(truth) for each in (a, b)]

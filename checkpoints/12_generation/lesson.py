@@ -86,9 +86,9 @@ for token in text[:10]:
 
 # %%
 from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden = read_golden(goldens_folder() / "story")
+golden = read(goldens_folder() / "story")
 near = golden.cases["near"].ids
 print("prompt      ", story.tokenizer.decode(near))
 for engine, shown in golden.evidence.items():
@@ -161,7 +161,7 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 from llorch.builtin import BUILTIN
 
 for name in BUILTIN:
-    golden = read_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     same = len({tuple(shown.greedy.tolist()) for shown in golden.evidence.values()}) == 1
     steps = np.sort(golden.truth.step_logits, axis=1)
     gap = (steps[:, -1] - steps[:, -2]).min()

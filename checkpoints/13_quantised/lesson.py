@@ -25,9 +25,9 @@ import inspect
 import numpy as np
 
 from llorch.builtin import goldens_folder
-from llorch.verify.expectations.quantised_goldens import FOLDER, read_quantised_golden
+from llorch.verify.expectations.quantised_goldens import FOLDER, read
 
-golden = read_quantised_golden(goldens_folder() / FOLDER)
+golden = read(goldens_folder() / FOLDER)
 blocks, values = golden.blocks["Q4_0.blocks"], golden.blocks["Q4_0.values"]
 print(blocks.shape, blocks.dtype, "->", values.shape, values.dtype)
 print("bytes  ", *blocks[0, :6], "...")

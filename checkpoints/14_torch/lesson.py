@@ -88,9 +88,9 @@ for dtype in DTYPES:
 import llorch
 from llorch.builtin import goldens_folder
 from llorch.pytorch.causal_lm import rms_norm
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
-golden, model = read_golden(goldens_folder() / "micro-llama"), llorch.load("micro-llama")
+golden, model = read(goldens_folder() / "micro-llama"), llorch.load("micro-llama")
 rows = torch.tensor(golden.evidence["llamacpp"].traces["near"]["embed"])
 gain = torch.tensor(model.weights["layers.0.attn_norm"])
 truth = torch.tensor(golden.truth.evidence.traces["near"]["l0.attn_norm"])
@@ -116,7 +116,7 @@ def as_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 weight = torch.tensor(np.asarray(llorch.load("story").weights.layer(0)["gate_proj"], np.float32))
-h = torch.tensor(read_golden(goldens_folder() / "story").evidence["llamacpp"].traces["near"]["l0.ffn_norm"])
+h = torch.tensor(read(goldens_folder() / "story").evidence["llamacpp"].traces["near"]["l0.ffn_norm"])
 exact = h.double() @ weight.double().T
 print("float32 ", off(h @ weight.T, exact))
 print("TF32    ", off(as_tf32(h) @ as_tf32(weight).T, exact))

@@ -19,7 +19,7 @@ from llorch.stages import CHECKPOINTS
 from llorch.verify.expectations.long_contexts import LONG_MODES
 from llorch.verify.expectations.quantised import CHECKPOINT as QUANTISED
 from llorch.verify.expectations.quantised import verify_quantised_stored
-from llorch.verify.goldens import Golden, read_golden
+from llorch.verify.goldens import Golden, read
 from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.rounding_costs import ARITHMETICS
@@ -50,7 +50,7 @@ def generated(
     Raises:
         ValueError: Goldens were made for other weights, or there are none.
     """
-    goldens = {name: read_golden(goldens_folder() / name) for name in models_with_goldens()}
+    goldens = {name: read(goldens_folder() / name) for name in models_with_goldens()}
     if not goldens:
         raise ValueError(
             f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"

@@ -11,7 +11,7 @@ from llorch.comparison import PASS, measure
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.verify.expectations.quantised import BACKENDS
-from llorch.verify.expectations.quantised_goldens import FOLDER, read_quantised_golden
+from llorch.verify.expectations.quantised_goldens import FOLDER, read
 from llorch.verify.expectations.quantised_models import MODELS, write_model
 from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import GGML as BACKEND
@@ -39,7 +39,7 @@ def quantised_blocks(rows: Sequence[Comparison], exact: Mapping[str, float]) -> 
 
 def exact_errors() -> dict[str, float]:
     """Measure the distance of the logits of exact arithmetic from llama.cpp's, for every micro model."""
-    golden = read_quantised_golden(goldens_folder() / FOLDER)
+    golden = read(goldens_folder() / FOLDER)
     errors = {}
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         for name in MODELS:

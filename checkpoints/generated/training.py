@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from checkpoints.generated.tables import ENGINES, Blocks, equal, link, mistakes, roughly, short, table
 from llorch.builtin import goldens_folder
 from llorch.verify.judge import Comparison
-from llorch.verify.training.goldens import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read_training_golden
+from llorch.verify.training.goldens import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
 from llorch.verify.training.places import LLAMACPP, MODES, PEFT, TRANSFORMERS
 from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
 
@@ -52,7 +52,7 @@ def distances(rows: Sequence[Comparison]) -> str:
 
 def half() -> str:
     """List PEFT's distance from float64 on a base in half precision, with the tolerance, for all checkpoints."""
-    goldens = [read_training_golden(goldens_folder() / model) for model in MODELS]
+    goldens = [read(goldens_folder() / model) for model in MODELS]
     columns = ["no", "stage", "mode"]
     for dtype in HALF_DTYPES:
         columns += [f"{dtype}: {ENGINES[PEFT]}", "tolerance"]
@@ -66,7 +66,7 @@ def trainers() -> list[str]:
     """Name the engines that made the training goldens, a line for each."""
     found = []
     for model in MODELS:
-        engines = read_training_golden(goldens_folder() / model).provenance["engines"]
+        engines = read(goldens_folder() / model).provenance["engines"]
         assert isinstance(engines, Mapping)
         made = engines[PEFT]
         found.append(

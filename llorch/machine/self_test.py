@@ -6,7 +6,7 @@ from llorch.builtin import goldens_folder
 from llorch.comparison import compare
 from llorch.machine.finding import HealthCheck
 from llorch.model import load
-from llorch.verify.goldens import read_golden
+from llorch.verify.goldens import read
 
 _MODEL = "micro-llama"
 _REPAIR = "llorch verify  # every model and stage, with the first wrong number"
@@ -15,7 +15,7 @@ _REPAIR = "llorch verify  # every model and stage, with the first wrong number"
 def self_test(goldens: Path | None = None) -> HealthCheck:
     """Run it; broken where a stage differs, or where it does not run at all."""
     try:
-        golden = read_golden((goldens or goldens_folder()) / _MODEL)
+        golden = read((goldens or goldens_folder()) / _MODEL)
         trace: dict = {}
         load(_MODEL).forward(golden.cases["near"].ids, trace=trace)
         reports = {engine: compare(trace, shown.traces["near"]) for engine, shown in golden.evidence.items()}

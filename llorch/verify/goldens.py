@@ -223,7 +223,7 @@ def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
         failed[name] = " ".join([kind, *str(error).split()]).strip()
 
 
-def save_golden(folder: Path, golden: Golden) -> None:
+def save(folder: Path, golden: Golden) -> None:
     """Write the goldens of one model; the same content gives the same bytes.
 
     Args:
@@ -242,11 +242,11 @@ def save_golden(folder: Path, golden: Golden) -> None:
     GoldenStore(folder).write(record, files)
 
 
-def read_golden(folder: Path) -> Golden:
+def read(folder: Path) -> Golden:
     """Read stored goldens.
 
     Args:
-        folder: Written by `save_golden`.
+        folder: Written by `save`.
 
     Returns:
         The goldens.

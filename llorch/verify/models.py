@@ -44,7 +44,7 @@ from llorch.verify.goldens import (
     cases_for,
     n_greedy_for,
     not_run,
-    read_golden,
+    read,
     sha256,
     take,
 )
@@ -109,7 +109,7 @@ def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> L
 def stored(name: str) -> tuple[Weights, Golden]:
     """Open a built-in model and its goldens; for the exceptions see `verify_stored`."""
     path = builtin_path(name)
-    golden = read_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
         raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     weights = open_weights(path)

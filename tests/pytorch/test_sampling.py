@@ -11,7 +11,7 @@ from llorch.builtin import BUILTIN, goldens_folder
 from llorch.comparison import measure
 from llorch.pytorch import sampling
 from llorch.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
-from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden, read_golden, sampler_inputs
+from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
 from llorch.verify.tolerances.forward import limit_of_softmax
 
 INF = math.inf
@@ -32,7 +32,7 @@ ALL = dict(SAMPLINGS) | ODD
 
 @pytest.fixture(scope="module", params=BUILTIN)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    return read_golden(goldens_folder() / request.param)
+    return read(goldens_folder() / request.param)
 
 
 def on_torch(

@@ -29,7 +29,7 @@ def blocks_of() -> Iterator[Callable[[Path], Blocks]]:
         return [row for row in torch_rows(backend, model) if row.backend == backend] if runners else forward_rows(model)
 
     with kept(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "read_golden", read)
+        patch.setattr(pages, "read", read)
         patch.setattr(pages, "verify_stored", stored)
         patch.setattr(pages, "verify_quantised_stored", quantised_rows)
         patch.setattr(pages, "verify_training_stored", lambda model: training_rows(model, "numpy"))

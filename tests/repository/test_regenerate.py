@@ -204,7 +204,7 @@ def test_check_is_red_where_a_stored_distance_does_not_follow_from_the_goldens(
     old = isolated["llamacpp"]["far"]["l0.ffn_up"]
     isolated["llamacpp"]["far"]["l0.ffn_up"] = replace(old, worst=factor * old.worst)
     without = replace(golden, truth=replace(golden.truth, isolated=isolated))
-    monkeypatch.setattr(script, "read_golden", lambda folder: without)
+    monkeypatch.setattr(script, "read", lambda folder: without)
     monkeypatch.setattr(script, "training", lambda name, folder, check: [])
     done = command(script, monkeypatch, goldens_folder(), golden, "--check")
     assert done.exit_code == 1

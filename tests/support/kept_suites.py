@@ -36,10 +36,10 @@ SUITES: dict[str, ForwardSuite] = {}
 def kept() -> Iterator[None]:
     """Have those who judge what is stored use what is kept, until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "read_golden", read)
+        patch.setattr(models, "read", read)
         patch.setattr(models, "ForwardSuite", _suite)
         patch.setattr(LongSuite, "rows", lambda suite, runner: iter(()))  # test_long_contexts.py judges them
-        patch.setattr(quantised, "read_quantised_golden", _read_quantised)
+        patch.setattr(quantised, "read", _read_quantised)
         patch.setattr(limits, "ceiling", CEILING)
         yield
 

@@ -19,7 +19,7 @@ from llorch.files import Weights, open_weights
 from llorch.places import Pass, part_of
 from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.goldens import Golden, read_golden
+from llorch.verify.goldens import Golden, read
 from llorch.verify.runners.numpy import run
 
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
@@ -28,7 +28,7 @@ BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each
 
 @cache
 def golden_of(model: str) -> Golden:
-    return read_golden(goldens_folder() / model)
+    return read(goldens_folder() / model)
 
 
 @cache

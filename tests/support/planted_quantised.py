@@ -15,7 +15,7 @@ from llorch.diagnosis.mistakes.variants import Variants, quantised_variants
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.ops.rounding import VariantName
-from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden, read_quantised_golden
+from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden, read
 from llorch.verify.expectations.quantised_models import write_model
 from llorch.verify.tolerances.forward import WORST
 
@@ -25,7 +25,7 @@ N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide th
 
 @cache
 def golden() -> QuantisedGolden:
-    return read_quantised_golden(goldens_folder() / FOLDER)
+    return read(goldens_folder() / FOLDER)
 
 
 @cache

@@ -15,7 +15,7 @@ from llorch.numerics import DtypeName
 from llorch.verify.judge import Comparison
 from llorch.verify.training.claims import claims, limit, rows
 from llorch.verify.training.exports import exported, file_row
-from llorch.verify.training.goldens import MODELS, TrainingGolden, read_training_golden
+from llorch.verify.training.goldens import MODELS, TrainingGolden, read
 from llorch.verify.training.limits import shows
 from llorch.verify.training.places import Arrays
 from llorch.verify.training.runner import NumpyTrainingRunner, Results
@@ -24,7 +24,7 @@ from llorch.verify.training.torch_runner import TorchTrainingRunner
 
 @cache
 def training_golden_of(model: str) -> TrainingGolden:
-    return read_training_golden(goldens_folder() / model)
+    return read(goldens_folder() / model)
 
 
 @cache

@@ -96,7 +96,7 @@ def test_checkpoint_13_fails_without_a_golden(missing: str, tmp_path: Path, monk
 
 
 def test_checkpoint_13_does_not_judge_a_model_that_the_goldens_are_not_of(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verify_quantised, "read_quantised_golden", lambda folder: golden())
+    monkeypatch.setattr(verify_quantised, "read", lambda folder: golden())
     monkeypatch.setattr(verify_quantised, "MODELS", {"Q1_0": MODELS["Q1_0"]})
     monkeypatch.setattr(verify_quantised, "write_model", lambda name, folder: write_other(folder))
     (row,) = [row for row in verify_quantised_stored() if not row.stage.startswith(("decode.", "rounding."))]

@@ -24,9 +24,9 @@ from llorch.verify.goldens import (
     Golden,
     cases_for,
     n_greedy_for,
-    read_golden,
+    read,
     sampler_inputs,
-    save_golden,
+    save,
     sha256,
     take,
 )
@@ -59,7 +59,7 @@ def test_stored_inputs_can_show_mistakes(name: str):
 
 
 def test_a_witness_that_shows_nan_where_the_truth_has_a_number_is_refused_and_only_there():
-    golden = read_golden(goldens_folder() / "micro-llama")
+    golden = read(goldens_folder() / "micro-llama")
     shown, truth = golden.evidence["llamacpp"], golden.truth
     require_numbers("llamacpp", "llama", shown, truth)
     shown.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan
@@ -81,13 +81,13 @@ def test_greedy_goldens_of_both_producers_are_the_same_text(name: str):
 
 def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp_path: Path):
     golden = golden_of("micro-llama")
-    save_golden(tmp_path / "whole", golden)
+    save(tmp_path / "whole", golden)
     for folder in ("one", "two"):
-        save_golden(tmp_path / folder, thin())
+        save(tmp_path / folder, thin())
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "one" / file.name).read_bytes() == (tmp_path / "two" / file.name).read_bytes()
         assert unpacked(file) == unpacked(goldens_folder() / "micro-llama" / file.name)
-    again = read_golden(tmp_path / "whole")
+    again = read(tmp_path / "whole")
     assert again.truth.isolated == golden.truth.isolated
     assert again.cases == golden.cases
     for producer in PRODUCERS:
@@ -97,10 +97,10 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
 
 @pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors.xz", "transformers.safetensors.xz"])
 def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, missing: str):
-    save_golden(tmp_path, thin())
+    save(tmp_path, thin())
     (tmp_path / missing).unlink()
     with refuses(FileNotFoundError, "reference_outputs/regenerate.py", where=tmp_path / missing):
-        read_golden(tmp_path)
+        read(tmp_path)
 
 
 def with_one_witness(golden, reasons):
@@ -111,23 +111,23 @@ def with_one_witness(golden, reasons):
 
 def test_goldens_of_one_producer_state_why_the_other_is_none(tmp_path: Path):
     golden = thin()
-    save_golden(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
-    again = read_golden(tmp_path)
+    save(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
+    again = read(tmp_path)
     assert (again.cannot_judge, [*again.evidence]) == ({"llamacpp": "it has no window"}, ["transformers"])
     assert not (tmp_path / "llamacpp.safetensors.xz").exists()
 
 
 @pytest.mark.parametrize("reasons", [{"llamacpp": ""}, {"nobody": "why"}, dict.fromkeys(PRODUCERS, "why")])
 def test_goldens_without_a_reason_or_without_anybody_are_refused(tmp_path: Path, reasons: dict[str, str]):
-    save_golden(tmp_path, replace(thin(), cannot_judge=reasons))
+    save(tmp_path, replace(thin(), cannot_judge=reasons))
     where = (tmp_path / "golden.json", "cannot_judge", "regenerate.py")
     with refuses(ValueError, expected=PRODUCERS, got=dict(sorted(reasons.items())), where=where):
-        read_golden(tmp_path)
+        read(tmp_path)
 
 
 def test_a_producer_is_left_out_where_and_only_where_it_cannot_judge(monkeypatch: pytest.MonkeyPatch):
     alone = with_one_witness(golden_of("micro-llama"), {"llamacpp": "why"})
-    monkeypatch.setattr("llorch.verify.models.read_golden", lambda folder: alone)
+    monkeypatch.setattr("llorch.verify.models.read", lambda folder: alone)
     with refuses(ValueError, {"llamacpp": "why"}, expected={}, where="micro-llama"):
         stored("micro-llama")
     window = replace(open_weights(builtin_path("micro-qwen2")).config, layers=(Layer(window=7),) * 2, n_layers=2)
@@ -202,21 +202,21 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
         "tokens": {"tokens": []},
         "tensors": {"tensors": {}},
     }
-    save_golden(tmp_path, replace(golden, **changes[part]))
+    save(tmp_path, replace(golden, **changes[part]))
     changed = replace(golden, **changes[part])
     counts = (sorted(changed.cases), f"{len(changed.tensors)} tensors", f"{len(changed.tokens)} texts")
     expected = ("near", "far", "tensors", "tokens")
     with refuses(ValueError, expected=expected, got=counts, where=(tmp_path / "golden.json", "regenerate.py")):
-        read_golden(tmp_path)
+        read(tmp_path)
 
 
 def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path):
     golden = thin()
     isolated = {"llamacpp": golden.truth.isolated["llamacpp"]}
-    save_golden(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
+    save(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
     where = (tmp_path / "golden.json", "isolated")
     with refuses(ValueError, expected=PRODUCERS, got=["llamacpp"], where=where):
-        read_golden(tmp_path)
+        read(tmp_path)
 
 
 def test_all_goldens_together_stay_under_60_megabytes():

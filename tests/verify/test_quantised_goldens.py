@@ -17,14 +17,7 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.places import Pass
 from llorch.stages import input_keys, keys
-from llorch.verify.expectations.quantised_goldens import (
-    FOLDER,
-    ROUNDED_TO,
-    QuantisedGolden,
-    read_quantised_golden,
-    save_quantised_golden,
-    types,
-)
+from llorch.verify.expectations.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.verify.expectations.quantised_models import MODELS
 from llorch.verify.golden_store import SUFFIX
 
@@ -38,7 +31,7 @@ def maker() -> Iterator[ModuleType]:
 
 def test_what_is_saved_is_read_and_gives_the_same_bytes(tmp_path: Path):
     some = {name: golden().traces[name] for name in ("F16", "IQ4_NL", "Q4_K_M")}  # one of each family
-    save_quantised_golden(tmp_path, replace(golden(), traces=some))
+    save(tmp_path, replace(golden(), traces=some))
     stored = goldens_folder() / FOLDER
     written = {"golden.json", *(f"{name}{SUFFIX}" for name in ("blocks", "rounding", *some))}
     assert {file.name for file in tmp_path.iterdir()} == written
@@ -68,9 +61,9 @@ def test_goldens_take_less_than_12_megabytes():
 def test_goldens_without_one_of_their_parts_are_refused(part: str, missing: tuple[str, ...], tmp_path: Path):
     whole = replace(golden(), traces={name: {"logits": np.zeros(1)} for name in MODELS})  # written quickly
     less = dict(list(getattr(whole, part).items())[2:])
-    save_quantised_golden(tmp_path, replace(whole, **{part: less}))
+    save(tmp_path, replace(whole, **{part: less}))
     with refuses(ValueError, ", ".join(missing), where=tmp_path):
-        read_quantised_golden(tmp_path)
+        read(tmp_path)
 
 
 def test_blocks_of_every_type_hold_ordinary_and_edge_cases():

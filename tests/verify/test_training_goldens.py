@@ -17,7 +17,7 @@ from llorch.comparison import FAIL
 from llorch.numerics import DtypeName
 from llorch.verify import golden_store
 from llorch.verify.training.claims import claims, refuse_far_witnesses, rows, tolerances
-from llorch.verify.training.goldens import FILES, MODELS, TrainingGolden, names, save_training_golden
+from llorch.verify.training.goldens import FILES, MODELS, TrainingGolden, names, save
 from llorch.verify.training.places import MODES
 from llorch.verify.training.stages import BY_GROUP
 
@@ -38,7 +38,7 @@ def test_goldens_are_written_as_the_bytes_that_were_read(
     golden: TrainingGolden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(golden_store, "_FILTERS", [{"id": lzma.FILTER_LZMA2, "preset": 0}])  # ten times as fast
-    save_training_golden(tmp_path, golden)
+    save(tmp_path, golden)
     for name in FILES:
         assert unpacked(tmp_path / name) == unpacked(goldens_folder() / MODEL / name)
 

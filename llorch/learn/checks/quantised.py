@@ -17,7 +17,7 @@ from llorch.learn.implementation import Implementation
 from llorch.learn.judging import LessonComparison, Mode
 from llorch.learn.lessons import PARTS, Lesson
 from llorch.verify.expectations.quantised import decode_row
-from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden, read_quantised_golden
+from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden, read
 
 ORDINARY = 4  # blocks before those with edge cases, of which several mistakes make the same
 
@@ -25,7 +25,7 @@ ORDINARY = 4  # blocks before those with edge cases, of which several mistakes m
 @cache
 def golden() -> QuantisedGolden:
     """Read the goldens of quantised blocks, once for the process."""
-    return read_quantised_golden(goldens_folder() / FOLDER)
+    return read(goldens_folder() / FOLDER)
 
 
 class BlocksCheck:

@@ -29,7 +29,7 @@ from llorch.pytorch.load import load_packed
 from llorch.pytorch.paths import path_of
 from llorch.stages import Stage, input_keys, keys, matrix_of
 from llorch.verify.expectations.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
-from llorch.verify.expectations.quantised_goldens import CASE, FOLDER, QuantisedGolden, read_quantised_golden
+from llorch.verify.expectations.quantised_goldens import CASE, FOLDER, QuantisedGolden, read
 from llorch.verify.expectations.quantised_models import MODELS
 from llorch.verify.judge import Comparison, Expectation, exact_row, judge, routed
 from llorch.verify.rounding_costs import ARITHMETICS, FLOAT32
@@ -51,7 +51,7 @@ def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
         FileNotFoundError: A golden is missing.
         ValueError: A part of one is missing.
     """
-    golden = read_quantised_golden(goldens_folder() / FOLDER)
+    golden = read(goldens_folder() / FOLDER)
     yield from packed_decode_rows(golden, target)
     for name, path, row in made_models(golden, PACKED_MODELS):
         yield replace(row, backend=str(target))

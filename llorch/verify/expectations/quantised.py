@@ -36,7 +36,7 @@ from llorch.verify.expectations.quantised_goldens import (
     FOLDER,
     ROUNDED_TO,
     QuantisedGolden,
-    read_quantised_golden,
+    read,
     types,
 )
 from llorch.verify.expectations.quantised_models import MODELS, write_model
@@ -64,14 +64,14 @@ def verify_quantised_stored() -> Iterator[Comparison]:
 
 def block_rows() -> Iterator[Comparison]:
     """Compare blocks and activations alone."""
-    golden = read_quantised_golden(goldens_folder() / FOLDER)
+    golden = read(goldens_folder() / FOLDER)
     yield from decode_rows(golden)
     yield from rounding_rows(golden)
 
 
 def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
     """Compare some models and their files."""
-    golden = read_quantised_golden(goldens_folder() / FOLDER)
+    golden = read(goldens_folder() / FOLDER)
     for name, path, row in made_models(golden, names):
         yield row
         if row.verdict == PASS:

@@ -54,7 +54,7 @@ def types() -> list[GGMLType]:
     return list(dict.fromkeys(kind for recipe in MODELS.values() for kind in sorted(recipe.types)))
 
 
-def save_quantised_golden(folder: Path, golden: QuantisedGolden) -> None:
+def save(folder: Path, golden: QuantisedGolden) -> None:
     """Write goldens; the same content gives the same bytes.
 
     Args:
@@ -65,11 +65,11 @@ def save_quantised_golden(folder: Path, golden: QuantisedGolden) -> None:
     GoldenStore(folder).write(record, {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces})
 
 
-def read_quantised_golden(folder: Path) -> QuantisedGolden:
+def read(folder: Path) -> QuantisedGolden:
     """Read stored goldens.
 
     Args:
-        folder: Written by `save_quantised_golden`.
+        folder: Written by `save`.
 
     Returns:
         The goldens.

@@ -30,7 +30,7 @@ from llorch.verify.training.goldens import (
     Tolerances,
     TrainingGolden,
     lacking,
-    read_training_golden,
+    read,
     text,
     witness_of,
 )
@@ -50,7 +50,7 @@ def verify_training_stored(name: str) -> Iterator[Comparison]:
 def stored(name: str) -> tuple[Weights, TrainingGolden]:
     """Open a model and its training goldens; those of other weights are refused."""
     path = builtin_path(name)
-    golden = read_training_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
         raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     return open_weights(path), golden

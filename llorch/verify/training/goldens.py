@@ -147,7 +147,7 @@ def _few(found: Collection[str]) -> str:
     return ", ".join([*found][:4]) + (", ..." if len(found) > 4 else "")
 
 
-def save_training_golden(folder: Path, golden: TrainingGolden) -> None:
+def save(folder: Path, golden: TrainingGolden) -> None:
     """Write goldens into the folder of a model; the same content gives the same bytes."""
     zero = {name: list(array.shape) for name, array in golden.arrays.items() if array.ndim and not array.any()}
     stored = {name: array for name, array in sorted(golden.arrays.items()) if name not in zero}
@@ -164,7 +164,7 @@ def save_training_golden(folder: Path, golden: TrainingGolden) -> None:
     GoldenStore(folder, FILES[1]).write(record, {"peft": stored})
 
 
-def read_training_golden(folder: Path) -> TrainingGolden:
+def read(folder: Path) -> TrainingGolden:
     """Read stored goldens; a missing file, or one without tolerances, batches or files, is a failure, never a pass."""
     store = GoldenStore(folder, FILES[1])
     arrays, record = store.arrays(["peft"])["peft"], store.record()

@@ -23,7 +23,7 @@ from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.places import Tokens
 from llorch.stages import keys
-from llorch.verify.goldens import Golden, read_golden
+from llorch.verify.goldens import Golden, read
 
 NAME = "micro-llama"
 CLOSE = Tolerance(3e-6, 1e-5)  # two ways to order the sums of float32
@@ -35,7 +35,7 @@ OWN = {
 
 
 def golden_of(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
-    golden = read_golden(goldens_folder() / name)
+    golden = read(goldens_folder() / name)
     return golden, dict(golden.evidence["transformers"].traces["near"])
 
 
