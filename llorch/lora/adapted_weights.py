@@ -64,6 +64,7 @@ class AdaptedWeights(Weights):
         return self._beside(self._base.using(numerics, packed=packed))
 
     def _beside(self, weights: Weights) -> "AdaptedWeights":
+        """Return a copy with other base weights and the same adapter."""
         return AdaptedWeights(weights, self._adapter, parameters=self._parameters, masks=self._masks)
 
     def _lora(

@@ -73,6 +73,7 @@ def _require_copies(path: Path, weights: Weights) -> None:
 
 
 def _existing(path: str | Path) -> Path:
+    """Return the path of an adapter; FileNotFoundError if there is none, FormatError for a lone .safetensors file."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such adapter; give a PEFT directory or a LoRA GGUF file")

@@ -32,7 +32,7 @@ class BridgedModel:
     """A bridge, and the cache of transformers that it continues."""
 
     def __init__(self, run: HarnessRun) -> None:
-        """Load as the bridge does; no text is read, so that a folder needs no tokenizer."""
+        """Load the model of a run into transformer_lens's bridge, without a tokenizer."""
         words = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")),
             bos_token="<s>", eos_token="</s>", pad_token="</s>", unk_token="<s>",

@@ -108,7 +108,7 @@ class GatedNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows value_dim"], z: Float[Tensor, "*rows value_dim"]) -> Tensor:
-        """Normalise the last axis."""
+        """Normalise the last axis, multiply by the gain and by silu(z)."""
         return (rms_norm(x, self.weight, eps=self.eps) * silu(widened(z))).to(z.dtype)
 
 
