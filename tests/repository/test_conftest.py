@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -107,6 +107,41 @@ def test_what_passed_once_is_checked_again_where_it_may_differ():
         for wrong in (lambda: joined(x, n=1), lambda: some(x, [True, False]), lambda: some(x, [1])):  # type: ignore[list-item]
             with pytest.raises(TypeCheckError):
                 wrong()
+
+
+X = np.zeros((2, 3))
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+@checked(typechecker=beartype)
+def held(rows: list[Rows] | dict[str, Rows] | tuple[Rows, ...] | Pair, *, n: int = 1) -> dict[str, Rows]:
+    return {"all": rows[0] if isinstance(rows, list | tuple) else rows["a"]} if n == 1 else {"all": np.zeros(n)}
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, lambda two: {"a": two[0], "b": two[1]}, lambda two: Pair(*two)])
+def test_what_a_small_container_holds_is_checked_again_where_it_may_differ(wrap: Any):
+    x = np.zeros((2, 3))
+    for _ in range(2):
+        assert held(wrap([x, x]))["all"].shape == (2, 3)
+    for wrong in (lambda: held(wrap([x, x]), n=5), lambda: held(list(map(np.ravel, [x, x])))):
+        with pytest.raises(TypeCheckError):
+            wrong()
+
+
+@checked(typechecker=beartype)
+def counted(rows: dict[str, Rows] | list[Rows] | Pair) -> int:
+    return len(rows)
+
+
+@pytest.mark.parametrize("wrong", [{"a": X[0]}, {"a": X.astype(np.int64)}, {1: X}, [X[0]], ["x"]])
+def test_containers_that_differ_in_one_value_are_not_taken_for_one_another(wrong: Any):
+    assert counted({"a": X}) == counted([X]) == 1
+    with pytest.raises(TypeCheckError):
+        counted(wrong)
 
 
 def test_a_refusal_says_the_shapes_of_the_call():

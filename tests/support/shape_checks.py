@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
+SMALL = 16  # a list or a dict of at most so many values is known by what it holds
 _slow: Any = jaxtyping.jaxtyped
 _scope = jaxtyping.jaxtyped("context")
 _quick = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
@@ -64,21 +65,24 @@ def _remembering(function: Callable) -> Callable:
         if (torch := sys.modules.get("torch")) is not None and torch.compiler.is_compiling():
             return function(*args, **kwargs)
         try:
-            given = _kind(args), _kind((*kwargs.items(),))
+            given = _kinds(args), (*kwargs, *_kinds(kwargs.values())) if kwargs else None
         except _UnknowableError:
             return _scoped(quick, args, kwargs)
-        if given not in passed:
+        kinds = passed.get(given)
+        if kinds is None:
             result = _scoped(quick, args, kwargs)
         else:
             result = function(*args, **kwargs)
-            with suppress(_UnknowableError):
-                if _kind(result) in passed[given]:
+            try:
+                if _kind(result) in kinds:
                     return result
+            except _UnknowableError:
+                pass
             made.result = result
             _scoped(recheck(), args, kwargs)
             made.result = None
         with suppress(_UnknowableError):
-            passed[given] = passed.get(given, set()) | {_kind(result)}
+            passed.setdefault(given, set()).add(_kind(result))
         return result
 
     return remembering
@@ -97,7 +101,11 @@ def _scoped(function: Callable, args: tuple, kwargs: dict[str, object]) -> objec
 
 
 class _UnknowableError(Exception):
-    """A container: what it holds is checked, too."""
+    """A container of a kind that may hold anything: what it holds is checked, too."""
+
+
+def _kinds(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    return tuple([_kind(value) for value in values])
 
 
 def _kind(value: Any) -> Hashable:
@@ -105,13 +113,15 @@ def _kind(value: Any) -> Hashable:
     kind = type(value)
     if _is_array(kind):
         return kind, value.dtype, value.shape
-    if kind is tuple:
-        return tuple(map(_kind, value))
     if kind is str or kind is type:
         return value
-    if _is_container(kind):
-        raise _UnknowableError
-    return kind
+    if not _is_container(kind):
+        return kind
+    if issubclass(kind, tuple) or (kind is list and len(value) <= SMALL):
+        return kind, *_kinds(value)
+    if kind is dict and len(value) <= SMALL:
+        return kind, _kinds(value), _kinds(value.values())
+    raise _UnknowableError
 
 
 @cache
