@@ -32,7 +32,7 @@ FLOW = (
     "parameters",
 )  # fmt: skip
 STATE = ("parameters", "first_moment", "second_moment")
-_OF_TOKENS = ("adapted_logits", "token_losses")
+_OF_TOKENS, _OF_PASSES = ("adapted_logits", "token_losses"), ("loss", "gradient")
 _OPTIMIZER = "llorch.train.adamw."
 
 
@@ -91,11 +91,14 @@ class TrainingReplay:
             losses = own if given is None else self._losses(step, given.array, mistakes)
             run.keep(step, "adapted_logits", {"": logits})
             run.keep(step, "token_losses", {"": losses})
-        if until is not None and until[0] == step.number and until[1] in _OF_TOKENS:
+        last = until[1] if until is not None and until[0] == step.number else ""
+        if last in _OF_TOKENS:
             return state
         loss, grads = self._remembered("gradients", step, parameters, mistakes)
         run.keep(step, "loss", {"": np.asarray(loss if theirs is None else _with_their_losses(loss, own, theirs))})
         run.keep(step, "gradient", grads)
+        if last in _OF_PASSES:
+            return state
         with _inside(mistakes, "optimizer"):
             return _optimizer(run, step, grads, state, shown, self.dump.settings)
 
