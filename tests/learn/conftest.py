@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True, scope="module")
 def brief_checks() -> Iterator[None]:
-    from llorch.diagnosis.mistakes import planting
     from llorch.learn.checks import after_logits, forward, foundation
 
     whole_suite = forward.suite_of
@@ -28,7 +27,6 @@ def brief_checks() -> Iterator[None]:
             patch.setattr(module, "stored", stored_once)
         for module in (forward, after_logits, *on_torch()):
             patch.setattr(module, "suite_of", brief_suite)
-        patch.setattr(planting, "_users", Users().of)
         yield
     for module in on_torch():  # imported meanwhile
         vars(module)["suite_of"] = whole_suite
@@ -60,17 +58,3 @@ def brief_suite(model: str) -> "ForwardSuite":
     weights, golden = stored_once(model)
     cases = {name: CutOnce(case.ids, case.first_position) for name, case in golden.cases.items()}
     return ForwardSuite(model, weights, cases, golden.evidence, golden.truth)
-
-
-class Users:
-    """The search for modules that have a function, among llorch's own alone; those are listed anew after an import."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[int, str] = 0, ""
-        self._ours: list[ModuleType] = []
-
-    def of(self, name: str, right: Any) -> list[ModuleType]:
-        seen = len(sys.modules), next(reversed(sys.modules))
-        if seen != self._seen:
-            self._seen, self._ours = seen, [sys.modules[each] for each in [*sys.modules] if each.startswith("llorch")]
-        return [module for module in self._ours if vars(module).get(name) is right]

@@ -2,8 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any, Protocol
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a right function: the wrong one
@@ -66,7 +67,16 @@ def owner_of(part: str) -> tuple[Any, str]:
         return getattr(importlib.import_module(module), owner), name
 
 
-def _users(name: str, right: Any) -> Iterator[Any]:
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("llorch") and vars(module).get(name) is right:
-            yield module
+def _users(name: str, right: Any) -> list[ModuleType]:
+    seen = len(sys.modules), sys.modules[next(reversed(sys.modules))]
+    if seen != _Ours.seen:
+        _Ours.seen = seen
+        _Ours.modules = [module for each, module in list(sys.modules.items()) if each.startswith("llorch")]
+    return [module for module in _Ours.modules if vars(module).get(name) is right]
+
+
+class _Ours:
+    """The modules of llorch among thousands of others; they are listed anew after an import."""
+
+    seen: tuple[int, ModuleType] | None = None
+    modules: Sequence[ModuleType] = ()

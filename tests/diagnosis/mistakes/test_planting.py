@@ -1,5 +1,7 @@
 """Wrong functions in the place of right ones: wherever these are used, and never for longer than they are wanted."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,3 +32,19 @@ def test_mistakes_are_planted_upon_each_other_and_what_was_there_comes_back_afte
         raise RuntimeError("inside")
     assert adamw.moved is right
     assert vars(LoraConfig)["scaling_of"] is of_class
+
+
+@pytest.mark.parametrize("n_imports", [1, 2])
+def test_a_user_that_is_imported_after_another_mistake_has_the_wrong_one_too(
+    monkeypatch: pytest.MonkeyPatch, n_imports: int
+):
+    users = [ModuleType("llorch.of_this_test") for _ in range(n_imports)]
+    for user in users:  # the second is the same module, imported again
+        vars(user)["moved"] = adamw.moved
+        with planted(*of("loss-labels-not-shifted")):
+            pass
+        monkeypatch.delitem(sys.modules, user.__name__, raising=False)
+        monkeypatch.setitem(sys.modules, user.__name__, user)
+    with planted(*of(MISSING)):
+        assert vars(users[-1])["moved"] is adamw.moved
+    assert vars(users[-1])["moved"] is adamw.moved
