@@ -1,8 +1,8 @@
 """Modules of the torch model whose matrix stays packed: a linear layer and an embedding.
 
-`multiply` makes the product. The function here, the reference of all kernels, decodes a tile of rows and multiplies it
-by torch's functions; kernels take its place from outside. The matrix is frozen, so its gradient is never made; that of
-the input is, from tiles too, whatever made the product.
+`multiply` makes the product, and `multiply_back` the gradient of its input. The matrix is frozen, so it has none. The
+functions here, the references of all kernels, decode a tile of rows and multiply it by torch's functions; kernels take
+their places from outside.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from llorch.pytorch.kernels.packing import Fields, Kind, decode, width
 
 Multiply = Callable[[Tensor, Fields, Kind, Tensor | None], Tensor]
+MultiplyBack = Callable[[Tensor, Fields, Kind], Tensor]
 
 _INTEGERS = {torch.float16: torch.int16, torch.float32: torch.int32}
 TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for the product to be efficient
@@ -57,6 +58,7 @@ class QuantisedLinear(PackedMatrix):
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         self.multiply: Multiply = multiply_by_tiles
+        self.multiply_back: MultiplyBack = back_by_tiles
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply, in the dtype of `x`."""
@@ -95,7 +97,7 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Compute the gradient of the input; the layer gets None."""
-        return back_by_tiles(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
+        return ctx.layer.multiply_back(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
 
 
 class QuantisedEmbedding(PackedMatrix):

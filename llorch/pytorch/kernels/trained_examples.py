@@ -4,6 +4,7 @@ A result is that of the forward pass, with the gradients of its inputs for a ran
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from llorch.pytorch.cache import NoCache, PassPlacement
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.example import KernelExample, Numbers
+from llorch.pytorch.kernels.packing import KIND_NAMES
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.random_weights import kind_named, random_fields
 
 Size = tuple[int, int]  # batch, sequence
 
@@ -69,6 +73,14 @@ def _rotate(config: ModelConfig, at: Target, size: Size) -> KernelExample:
     return KernelExample(rotate_and_cache, inputs, _with_gradients(turned, 2))
 
 
+def _packed(name: str, config: ModelConfig, at: Target, size: Size) -> KernelExample:
+    numbers, kind, n_in = Numbers(at), kind_named(name), -(-config.hidden_size // 256) * 256
+    torch.manual_seed(0)
+    plain = QuantisedLinear(random_fields((config.intermediate_size, n_in), kind, at.device), kind)
+    return _of_one_result(plain, numbers(*size, n_in), numbers(*size, config.intermediate_size))
+
+
 EXAMPLES: dict[str, Callable[[ModelConfig, Target, Size], KernelExample]] = {
     "norm": _norm, "rotate": _rotate, "act": _act,
+    **{f"packed {name}": partial(_packed, name) for name in KIND_NAMES},
 }  # fmt: skip

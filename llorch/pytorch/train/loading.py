@@ -1,6 +1,7 @@
 """A model in torch whose modules record gradients; kernels for inference do not.
 
-On CUDA, norms, rotations and activations run on the kernels of `llorch.pytorch.kernels.triton.trained`.
+On CUDA, norms, rotations and activations run on the kernels of `llorch.pytorch.kernels.triton.trained`, and packed
+matrices are decoded by those of `llorch.pytorch.kernels.triton.quantised`.
 
 On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
 takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to
@@ -87,7 +88,8 @@ def _shared_by(mesh: DeviceMesh) -> dict[str, int]:
 def prepare(module: CausalLM, at: Target) -> None:
     """Put the kernels in place that training runs on.
 
-    These are fused attention, and on CUDA fused norms, rotations and activations. The CPU gets faster frozen products.
+    These are fused attention, and on CUDA fused norms, rotations, activations, and products with packed matrices. The
+    CPU gets faster frozen products.
     """
     speed_up_training(module, at)
     freeze_linears(module)

@@ -30,9 +30,9 @@ own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the 
 
 CPU = torch.device("cpu")
 ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
-QUICK = ("norm", "rotate", "attend", "act", "trained norm", "trained rotate", "trained act")  # in Triton's interpreter
 EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
-WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act")]
+WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act", *ALL[: len(KIND_NAMES)])]
+QUICK = ("norm", "rotate", "attend", "act", *WITH_GRADIENTS)  # in Triton's interpreter
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
 RIGHT, WRONG, SLOW = KernelVerdict(0.5, 0.9), KernelVerdict(7.0, 0.9), KernelVerdict(0.5, 1.4)
 

@@ -85,6 +85,13 @@ def test_the_gradient_needs_no_backward_pass_of_the_kernel():
     torch.testing.assert_close(x.grad, decode(leaf.fields, GGMLType.Q8_0).sum(0).expand(2, 3, IN))
 
 
+def test_a_kernel_takes_the_place_of_the_gradient():
+    leaf, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
+    leaf.multiply_back = lambda grad, fields, ggml_type: grad.new_full((len(grad), IN), 7.0)
+    leaf(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3, IN), 7.0))
+
+
 @EVERY_TYPE
 def test_an_embedding_hands_out_rows_of_the_matrix(ggml_type):
     fields, ids = packed_matrix(ggml_type, OUT, IN), torch.tensor([[3, 36, 0], [0, 11, 3]])

@@ -9,14 +9,20 @@ from llorch.pytorch.kernels.triton.decode_attention import decode_attention
 from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm, rotate_and_cache, swiglu
 from llorch.pytorch.kernels.triton.graph import GraphedSteps
-from llorch.pytorch.kernels.triton.quantised import multiply
+from llorch.pytorch.kernels.triton.quantised import back_by_library, multiply, multiply_by_library
 from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen
 from llorch.pytorch.models.experts import QuantisedExperts
 
 
 def packed(leaf: QuantisedLinear) -> QuantisedLinear:
-    """Make a packed layer multiply by kernels, also where its gradient is wanted."""
+    """Make a packed layer multiply by kernels; those of few rows do not round its matrix to the dtype of the inputs."""
     leaf.multiply = multiply
+    return leaf
+
+
+def trained_packed(leaf: QuantisedLinear) -> QuantisedLinear:
+    """Make a packed layer multiply forward and back by one matrix, that of the reference."""
+    leaf.multiply, leaf.multiply_back = multiply_by_library, back_by_library
     return leaf
 
 
@@ -51,4 +57,5 @@ LEAVES: KernelTable = {
     f"{TRAINED}norm": trained.TrainedRMSNorm,
     f"{TRAINED}rotate": lambda plain: trained.rotate_and_cache,
     f"{TRAINED}act": lambda plain: trained.swiglu,
+    **{f"{TRAINED}packed {kind}": trained_packed for kind in KIND_NAMES},
 }

@@ -13,9 +13,12 @@ a matrix is decoded once into scratch memory and multiplied by the library. The 
 weight, which many rows make small; a kernel that decodes would do it again for every tile of rows, and takes two to
 four times as long as the library at 512 rows, as measured on an H100.
 
+Training has many rows, and its gradients go the way of many rows in reverse.
+
 Decoded numbers have the bits of the reference, `kernels.packing.decode`: products and differences are not fused.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
@@ -213,19 +216,38 @@ def multiply(
         return multiply_few_rows(x.contiguous(), fields, ggml_type, bias)
     if len(x) <= SOME[x.dtype]:
         return multiply_by_decoded_tiles(x.contiguous(), fields, ggml_type, bias)
-    return _multiply_decoded(x, fields, ggml_type, bias)
+    return multiply_by_library(x, fields, ggml_type, bias)
 
 
-def _multiply_decoded(
+def multiply_by_library(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
-    n_out = len(fields["codes"])
-    step = max(1, SCRATCH // x.shape[1])
-    if n_out <= step:
+    """Compute x @ decode(fields).T + bias from matrices in scratch memory, whatever the number of rows."""
+    if _fits(fields, ggml_type):
         return linear(x, decode_to(fields, ggml_type, x.dtype), bias)
-    y = x.new_empty(len(x), n_out)
-    for start in range(0, n_out, step):
-        part = slice(start, start + step)
-        tile = decode_to({name: field[part] for name, field in fields.items()}, ggml_type, x.dtype)
-        y[:, part] = linear(x, tile, None if bias is None else bias[part])
+    y = x.new_empty(len(x), len(fields["codes"]))
+    for part, some in _row_parts(fields, ggml_type):
+        y[:, part] = linear(x, decode_to(some, ggml_type, x.dtype), None if bias is None else bias[part])
     return y
+
+
+def back_by_library(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: Kind) -> Float[Tensor, "rows in"]:
+    """Compute grad @ decode(fields), the gradient of a product's input; parts are summed in float32."""
+    if _fits(fields, ggml_type):
+        return grad @ decode_to(fields, ggml_type, grad.dtype)
+    total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=torch.float32)
+    for part, some in _row_parts(fields, ggml_type):
+        total += grad[:, part] @ decode_to(some, ggml_type, grad.dtype)
+    return total.to(grad.dtype)
+
+
+def _fits(fields: Fields, ggml_type: Kind) -> bool:
+    return len(fields["codes"]) * width(fields, ggml_type) <= SCRATCH
+
+
+def _row_parts(fields: Fields, ggml_type: Kind) -> Iterator[tuple[slice, Fields]]:
+    """Cut a matrix into parts that fit into scratch memory: which rows, and their fields."""
+    step = max(1, SCRATCH // width(fields, ggml_type))
+    for start in range(0, len(fields["codes"]), step):
+        part = slice(start, start + step)
+        yield part, {name: field[part] for name, field in fields.items()}

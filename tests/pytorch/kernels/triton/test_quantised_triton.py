@@ -10,13 +10,16 @@ import torch
 from packed_matrices import TABLES, activations, packed_matrix, packed_table
 
 from llorch.files.quant import GGMLType
-from llorch.pytorch.kernels.packing import PACKERS, decode
+from llorch.pytorch.kernels import TRAINED
+from llorch.pytorch.kernels.packing import PACKERS, Kind, decode
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.experts import multiply_decoded
 
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
 from llorch.pytorch.kernels.triton import quantised
-from llorch.pytorch.kernels.triton.quantised import decode_to, multiply, multiply_by_decoded_tiles
+from llorch.pytorch.kernels.triton.leaves import LEAVES
+from llorch.pytorch.kernels.triton.quantised import back_by_library, decode_to, multiply, multiply_by_decoded_tiles
 from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen, multiply_few_rows
 
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
@@ -185,6 +188,41 @@ def test_float64_is_multiplied_in_float64(device):
     fields, x = packed_matrix(GGMLType.Q4_0, 5, 256, device), activations(1, 256, torch.float64, device)
     want = x @ decode(fields, GGMLType.Q4_0).double().T
     torch.testing.assert_close(multiply(x, fields, GGMLType.Q4_0, None), want, rtol=1e-13, atol=1e-13)
+
+
+def assert_trained(fields: dict[str, torch.Tensor], kind: Kind, rows: int, dtype: torch.dtype, device: str) -> None:
+    """Both products are with the matrix that the reference decodes and rounds to the dtype, the first to the bit."""
+    plain, ours = QuantisedLinear(fields, kind), LEAVES[f"{TRAINED}packed {kind.name}"](QuantisedLinear(fields, kind))
+    x, grad = (activations(rows, n, dtype, device) for n in (plain.in_features, plain.out_features))
+    made = ours(x.requires_grad_())
+    assert torch.equal(made, plain(x))
+    (got,) = torch.autograd.grad(made, x, grad)
+    assert_close(got, grad, decode(fields, kind).to(dtype).T, None)
+
+
+@pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
+@pytest.mark.parametrize("rows", [1, 70])
+@EVERY_TYPE
+def test_a_trained_product_and_its_gradient_have_the_matrix_of_the_twin(ggml_type, rows, dtype, device):
+    assert_trained(packed_matrix(ggml_type, 7, 768, device), ggml_type, rows, dtype, device)
+
+
+@pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_trained_product_and_its_gradient_have_the_table_of_the_twin(name, dtype, device):
+    fields, table = packed_table(name, 7, 768, device)
+    assert_trained(fields, table, 5, dtype, device)
+
+
+@pytest.mark.parametrize(("device", "dtype"), TILED[1:], ids=str, indirect=["device"])
+def test_parts_of_a_gradient_are_summed_in_float32(dtype, device, monkeypatch):
+    """The product of each part is rounded once, and the sum once: two roundings, however many parts there are."""
+    monkeypatch.setattr(quantised, "SCRATCH", 2 * 256 + 1)
+    fields, grad = packed_matrix(GGMLType.Q8_0, 151, 256, device), activations(6, 151, dtype, device)
+    want = grad.double() @ decode(fields, GGMLType.Q8_0).to(dtype).double()
+    got = back_by_library(grad, fields, GGMLType.Q8_0)
+    assert got.dtype is dtype
+    assert (got.double() - want).norm() < max(ULP[dtype], 1e-6) * want.norm()
 
 
 @pytest.mark.parametrize("field", ["codes", "scales", "d", "dmin"])

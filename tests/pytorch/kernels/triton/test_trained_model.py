@@ -7,17 +7,24 @@ import numpy as np
 import pytest
 import torch
 from kernel_tolerances import PLACES, kernel_device
+from random_adapters import random_adapter
 from torch import Tensor
+from training_passes import ALL
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
 from llorch.config import ModelConfig
+from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels import TRAINED, kernel_selection
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm
 from llorch.pytorch.kernels.triton.leaves import LEAVES
+from llorch.pytorch.kernels.triton.quantised import back_by_library, multiply_by_library
+from llorch.pytorch.lora.adapters import attach
+from llorch.pytorch.random_weights import random_model
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.train.batch import Batch
 
@@ -52,6 +59,14 @@ def with_kernels(made: CausalLM, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
     return made
 
 
+def packed_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Random packed matrices, with an adapter that is trained beside each projection."""
+    made = random_model(config, Target(device, torch.float32), packed=GGMLType.Q4_0).to(dtype)
+    use_sdpa(made)
+    attach(made, random_adapter(config, target_modules=ALL), trainable=True)
+    return made
+
+
 def gradients(made: CausalLM, device: torch.device) -> dict[str, Tensor]:
     hidden = hidden_states(made, BATCH, device)
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden))
@@ -77,6 +92,24 @@ def test_every_gradient_is_as_near_to_float64_as_that_of_the_plain_model(
     assert len(got) == 1 + 4 * config.n_layers
     for name, want in exact.items():
         assert got[name].dtype is dtype
+        allowed = max(4 * distance(near[name], want), 4 * torch.finfo(dtype).eps)
+        assert distance(got[name], want) <= allowed, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_beside_packed_matrices_are_as_near_to_float64_as_those_of_the_plain_model(
+    config: Any, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    config = replace(config, n_layers=1, hidden_size=32, intermediate_size=64, head_dim=8)
+    exact = gradients(packed_model(config, torch.float64, device), device)
+    near = gradients(packed_model(config, dtype, device), device)
+    made = with_kernels(packed_model(config, dtype, device), monkeypatch)
+    layers = [module for module in made.modules() if isinstance(module, QuantisedLinear)]
+    assert {(layer.multiply, layer.multiply_back) for layer in layers} == {(multiply_by_library, back_by_library)}
+    got = gradients(made, device)
+    assert list(got) == list(exact)
+    assert len(got) == 1 + 2 * 7
+    for name, want in exact.items():
         allowed = max(4 * distance(near[name], want), 4 * torch.finfo(dtype).eps)
         assert distance(got[name], want) <= allowed, name
 
