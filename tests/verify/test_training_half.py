@@ -18,7 +18,7 @@ from llorch.comparison import FACTOR, FLOORS
 from llorch.stages import keys
 from llorch.verify.training import limits
 from llorch.verify.training.claims import claims, errors, refuse_far_witnesses
-from llorch.verify.training.goldens import FILES, HALF_DTYPES, MODELS, name_of
+from llorch.verify.training.goldens import FILES, HALF_DTYPES, MODELS, golden_name
 from llorch.verify.training.limits import FROM_FLOAT32, NUMPY_ALONE, ceiling, shows
 from llorch.verify.training.places import at
 from llorch.verify.training.stages import BY_GROUP
@@ -133,7 +133,7 @@ def test_stored_errors_are_those_of_peft_running_now():
     golden, weights = training_golden_of(MODEL), weights_of(MODEL)
     producer = Peft(weights.path, n_threads=1, dtype=DTYPE)
     shown = producer.gradients(golden.adapter_for(weights.config), golden.batches[0])
-    now = replace(golden, arrays={**golden.arrays, **{name_of(place): array for place, array in shown.items()}})
+    now = replace(golden, arrays={**golden.arrays, **{golden_name(place): array for place, array in shown.items()}})
     (made, stored) = (
         e["chained"]["gradient"]["plain"] for e in (errors(now, CONFIG, DTYPE), golden.half_errors[DTYPE])
     )
