@@ -1,10 +1,7 @@
 """The site, built and looked at: it loads nothing from elsewhere, is as wide as the screen, and shows its formulas."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from chromium import PROGRAM, Browser, chromium
@@ -12,22 +9,12 @@ from chromium import PROGRAM, Browser, chromium
 pytestmark = pytest.mark.slow
 pytest.importorskip("sphinx", reason="NOT RUN: sphinx is not installed; pip install -c constraints.txt -e '.[docs]'")
 
-ROOT = Path(__file__).parents[2]
 LOADED = re.compile(  # a link that is followed when somebody clicks is none of these
     r"<(?:script|img|iframe|source|video|audio|embed|object|link)\b[^>]*?(?:src|href|data)=[\"']?(?:https?:)?//[^>]*>"
     r"|url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*;|\bfetch\([\"']https?:"
 )
 FORMULAS = "document.querySelectorAll('mjx-container svg').length"
 RENDERED = "MathJax.startup.promise.then(() => true)"
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "checkpoints/build.py", "--site", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    return out
 
 
 @pytest.fixture(scope="module")
