@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.options import WholeNumber, group, page_option
-from llorch.numerics import EXACT, Numerics
 
 if TYPE_CHECKING:
     from llorch.dumps.stage_dump import StageDump
     from llorch.files import Weights
+    from llorch.numerics import Numerics
 
 dump_path = click.Path(path_type=Path)
 map_option = group(
@@ -37,7 +37,7 @@ class DumpPlan:
     ids: Sequence[int] | None  # tokens of all passes; None: the dump must have them
     first_position: int | None
     threads: str  # a line for the report
-    numerics: Numerics = EXACT
+    numerics: "Numerics | None" = None  # None: exact
 
     def stages(self) -> "StageDump":
         """Read the dump as stages of the model; see `read_stages`."""
@@ -47,12 +47,15 @@ class DumpPlan:
         """Return the weights in the dtype to compute in: float64 for exact numerics."""
         import numpy as np
 
-        return self.stored.astype(np.float64) if self.numerics == EXACT else self.stored.using(self.numerics)
+        from llorch.numerics import EXACT
+
+        numerics = self.numerics or EXACT
+        return self.stored.astype(np.float64) if numerics == EXACT else self.stored.using(numerics)
 
 
 def plan_dump(
     path: Path, spec: str, *, mapping: Path | None, prompt: str | None, tokens: Sequence[int] | None,
-    first_position: int | None = None, numerics: Numerics = EXACT,
+    first_position: int | None = None, numerics: "Numerics | None" = None,
 ) -> DumpPlan:  # fmt: skip
     """Open the model of a dump, choose the number of threads, and encode the prompt; the dump is not read yet."""
     from llorch.cli.inputs import model_path

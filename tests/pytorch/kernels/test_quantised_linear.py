@@ -89,6 +89,7 @@ def test_a_kernel_takes_the_place_of_the_gradient():
     leaf, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
     leaf.multiply_back = lambda grad, fields, ggml_type: grad.new_full((len(grad), IN), 7.0)
     leaf(x).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.full((2, 3, IN), 7.0))
 
 
