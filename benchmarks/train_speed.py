@@ -1,7 +1,7 @@
 """Time of one training step of a LoRA adapter, ours against PEFT's, measured in turn on the same weights.
 
     python benchmarks/train_speed.py                                       Qwen2.5-0.5B shape, CPU, 2 threads
-    python benchmarks/train_speed.py --device cuda --shape llama-3-8b --dtype bfloat16 --tokens 1024
+    python benchmarks/train_speed.py --device cuda --shape llama-3-8b --dtype bfloat16 --tokens 1024 --packed NF4
 
 Random weights, one copy in memory that both sides read. Both start from PEFT's adapter and take the whole step:
 forward, loss over all tokens, backward, clipping, AdamW. Their first losses are printed: sides that compute different
@@ -32,12 +32,13 @@ Step = Callable[[], float]  # takes one step, gives its loss
 @click.option("--r", "rank", default=8, show_default=True)
 @click.option("--modules", default="q_proj,v_proj", show_default=True)
 @click.option("--chunk", default=256, show_default=True, help="Rows of logits at a time on our side; 0: all at once.")
+@click.option("--packed", multiple=True, metavar="KIND", help="llorch over packed matrices too: NF4, Q4_0 or others.")
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
     shape: str, layers: int | None, dtypes: tuple[str, ...], device: str, batch: int, tokens: int, rank: int,
-    modules: str, chunk: int, rounds: int, threads: int, output: Path | None,
+    modules: str, chunk: int, packed: tuple[str, ...], rounds: int, threads: int, output: Path | None,
 ) -> None:  # fmt: skip
     """Entry point."""
     import torch
@@ -48,7 +49,8 @@ def main(
     print(f"{where}, {threads} threads, {packages}; {shape}, {batch} x {tokens} tokens, r={rank} on {modules}")
     found = {}
     for dtype in dtypes:
-        sides = both(shape, layers, dtype, device, (batch, tokens), rank, tuple(modules.split(",")), chunk or None)
+        named = tuple(modules.split(","))
+        sides = both(shape, layers, dtype, device, (batch, tokens), rank, named, chunk or None, packed)
         print(f"{dtype}: first loss " + ", ".join(f"{name} {step():.6f}" for name, step in sides.items()))
         found[dtype] = interleaved(sides, rounds, device)
         report(dtype, found[dtype])
@@ -58,16 +60,16 @@ def main(
 
 def both(
     shape: str, layers: int | None, dtype: str, device: str, size: tuple[int, int], rank: int,
-    modules: tuple[str, ...], chunk: int | None,
+    modules: tuple[str, ...], chunk: int | None, packed: tuple[str, ...] = (),
 ) -> dict[str, Step]:  # fmt: skip
-    """Build both sides on the same weights, with the same adapter and tokens; name to step."""
+    """Build both sides on the same weights, and llorch over packed ones, with the same adapter and tokens."""
     from dataclasses import replace
 
     import torch
 
     from llorch.bench import SHAPES as CONFIGS
     from llorch.pytorch.device import target
-    from llorch.pytorch.random_weights import random_model
+    from llorch.pytorch.random_weights import kind_named, random_model
 
     config = CONFIGS[shape]
     config = config if layers is None else replace(config, n_layers=layers)
@@ -75,7 +77,8 @@ def both(
     module = random_model(config, at)
     ids = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(0))
     theirs, adapter = peft_side(module, rank, modules, ids.to(at.device))
-    return {"llorch": our_side(module, adapter, ids, at, chunk), "peft": theirs}
+    models = {"llorch": module} | {f"llorch {name}": random_model(config, at, kind_named(name)) for name in packed}
+    return {name: our_side(model, adapter, ids, at, chunk) for name, model in models.items()} | {"peft": theirs}
 
 
 def peft_side(module, rank: int, modules: tuple[str, ...], ids):
@@ -185,8 +188,10 @@ def report(dtype: str, samples: dict[str, list[tuple[float, float]]]) -> None:
         medians[name] = statistics.median(quiet)
         n_quiet = sum(others <= OTHERS for _, others in measured)
         spread = f"({min(quiet):.3f}-{max(quiet):.3f})"
-        print(f"{dtype:<9} {name:<7} {medians[name]:.3f} s a step {spread}, {n_quiet} of {len(measured)} rounds quiet")
+        print(f"{dtype:<9} {name:<11} {medians[name]:.3f} s a step {spread}, {n_quiet} of {len(measured)} rounds quiet")
     print(f"{dtype:<9} llorch / peft: {medians['llorch'] / medians['peft']:.2f}")
+    for name in medians.keys() - {"llorch", "peft"}:
+        print(f"{dtype:<9} {name} / llorch: {medians[name] / medians['llorch']:.2f}")
 
 
 if __name__ == "__main__":
