@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from llorch.cli import main
-from llorch.pytorch.train import step, trainer
+from llorch.pytorch.train import plan, step
+from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.trainer import Training
 from llorch.torchrun import n_restarts
 
@@ -64,8 +65,8 @@ def _of_another_version(sound: Callable[..., Any], *args: Any) -> Any:
     return found | {"packages": found["packages"] | {"torch": "1.0"}}
 
 
-def _of_another_file(sound: Callable[..., Any], training: Training) -> Any:
-    return sound(training) | {"base": "sha256:another"}
+def _of_another_file(sound: Callable[..., Any], planned: TrainingPlan) -> Any:
+    return sound(planned) | {"base": "sha256:another"}
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -73,9 +74,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "frozen": (Training, "run_step", _sent(signal.SIGSTOP, FROZEN)),
     "nan": (step, "batch_loss", _nan),
     "full": (filesystem.FileSystem, "create_stream", _full),
-    "missing": (trainer, "find", _missing),
-    "version": (trainer, "environment", _of_another_version),
-    "file": (Training, "identity", _of_another_file),
+    "missing": (plan, "find", _missing),
+    "version": (plan, "environment", _of_another_version),
+    "file": (TrainingPlan, "identity", _of_another_file),
 }
 
 
