@@ -191,9 +191,10 @@ def _isolated_failures(judged: JudgedModel) -> list[str]:
     """Write how many rows fail, which stages fail from the golden's inputs, and what that says about the mistake."""
     failing = [row for row in judged.rows if row.verdict == FAIL]
     alone = list(dict.fromkeys(row.stage for row in failing if row.mode == "isolated"))
-    after_others = {row.mode for row in failing} <= {"decode", IN_PARTS, "exact"}
-    cached = "none; only passes behind cached tokens fail: see what a pass writes to the cache, and how it is read"
-    found = ", ".join(alone) or (cached if after_others else "none, so each op is right on those inputs")
+    modes = {row.mode for row in failing} - {"exact"}  # of choices, which follow from all before them
+    is_cached = bool(modes) and modes <= {"decode", IN_PARTS}
+    cached = "none; only passes behind cached tokens fail: look at the cache, and at the positions of new tokens"
+    found = ", ".join(alone) or (cached if is_cached else "none, so each op is right on those inputs")
     return [f"  {len(failing)} of {len(judged.rows)} rows fail; stages that fail when fed the golden's input: {found}"]
 
 

@@ -170,6 +170,11 @@ def test_a_report_separates_the_cases_in_which_the_first_failing_stage_fails_fro
     )
 
 
+def test_a_report_of_wrong_choices_alone_does_not_blame_the_cache():
+    text = "\n".join(failure_report(judged(row(verdict="FAIL", mode="exact", stage="argmax", checkpoint="10"))))
+    assert "cached tokens" not in text
+
+
 def test_the_truth_is_not_called_on_where_numbers_differ():
     assert closing_line(summary([judged(row(verdict="FAIL"))])).endswith("13 checkpoints not run")
 
