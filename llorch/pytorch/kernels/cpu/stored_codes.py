@@ -16,9 +16,12 @@ ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in cpu_
 
 
 def packed_codes(codes: CodesOf, part: StoredPart, library: ctypes.CDLL) -> UInt8[Tensor, "out bytes"] | None:
-    """Pack the codes of a whole matrix; None for those that are not moved here, such as codes of 3 bits."""
+    """Pack the codes of a whole matrix; None for those that are not moved here, such as codes of 3 bits.
+
+    A part that holds more than the codes, such as padding, or less, is not moved here either.
+    """
     n_out, n_in = codes.shape
-    if codes.bits not in (4, 8):
+    if codes.bits not in (4, 8) or part.raw.nbytes != n_out * n_in * codes.bits // 8:
         return None
     packed = torch.empty(n_out, n_in * codes.bits // 8, dtype=torch.uint8)
     if codes.bits == 8 and codes.order == "rows":

@@ -53,6 +53,16 @@ def test_packed_codes_of_three_bits_are_left_to_the_reference():
     assert packed_codes(codes, StoredPart("w", "U32", (8, 3), np.zeros(96, np.uint8)), compiled) is None
 
 
+@pytest.mark.parametrize(("order", "bits"), ORDERS)
+@pytest.mark.parametrize("n_out", [24, 56], ids=["too long", "too short"])
+def test_a_part_of_another_size_than_its_codes_is_left_to_the_reference(order: Order, bits: int, n_out: int):
+    compiled = library()
+    if compiled is None:
+        pytest.skip("NOT RUN: no C compiler")
+    _, part = stored(order, bits, 40, 64)
+    assert packed_codes(CodesOf("codes", bits, (n_out, 64), order), part, compiled) is None
+
+
 @pytest.mark.parametrize("folder", ["awq-gemm", "bnb-nf4", "gptq-4bit", "gptq-8bit", "mlx-4bit", "mlx-8bit"])
 def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypatch: pytest.MonkeyPatch):
     weights = open_weights(FOLDERS / folder)
