@@ -23,7 +23,7 @@ LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |
 
 @pytest.fixture(scope="module")
 def blocks_of() -> Iterator[Callable[[Path], Blocks]]:
-    """What a page has to say, of rows that are computed once and that other tests look at, too."""
+    """Compute the generated blocks of one page; rows are computed once, and shared with other tests."""
 
     def stored(model: str, runners: object = None, backend: str = "numpy") -> Sequence[Comparison]:
         return [row for row in torch_rows(backend, model) if row.backend == backend] if runners else forward_rows(model)

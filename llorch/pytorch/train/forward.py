@@ -20,7 +20,7 @@ from llorch.pytorch.cache import NoCache, PassPlacement, Visible
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.train.batch import Batch
 
-Table = Float[Tensor, "positions half"]
+Angles = Float[Tensor, "positions half"]
 
 
 def hidden_states(
@@ -55,13 +55,13 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacem
     return PassPlacement(at, cos, sin, visible, positions.shape[1], near, heat)
 
 
-def _angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
+def _angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Angles, Angles]:
     """Return cosines and sines of the positions below `n`, and of some more: few tables serve batches of any length."""
     return _first_angles(config, 1 << max(0, n - 1).bit_length(), dtype, device)
 
 
 @lru_cache(maxsize=4)
-def _first_angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
+def _first_angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Angles, Angles]:
     """Keep tables on the device: the processor takes milliseconds for them, in which a GPU would wait in every step."""
     kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
     cos, sin = (torch.from_numpy(table).to(device, dtype) for table in rope_tables(np.arange(n), **kind))
