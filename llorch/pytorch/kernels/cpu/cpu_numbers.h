@@ -46,6 +46,9 @@ static inline lanes load_some(const float *x, long n) {
     if (n >= LANES) return load(x);
 #ifdef __AVX512F__
     return (lanes)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), x);
+#elif defined(__AVX2__)
+    __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return (lanes)_mm256_maskload_ps(x, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), place));
 #else
     lanes v = {0};
     for (long i = 0; i < n; i++) v[i] = x[i];
@@ -54,7 +57,15 @@ static inline lanes load_some(const float *x, long n) {
 }
 
 static inline lanes splat(float x) {
-    return (lanes){0} + x;
+#ifdef __AVX512F__
+    return (lanes)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return (lanes)_mm256_set1_ps(x);
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = x;
+    return v;
+#endif
 }
 
 static inline lanes fma_lanes(lanes x, lanes y, lanes sum) {
@@ -118,6 +129,10 @@ static inline void store_one(int half, void *y, long i, float value) {
 static inline float sum_of(lanes v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) v[i] += v[i + n];

@@ -24,14 +24,16 @@ typedef struct {
 } fields;
 
 /* A table's part that all rows share. `way` names the instructions that turn codes of eight bits into numbers:
- * EVEN numbers are integers in a row, from the first one on. Products with minima use the numbers less `centre`, and
- * minima that make up for it: without a centre two large sums would be subtracted. */
+ * EVEN numbers are integers in a row, from the first one on. SHORT numbers fit in bfloat16: the lower two bytes are 0. Products
+ * with minima or zero points may use the numbers less `centre`, and make up for it: without a centre two large sums would
+ * be subtracted. */
 typedef struct {
     int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
     float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
     float values[256], centred[256];
+    uint8_t value_bytes[4][16], centred_bytes[4][16]; /* of the first sixteen numbers: all lowest bytes, and so on */
 } shared;
-enum way { LOOK_UP, SIGNED, E4M3, EVEN };
+enum way { LOOK_UP, SIGNED, E4M3, EVEN, SHORT };
 enum offset { NO_OFFSET, ZERO, MINIMUM }; /* the meaning of `more` */
 
 static inline float from_f16(const void *array, long i) {
@@ -56,8 +58,40 @@ static inline lanes from_int8(const int8_t *codes) {
 #endif
 }
 
-/* 32 codes of four bits, less an offset: element 4 j + i is part j of word i. */
-static inline void four_bits(const uint8_t *codes, int offset, lanes *part) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* 32 numbers of codes of four bits. bytes: byte j of the number of each code; the lower two are 0 where they are not `whole`. */
+static inline __attribute__((always_inline)) void join_bytes(
+    const uint8_t *codes, int whole, const uint8_t (*bytes)[16], lanes *part) {
+    const __m128i by_part = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m128i words = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)codes), by_part);
+    __m256i both = _mm256_set_m128i(_mm_srli_epi16(words, 4), words), number[4];
+    for (int j = whole ? 0 : 2; j < 4; j++) {
+        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes[j]));
+        number[j] = _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15)));
+    }
+    const __m256i zero = _mm256_setzero_si256();
+    __m256i low = whole ? _mm256_unpacklo_epi8(number[0], number[1]) : zero;
+    __m256i high = _mm256_unpacklo_epi8(number[2], number[3]);
+    part[0] = (lanes)_mm256_unpacklo_epi16(low, high), part[1] = (lanes)_mm256_unpackhi_epi16(low, high);
+    low = whole ? _mm256_unpackhi_epi8(number[0], number[1]) : zero;
+    high = _mm256_unpackhi_epi8(number[2], number[3]);
+    part[2] = (lanes)_mm256_unpacklo_epi16(low, high), part[3] = (lanes)_mm256_unpackhi_epi16(low, high);
+}
+
+/* The upper bytes of sixteen integers in a row as float32; the lower two are 0. */
+static const uint8_t FROM_0[4][16] = {
+    {0}, {0}, {0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70},
+    {0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41}};
+static const uint8_t FROM_MINUS_8[4][16] = {
+    {0}, {0}, {0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80, 0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0},
+    {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40}};
+static const uint8_t FROM_MINUS_32[4][16] = {
+    {0}, {0}, {0, 0xf8, 0xf0, 0xe8, 0xe0, 0xd8, 0xd0, 0xc8, 0xc0, 0xb8, 0xb0, 0xa8, 0xa0, 0x98, 0x90, 0x88},
+    {0xc2, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1}};
+#endif
+
+/* 32 codes of four bits, less an offset of 0, 8 or 32: element 4 j + i is part j of word i. */
+static inline __attribute__((always_inline)) void four_bits(const uint8_t *codes, int offset, lanes *part) {
 #ifdef __AVX512F__
     const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
@@ -66,13 +100,7 @@ static inline void four_bits(const uint8_t *codes, int offset, lanes *part) {
     part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
     part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
 #elif defined(__AVX2__)
-    const __m256i mask = _mm256_set1_epi32(15), less = _mm256_set1_epi32(offset);
-    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
-    words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-    for (int k = 0; k < PARTS; k++) {
-        __m256i code = _mm256_and_si256(_mm256_srli_epi32(words, 8 * k), mask);
-        part[k] = (lanes)_mm256_cvtepi32_ps(_mm256_sub_epi32(code, less));
-    }
+    join_bytes(codes, 0, offset == 0 ? FROM_0 : offset == 8 ? FROM_MINUS_8 : FROM_MINUS_32, part);
 #else
     uint32_t word[4];
     memcpy(word, codes, sizeof word);
@@ -92,26 +120,23 @@ static inline lanes from_uint8(const uint8_t *codes) {
 #endif
 }
 
-/* The numbers of 32 codes of four bits, in the order of `four_bits`. */
-static inline void look_up_four(const uint8_t *codes, const float *values, lanes *part) {
+/* The numbers of 32 codes of four bits, in the order of `four_bits`; bytes: those of the values. */
+static inline __attribute__((always_inline)) void look_up_four(
+    const uint8_t *codes, enum way way, const float *values, const uint8_t (*bytes)[16], lanes *part) {
 #ifdef __AVX512F__
     const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
     const __m512 numbers = _mm512_loadu_ps(values);
     __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
+    (void)way, (void)bytes;
     part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
     part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
 #elif defined(__AVX2__)
-    const __m256 low = _mm256_loadu_ps(values), high = _mm256_loadu_ps(values + 8);
-    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
-    words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-    for (int k = 0; k < PARTS; k++) {
-        __m256i code = _mm256_srli_epi32(words, 8 * k);
-        __m256 first = _mm256_permutevar8x32_ps(low, code), last = _mm256_permutevar8x32_ps(high, code);
-        part[k] = (lanes)_mm256_blendv_ps(first, last, _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
-    }
+    (void)values;
+    join_bytes(codes, way != SHORT, bytes, part);
 #else
     uint32_t word[4];
+    (void)way, (void)bytes;
     memcpy(word, codes, sizeof word);
     for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = values[word[e % 4] >> (e / 4 * 4) & 15];
 #endif
@@ -151,11 +176,14 @@ static inline lanes look_up(const uint8_t *codes, const float *values) {
 #endif
 }
 
-/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`. */
+/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. */
 static inline __attribute__((always_inline)) void table_run(enum kind kind, const fields *f, enum way way, long i,
-                                                            const float *values, lanes *part) {
+                                                            int centred, lanes *part) {
+    const shared *table = (const shared *)f->scales;
+    const float *values = centred ? table->centred : table->values;
     if (kind == TABLE_4) {
-        look_up_four((const uint8_t *)f->codes + 16 * i, values, part);
+        const uint8_t (*bytes)[16] = centred ? table->centred_bytes : table->value_bytes;
+        look_up_four((const uint8_t *)f->codes + 16 * i, way, values, bytes, part);
         return;
     }
     const uint8_t *codes = (const uint8_t *)f->codes + RUN * i;
@@ -255,30 +283,30 @@ static inline __attribute__((always_inline)) float dot_packed(
     return sum_of(even + odd);
 }
 
-static inline __attribute__((always_inline)) lanes add_table_run(
-    enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes sum) {
+static inline __attribute__((always_inline)) void add_table_run(
+    enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes *sums) {
     lanes part[PARTS];
-    table_run(kind, f, way, i, ((const shared *)f->scales)->centred, part);
+    table_run(kind, f, way, i, 1, part);
     for (int k = 0; k < PARTS; k++) {
         if (zero) part[k] -= splat(*zero);
-        sum = fma_lanes(part[k], load(x + LANES * k), sum);
+        sums[k] = fma_lanes(part[k], load(x + LANES * k), sums[k]);
     }
-    return sum;
 }
 
-/* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none. */
+/* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none.
+ * Four sums, since each has to wait for its last addition. */
 static inline __attribute__((always_inline)) lanes dot_group(
     enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
     const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
-    lanes even = {0}, odd = {0};
+    lanes sums[4] = {{0}}, *odd = sums + 4 - PARTS;
     long r = 0;
     for (; r + 2 <= n; r += 2) {
         __builtin_prefetch((const char *)f->codes + (i + r) * bytes + AHEAD);
-        even = add_table_run(kind, f, way, i + r, x + RUN * r, zero, even);
-        odd = add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), zero, odd);
+        add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
+        add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), zero, odd);
     }
-    if (r < n) even = add_table_run(kind, f, way, i + r, x + RUN * r, zero, even);
-    return n > 1 ? even + odd : even;
+    if (r < n) add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
+    return n == 1 && PARTS == 2 ? sums[0] + sums[1] : (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 /* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each. */
@@ -308,7 +336,7 @@ static inline __attribute__((always_inline)) void add_halves(
     enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
     const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
     lanes part[PARTS], products[2];
-    table_run(kind, f, way, i, ((const shared *)f->scales)->centred, part);
+    table_run(kind, f, way, i, 1, part);
     for (int k = 0; k < PARTS; k++) {
         lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
         if (zeros) part[k] -= splat(zero[k >= PARTS / 2]);
@@ -348,33 +376,41 @@ static inline long columns_of_group(const shared *table) {
     return table->runs ? RUN * table->runs : RUN / 2;
 }
 
-/* Minima of a row times the sums of the inputs of each group. */
+/* Minima of a row, or scaled zero points, times the sums of the inputs of each group. */
 static inline lanes dot_offsets(const fields *f, long row, const float *sums, long n) {
     const shared *table = (const shared *)f->scales;
     const lanes centre = splat(table->centre);
+    const int zeros = table->offset == ZERO;
     const float *d = (const float *)f->d + row * n, *more = (const float *)f->more + row * n;
     lanes total = {0};
     for (long g = 0; g < n; g += LANES) {
         lanes offset = load_some(more + g, n - g), scale = load_some(d + g, n - g);
-        offset = fma_lanes(scale, centre, offset);
+        offset = zeros ? scale * (centre - offset) : fma_lanes(scale, centre, offset);
         total = fma_lanes(offset, load_some(sums + g, n - g), total);
     }
     return total;
 }
 
-/* sums: of the inputs of each group, where a table has minima. */
+/* Whether products use the numbers less `centre`, and make up for what is missing by the sums of the inputs. */
+static inline int has_centre(const shared *table) {
+    return table->offset == MINIMUM || (table->offset == ZERO && (table->way == EVEN || table->way == SHORT));
+}
+
+/* sums: of the inputs of each group, where a table has a centre. */
 static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
     const shared *table = (const shared *)f->scales;
     lanes total;
     const int zeros = table->offset == ZERO;
-    if (kind == TABLE_4) {
+    if (kind == TABLE_4 && table->way == SHORT) {
+        total = dot_way(TABLE_4, f, SHORT, 0, row, x, in);
+    } else if (kind == TABLE_4) {
         total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
     } else if (table->way == SIGNED) {
         total = zeros ? dot_way(TABLE_8, f, SIGNED, 1, row, x, in) : dot_way(TABLE_8, f, SIGNED, 0, row, x, in);
     } else if (table->way == E4M3) {
         total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
     } else if (table->way == EVEN) {
-        total = zeros ? dot_way(TABLE_8, f, EVEN, 1, row, x, in) : dot_way(TABLE_8, f, EVEN, 0, row, x, in);
+        total = dot_way(TABLE_8, f, EVEN, 0, row, x, in);
     } else {
         total = zeros ? dot_way(TABLE_8, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_8, f, LOOK_UP, 0, row, x, in);
     }
@@ -385,7 +421,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
 /* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
 static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
     const shared *table = (const shared *)f->scales;
-    if (kind < TABLE_4 || table->offset != MINIMUM) return NULL;
+    if (kind < TABLE_4 || !has_centre(table)) return NULL;
     const long size = columns_of_group(table), n = rows * in / size;
     float *sums = malloc(sizeof(float) * (size_t)n);
     *lacking = sums == NULL;
@@ -496,7 +532,7 @@ static inline __attribute__((always_inline)) void decode_table(
     const float *d = (const float *)f->d, *more = (const float *)f->more;
     for (long i = 0; i < n; i++) {
         lanes part[PARTS];
-        table_run(kind, f, way, first + i, table->values, part);
+        table_run(kind, f, way, first + i, 0, part);
         for (int k = 0; k < PARTS; k++) {
             long g = table->runs ? (first + i) / table->runs : 2 * (first + i) + (k >= PARTS / 2);
             if (table->offset == ZERO) part[k] -= splat(more[g]);

@@ -18,7 +18,7 @@ from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 
 KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
 TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
-_LOOK_UP, _SIGNED, _E4M3, _EVEN = range(4)  # `way` in cpu_products.c
+_LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT = range(5)  # `way` in cpu_products.c
 HALF = {torch.float32: 0, torch.bfloat16: 1}
 _MORE = ("upper", "dmin", "zero", "minimum")  # a kind has one of these at most
 FEW = 8  # rows up to which decoding in registers, once per row, is faster than a tile in memory
@@ -28,16 +28,24 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
     """Lay out what all rows share, as `shared` in cpu_products.c has it."""
     group = width(fields, table) // fields["d"].shape[-1]
     offset = 1 if "zero" in fields else 2 if "minimum" in fields else 0
-    integers = torch.tensor([group // RUN, _way(table, fields), offset], dtype=torch.int32)
-    centre = _centre(fields) if _way(table, fields) == _EVEN else 0.0
-    factors = torch.tensor([*(1.0 if one is None else one for one in (table.factor, table.divisor)), centre])
+    way = _way(table, fields)
+    centre = _centre(fields) if way == _EVEN else 0.0
     values = torch.zeros(256)
     values[: TABLES[table.name]] = values_of(table, torch.device("cpu"))
-    return torch.cat((integers.view(torch.float32), factors, values, values - centre))
+    both = values, values - centre
+    first = [numbers[:16].clone() for numbers in both]
+    if table.name == "TABLE_4":
+        way = _SHORT if all((numbers == numbers.bfloat16()).all() for numbers in first) else _LOOK_UP
+    integers = torch.tensor([group // RUN, way, offset], dtype=torch.int32)
+    factors = torch.tensor([*(1.0 if one is None else one for one in (table.factor, table.divisor)), centre])
+    in_bytes = [numbers.view(torch.uint8).view(16, 4).T.flatten().view(torch.float32) for numbers in first]
+    return torch.cat((integers.view(torch.float32), factors, *both, *in_bytes))
 
 
 def _centre(fields: Fields) -> float:
-    """Find the integer next to the mean number that stands for zero; 0 without minima."""
+    """Find the integer next to the mean number that stands for zero; 0 without minima and zero points."""
+    if "zero" in fields:
+        return float(fields["zero"].mean().round())
     if "minimum" not in fields or not (scaled := fields["d"] != 0).any():
         return 0.0
     return float((-fields["minimum"][scaled] / fields["d"][scaled]).mean().round().clamp(0, 255))
