@@ -26,6 +26,7 @@ from llorch.pytorch.device import Target, compute_as_named, target
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.worker import PIPE, end_with_parent, run
@@ -40,10 +41,10 @@ PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in i
 def own_leaves(at: Target, *, training: bool = False) -> KernelTable:
     """Choose llorch's kernels for a target: none (torch), all (own), or those that are right and no slower (auto).
 
-    `training`: the kernels that record gradients, and no others; the CPU has none.
+    `training`: the kernels that record gradients, and no others; on the CPU those of packed matrices.
     CheckpointMismatch where one is wrong that was asked for by name.
     """
-    if at.kernels == "torch" or (training and at.device.type == "cpu"):
+    if at.kernels == "torch":
         return {}
     leaves, asked = leaves_for(at.device, at.dtype, required=at.kernels == "own"), at.kernels == "own"
     leaves = {kind: make for kind, make in leaves.items() if kind.startswith(TRAINED) is training}
@@ -79,7 +80,12 @@ def speed_up(
 def speed_up_training(module: CausalLM, at: Target) -> None:
     """Put fused attention and the kernels that record gradients in place of plain modules."""
     use_sdpa(module)
+    on_cpu = at.device.type == "cpu"
+    if on_cpu and not any(isinstance(leaf, QuantisedLinear) for leaf in module.modules()):
+        return  # the compiled kernels of the CPU have no other use here
     trained = own_leaves(at, training=True)
+    if trained and on_cpu:
+        keep_freed_memory()
     put_leaves(module, {kind.removeprefix(TRAINED): make for kind, make in trained.items()})
 
 

@@ -1,7 +1,7 @@
 """A model in torch whose modules record gradients; kernels for inference do not.
 
 On CUDA, norms, rotations and activations run on the kernels of `llorch.pytorch.kernels.triton.trained`, and packed
-matrices are decoded by those of `llorch.pytorch.kernels.triton.quantised`.
+matrices are decoded by those of `llorch.pytorch.kernels.triton.quantised`. On the CPU compiled kernels decode them.
 
 On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
 takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to
@@ -71,7 +71,8 @@ def load_for_training(
 ) -> CausalLM:
     """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; on a mesh this rank's part."""
     compute_as_named(at)
-    own_leaves(at, training=True)  # a first check of kernels needs memory of the device, so it comes before the model
+    if at.device.type != "cpu":
+        own_leaves(at, training=True)  # a first check needs memory of the device, so it comes before the model
     cut, room = (all_of, {}) if mesh is None else (cut_for(weights.config, mesh), _shared_by(mesh))
     how: Any = {"residency": cast(Any, residency), "batch": batch, "n_tokens": n_tokens, **room}
     chosen = Ranks(mesh).first(lambda: require_memory(weights, at, **how))  # before any rank takes what is free
@@ -88,7 +89,7 @@ def _shared_by(mesh: DeviceMesh) -> dict[str, int]:
 def prepare(module: CausalLM, at: Target) -> None:
     """Put the kernels in place that training runs on.
 
-    These are fused attention, and on CUDA fused norms, rotations, activations, and products with packed matrices. The
+    These are fused attention, products with packed matrices, and on CUDA fused norms, rotations and activations. The
     CPU gets faster frozen products.
     """
     speed_up_training(module, at)

@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernel_check.USUAL, "cpu", kernel_check.ODD)
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", [*ALL, *WITH_GRADIENTS[3:]])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_leaves_of_the_cpu_pass_the_trial(kind: str, dtype: str):
     at = target("cpu", dtype)
@@ -273,15 +273,18 @@ def test_auto_takes_what_is_right_and_no_slower_and_says_in_a_line_what_it_leave
     assert own_leaves(cuda("torch")) == {}
 
 
-def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_device, monkeypatch):
+def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_device):
     on_a_device({"norm": RIGHT, "trained norm": RIGHT, "trained act": SLOW})
     assert [*own_leaves(cuda("auto"))] == ["norm"]
     assert [*own_leaves(cuda("auto"), training=True)] == ["trained norm"]
     assert own_leaves(cuda("torch"), training=True) == {}
-    monkeypatch.setattr(
-        kernel_selection, "leaves_for", lambda *a, **k: pytest.fail("the CPU has none, and builds none")
-    )
-    assert own_leaves(target("cpu", "float32", "own"), training=True) == {}
+
+
+def test_training_on_the_cpu_gets_the_kernels_of_packed_matrices():
+    kinds = {*WITH_GRADIENTS[3:]}
+    assert own_leaves(target("cpu", "float32"), training=True).keys() == kinds
+    assert not kinds & own_leaves(target("cpu", "float32")).keys()
+    assert own_leaves(target("cpu", "float32", "torch"), training=True) == {}
 
 
 def test_own_takes_slow_ones_and_refuses_wrong_ones(on_a_device, caplog):

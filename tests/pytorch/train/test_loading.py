@@ -8,12 +8,17 @@ import torch
 from torch import nn
 
 from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
 from llorch.files import open_weights
+from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.kernels import kernel_selection
+from llorch.pytorch.kernels.cpu.quantised import TrainedQuantisedLinear
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention
 from llorch.pytorch.load import load_dense
+from llorch.pytorch.random_weights import random_fields
 from llorch.pytorch.train.loading import FrozenLinear, freeze_linears, prepare
 
 
@@ -59,6 +64,27 @@ def test_every_float32_projection_is_replaced_and_shares_its_weights():
     assert not any(isinstance(leaf, FrozenLinear) for leaf in narrow.modules())
 
 
+def packed_head(config: ModelConfig) -> Any:
+    fields = random_fields((config.vocab_size, config.hidden_size), GGMLType.Q8_0, torch.device("cpu"))
+    return QuantisedLinear(fields, GGMLType.Q8_0)
+
+
+def test_packed_matrices_get_compiled_products_with_gradients_on_the_cpu():
+    module = loaded(torch.float32)
+    head = module.lm_head = packed_head(module.config)
+    prepare(module, target("cpu", "float32"))
+    assert isinstance(module.lm_head, TrainedQuantisedLinear)
+    assert module.lm_head.fields["codes"].data_ptr() == head.fields["codes"].data_ptr()  # shared, not copied
+    assert isinstance(module.get_submodule("model.layers.1.self_attn.q_proj"), FrozenLinear)
+
+
+def test_a_model_without_packed_matrices_is_trained_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_selection, "own_leaves", lambda at, *, training: pytest.fail("kernels were asked for"))
+    module = loaded(torch.float32)
+    prepare(module, target("cpu", "float32"))
+    assert isinstance(module.lm_head, FrozenLinear)
+
+
 @pytest.mark.parametrize("kernels", ["auto", "own"])
 def test_a_model_for_training_gets_the_kernels_with_gradients_of_its_target(kernels, monkeypatch: pytest.MonkeyPatch):
     asked, norm = [], nn.Identity()
@@ -69,6 +95,7 @@ def test_a_model_for_training_gets_the_kernels_with_gradients_of_its_target(kern
 
     monkeypatch.setattr(kernel_selection, "own_leaves", own_leaves)
     at, module = replace(target("cpu", "bfloat16"), kernels=kernels), loaded(torch.bfloat16)
+    module.lm_head = packed_head(module.config)
     before = module.get_submodule("model.layers.1.self_attn").__dict__["rotate"]
     prepare(module, at)
     assert asked == [(at, True)]

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
+from llorch.pytorch.kernels import TRAINED
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
 from llorch.pytorch.kernels.cpu.library import pointer
 from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
-from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
 from llorch.pytorch.kernels.packing import KIND_NAMES
 
 MOST = 64  # rows of a block in one call, where its leaves take any number
@@ -161,8 +162,12 @@ def cpu_leaves(
     def packed(leaf: Any) -> CpuQuantisedLinear:
         return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled, fixed=fixed)
 
+    def trained_packed(leaf: Any) -> TrainedQuantisedLinear:
+        return TrainedQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
+
     leaves: Mapping[str, Callable[[Any], Any]] = {
         **{f"packed {kind}": packed for kind in KIND_NAMES},
+        **{f"{TRAINED}packed {kind}": trained_packed for kind in KIND_NAMES},
         "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled, fixed=fixed),
         "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),

@@ -4,6 +4,8 @@ The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` gives 
 """
 
 import ctypes
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32
@@ -92,16 +94,19 @@ class CpuQuantisedLinear(PackedMatrix):
         return y
 
     def _many(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
-        step = max(1, TILE // self.in_features)
-        tile = x.new_empty(min(step, self.out_features), self.in_features)
-        made = []
-        for start in range(0, self.out_features, step):
-            rows = tile[: self.out_features - start]
-            sizes = start, len(rows), self.in_features
-            self.library.llorch_decode(*self.matrix_of(x.dtype), rows.data_ptr(), *sizes)
-            bias = None if self.bias is None else self.bias[start : start + step]
-            made.append(product(x, rows, bias))
+        bias = self.bias
+        made = [product(x, tile, None if bias is None else bias[rows]) for rows, tile in self._tiles(x)]
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+        """Yield some rows at a time, decoded to the dtype of `x` in the memory of the rows before them."""
+        step = max(1, TILE // self.in_features)
+        room = x.new_empty(min(step, self.out_features), self.in_features)
+        for start in range(0, self.out_features, step):
+            tile = room[: self.out_features - start]
+            sizes = start, len(tile), self.in_features
+            self.library.llorch_decode(*self.matrix_of(x.dtype), tile.data_ptr(), *sizes)
+            yield slice(start, start + len(tile)), tile
 
     def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Return the arguments that describe the matrix to compiled functions, found once until fields are moved."""
@@ -117,3 +122,30 @@ class CpuQuantisedLinear(PackedMatrix):
         """Addresses and sizes as `cpu_block.c` wants them."""
         kind, *found, _ = self.matrix_of(torch.float32)
         return *found, pointer(self.bias), kind, self.out_features, self.in_features
+
+
+class TrainedQuantisedLinear(CpuQuantisedLinear):
+    """A linear layer with the interface of `nn.Linear`, whose products have a gradient for their input."""
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply by the decoded matrix, in the dtype of `x`, however few the rows are."""
+        y: Any = _DecodedProduct.apply(x.reshape(-1, self.in_features), self)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def multiply_back(self, grad: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:
+        """Compute grad @ matrix, the gradient of the input; tiles are summed in float32."""
+        made = [product(grad[:, rows].contiguous(), tile.T, None) for rows, tile in self._tiles(grad)]
+        return made[0] if len(made) == 1 else torch.stack(made).sum(0, dtype=torch.float32).to(grad.dtype)
+
+
+class _DecodedProduct(torch.autograd.Function):
+    """The product of a `TrainedQuantisedLinear`, which decodes its matrix again for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: TrainedQuantisedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer._many(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.layer.multiply_back(grads[0]), None

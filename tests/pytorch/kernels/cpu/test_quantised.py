@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 
 from llorch.files.quant import BLOCK_SIZES
 from llorch.pytorch.kernels.cpu.library import library
-from llorch.pytorch.kernels.cpu.quantised import FEW, HALF, KINDS, CpuQuantisedLinear
+from llorch.pytorch.kernels.cpu.quantised import FEW, HALF, KINDS, CpuQuantisedLinear, TrainedQuantisedLinear
 from llorch.pytorch.kernels.packing import decode, pack
 from llorch.verify.expectations.quantised_models import random_blocks
 
@@ -132,3 +132,38 @@ def test_decoding_a_table_has_the_bits_of_the_twin(name, dtype):
     leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
     want = decode(leaf.fields, leaf.ggml_type)[3:].to(dtype)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def trained(leaf: CpuQuantisedLinear) -> TrainedQuantisedLinear:
+    return TrainedQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, leaf.library)
+
+
+def assert_trained(leaf: CpuQuantisedLinear, rows: int, dtype: torch.dtype) -> None:
+    """Both products are with the matrix that the reference decodes and rounds to the dtype."""
+    ours, weight = trained(leaf), decode(leaf.fields, leaf.ggml_type).to(dtype).double()
+    x, grad = inputs(rows, leaf.in_features, dtype).requires_grad_(), inputs(rows + 1, OUT, dtype)[:rows]
+    made = ours(x[None])[0]
+    (got,) = torch.autograd.grad(made, x, grad)
+    assert (made.dtype, got.dtype, got.shape) == (dtype, dtype, x.shape)
+    bias = None if leaf.bias is None else leaf.bias.double()
+    for number, want in ((made.detach(), linear(x.detach().double(), weight, bias)), (got, grad.double() @ weight)):
+        assert error(number, want) < (1e-6 if dtype is torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_a_trained_product_and_its_gradient_have_the_matrix_of_the_twin(ggml_type, rows, dtype):
+    assert_trained(layer(ggml_type, dtype), rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", TABLES)
+def test_a_trained_product_and_its_gradient_have_the_table_of_the_twin(name, dtype):
+    assert_trained(table_layer(name, dtype), 5, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_gradient_through_many_tiles_is_that_of_the_whole_matrix(dtype, monkeypatch):
+    monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
+    assert_trained(layer(next(iter(KINDS)), dtype), 5, dtype)
