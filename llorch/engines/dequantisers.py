@@ -55,7 +55,8 @@ class Folder:
         """Key of its library: the method, and the layout of the tensors if the method has several."""
         found = settings_of(self.config, self.path)
         method, settings = ("", {}) if found is None else (found[0].removeprefix("intel/"), found[1].values)
-        return " ".join(filter(None, [method, str(settings.get(_LAYOUTS.get(method, ""), ""))]))
+        layout = next((str(settings[key]) for key in _LAYOUTS.get(method, ()) if key in settings), "")
+        return f"{method} {layout.lower()}".rstrip()
 
     def modules(self, ending: str) -> list[str]:
         """Modules that have a tensor with this ending."""
@@ -279,7 +280,9 @@ def _named(modules: list[str], matrix: Callable[[str], torch.Tensor]) -> Mapping
     return {f"{module}.weight": lambda module=module: matrix(module) for module in modules}
 
 
-_LAYOUTS: Mapping[str, str] = {"auto-round": "packing_format", "bitnet": "linear_class"}  # keys of settings
+_LAYOUTS: Mapping[str, tuple[str, ...]] = {  # keys of settings
+    "auto-round": ("packing_format",), "bitnet": ("linear_class",), "awq": ("version", "format"),
+}  # fmt: skip
 _GPTQ, _AWQ = Library("gptqmodel", "gptqmodel", _gptqmodel), Library("autoawq", "awq", _autoawq)
 LIBRARIES: Mapping[str, Library] = {
     "compressed-tensors": Library("compressed-tensors", "compressed_tensors", _compressed_tensors),
@@ -288,6 +291,7 @@ LIBRARIES: Mapping[str, Library] = {
     "auto-round": _GPTQ,
     "auto-round auto_round:auto_gptq": _GPTQ,
     "awq": _AWQ,
+    "awq gemm": _AWQ,  # AutoAWQ reads gemv in CUDA kernels only
     "auto-round auto_round:auto_awq": _AWQ,
     "mlx": Library("mlx", "mlx", _mlx),
     "torchao": Library("torchao", "torchao", _torchao),

@@ -22,7 +22,8 @@ def package_of(folder: Path) -> str:
     ("name", "package"),
     [
         ("gptq-4bit", "gptqmodel"), ("auto-round-gptq", "gptqmodel"), ("awq-gemm", "autoawq"),
-        ("auto-round-awq", "autoawq"), ("ct-mixed", "compressed-tensors"), ("bnb-nf4", "bitsandbytes"),
+        ("auto-round-awq", "autoawq"), ("awq-gemv", ""),
+        ("ct-mixed", "compressed-tensors"), ("bnb-nf4", "bitsandbytes"),
         ("mlx-mxfp4", "mlx"), ("torchao-int8", "torchao"), ("bitnet-autobitlinear", "transformers"),
         ("bitnet-bitlinear", ""), ("fp8-block-partial", ""), ("modelopt-nvfp4", ""),
     ],
@@ -38,6 +39,17 @@ def test_library_of_folder_is_chosen_by_settings_next_to_config(tmp_path: Path):
     settings.pop("quant_method")
     (folder / "quantize_config.json").write_text(json.dumps(settings))
     assert package_of(folder) == "gptqmodel"
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"),
+    [({}, "autoawq"), ({"version": "GEMM"}, "autoawq"), ({"version": "GEMV"}, ""), ({"format": "gemv"}, "")],
+)
+def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str], package: str, tmp_path: Path):
+    config = json.loads((FOLDERS / "awq-gemm" / "config.json").read_text())
+    del config["quantization_config"]["version"]
+    config["quantization_config"] |= settings
+    assert package_of(written(tmp_path / "awq", config, tensors_of(FOLDERS / "awq-gemm"))) == package
 
 
 @pytest.mark.live
