@@ -25,7 +25,7 @@ from llorch.files import Weights
 from llorch.files.packed import Packed, Rows
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import CodesOf, Parts, QuantisedMatrix, Reader
-from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.kernels.cpu.library import find_compiler, library
 from llorch.pytorch.kernels.cpu.stored_codes import packed_codes
 from llorch.pytorch.kernels.packing import PACKERS, RUN, TABLES, Kind, Table, join_four_bits
 
@@ -171,8 +171,9 @@ def _of_groups(matrix: QuantisedMatrix, reader: Reader, size: int) -> Float32[Te
 def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
     """Pack the codes: with the compiled pass where it knows their order, else some rows at a time."""
     codes = matrix.recipe.codes
-    if isinstance(codes, CodesOf) and matrix.own_rows is None and (compiled := library()) is not None:
-        packed = packed_codes(codes, matrix.parts[codes.part], compiled)
+    if isinstance(codes, CodesOf) and matrix.own_rows is None:
+        compiled = library() if find_compiler() else None  # without one, library() warns of slow tokens
+        packed = None if compiled is None else packed_codes(codes, matrix.parts[codes.part], compiled)
         if packed is not None:
             return packed
     width = matrix.shape[1] // (2 if kind.name == "TABLE_4" else 1)
