@@ -102,7 +102,7 @@ def judged(family: str, seed: int, with_torch: bool) -> Judged:
 
 def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterator[Path]:
     """Write the folder, and a GGUF twin if llama.cpp can express the model."""
-    from families import random_folder, twin
+    from builders.families import random_folder, twin
 
     from llorch.config.llamacpp import cannot_express
     from llorch.files import open_weights

@@ -10,9 +10,9 @@ from published_lines import Line, all_lines, progress
 
 def vocabularies(count: int) -> Iterator[Line]:
     """Encode strings with every vocabulary in both formats."""
+    from builders.published_vocabularies import SENTENCEPIECE, VOCABULARIES, write_published, write_sentencepiece
+    from builders.vocabularies import real_vocabulary
     from fetch_vocabularies import BARE, NAMES
-    from published_vocabularies import SENTENCEPIECE, VOCABULARIES, write_published, write_sentencepiece
-    from vocabularies import real_vocabulary
 
     for name in (*NAMES, *BARE):
         progress(f"vocabularies: {name}")
@@ -29,7 +29,7 @@ def vocabularies(count: int) -> Iterator[Line]:
 
 def of_gguf(name: str, path: Path, count: int) -> Line:
     """Compare ids of a GGUF file with llama.cpp's."""
-    from llama_vocabulary import LlamaVocabulary
+    from runs.llama_vocabulary import LlamaVocabulary
 
     from llorch.files.gguf import open_gguf
     from llorch.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def of_gguf(name: str, path: Path, count: int) -> Line:
 
 def of_folder(name: str, gguf: Path, folder: Path, count: int) -> Line:
     """Compare ids of a folder with the publisher's."""
-    from published_vocabularies import VOCABULARIES
+    from builders.published_vocabularies import VOCABULARIES
 
     from llorch.tokenizer import Tokenizer
     from tests.tokenizer.test_published import of_publisher, strings_for, tokens_beyond_merges
@@ -62,7 +62,7 @@ def of_folder(name: str, gguf: Path, folder: Path, count: int) -> Line:
 
 def templates() -> Iterator[Line]:
     """Render every template with every shape of conversation."""
-    from vocabularies import real_vocabulary
+    from builders.vocabularies import real_vocabulary
 
     from tests.tokenizer.test_chat import PUBLISHED_CHATS
 

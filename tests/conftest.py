@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import shape_checks
-from processor_time import ProcessorTime
-from sample import Sample
-from shared_folder import shared_folder
+from runs import shape_checks
+from runs.processor_time import ProcessorTime
+from runs.sample import Sample
+from runs.shared_folder import shared_folder
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def warm_ranks() -> Iterator[None]:
     """Ranks of a mesh start as copies of a process that has imported torch already."""
-    from warm_ranks import warm_ranks
+    from runs.warm_ranks import warm_ranks
 
     with warm_ranks():
         yield

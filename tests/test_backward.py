@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, random_adapter, tiny_base
+from builders.random_adapters import EVERY, random_adapter, tiny_base
 
 from llorch.backward import backward, recorder
 from llorch.cache import KVCache

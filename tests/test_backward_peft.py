@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, random_adapter, tiny_base
+from builders.random_adapters import EVERY, random_adapter, tiny_base
 
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantised_folders import FOLDERS
-from random_adapters import random_adapter
+from builders.quantised_folders import FOLDERS
+from builders.random_adapters import random_adapter
 
 from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
+from runs.torch_detours import detoured
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch_detours import detoured
 
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch import bench
 from llorch.bench import (

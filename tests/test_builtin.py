@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from refusals import assert_tells, refuses
+from runs.command_line import invoke
+from runs.refusals import assert_tells, refuses
 
 import llorch
 from llorch.builtin import builtin_path, find_data

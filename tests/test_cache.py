@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.architecture import DeltaNet, Layer
 from llorch.cache import KVCache

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import worker_programs
+from fakes import worker_programs
 
 from llorch.channel import Channel, ready
 from llorch.worker import PIPE, Worker

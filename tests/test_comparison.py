@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.comparison import EXACT, FACTOR, FLOOR, Difference, Tolerance, check, measure, tolerance_from
 from llorch.errors import CheckpointMismatch

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.comparison import EXACT, Difference, Report, Tolerance, check, compare, measure, measure_in
 from llorch.errors import CheckpointMismatch

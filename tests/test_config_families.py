@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import Refusal, assert_tells, row
+from runs.refusals import Refusal, assert_tells, row
 
 from llorch.architecture import DeltaNet, Experts, Layer, Temperature
 from llorch.config import ModelConfig, YarnScaling

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import Refusal, refuses, row
+from runs.refusals import Refusal, refuses, row
 
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, ModelConfig, YarnScaling
 

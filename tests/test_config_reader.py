@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.config_reader import Fields
 from llorch.errors import FormatError, MissingExtra, suggestion

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
+from builders.whole_folders import VOCABULARIES, write_whole_folder
 from gguf import GGUFValueType, GGUFWriter
-from refusals import assert_tells, refuses
-from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
-from whole_folders import VOCABULARIES, write_whole_folder
+from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.convert import convert

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY
-from refusals import refuses
-from tiny_models import random_tensors, with_biases, write_folder
-from whole_folders import write_whole_folder
+from builders.tiny_models import random_tensors, with_biases, write_folder
+from builders.whole_folders import write_whole_folder
+from runs.command_line import REPOSITORY
+from runs.refusals import refuses
 
 from llorch import convert as conversion
 from llorch.builtin import builtin_path

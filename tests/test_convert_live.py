@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import invoke
-from ggml_library import SILENT
-from llama_vocabulary import LlamaVocabulary
-from quantised_folders import FOLDERS
-from tiny_models import FAMILIES, random_tensors, write_folder
-from vocabularies import NAMES, encoder_of, first_difference, generated_texts, real_vocabulary
-from whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
+from builders.quantised_folders import FOLDERS
+from builders.tiny_models import FAMILIES, random_tensors, write_folder
+from builders.vocabularies import NAMES, encoder_of, first_difference, generated_texts, real_vocabulary
+from builders.whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
+from runs.command_line import invoke
+from runs.ggml_library import SILENT
+from runs.llama_vocabulary import LlamaVocabulary
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.convert import convert

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gguf_bytes import STRING, entry, gguf, row, string
-from refusals import assert_tells
-from safetensors_bytes import safetensors_bytes, tensor
-from whole_folders import write_whole_folder
+from builders.gguf_bytes import STRING, entry, gguf, row, string
+from builders.safetensors_bytes import safetensors_bytes, tensor
+from builders.whole_folders import write_whole_folder
+from runs.refusals import assert_tells
 
 from llorch.cli.outcome import error_line
 from llorch.errors import FormatError, GuardFailed, shortened

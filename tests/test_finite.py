@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import invoke
-from random_adapters import random_adapter
-from refusals import assert_cli_refuses, assert_tells, refuses
+from builders.random_adapters import random_adapter
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, assert_tells, refuses
 from safetensors.numpy import load_file, save_file
 
 import llorch

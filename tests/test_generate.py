@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.generate import Answer, HeldText, Token, log_probability, sample_ids, stream
 from llorch.sampling import SamplingSettings

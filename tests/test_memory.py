@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from refusals import assert_cli_refuses
+from runs.refusals import assert_cli_refuses
 
 from llorch import memory
 from llorch.memory import available_memory

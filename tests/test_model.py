@@ -3,8 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_adapters import random_adapter
-from refusals import assert_tells, refuses
+from builders.random_adapters import random_adapter
+from runs.refusals import assert_tells, refuses
 
 import llorch
 from llorch.builtin import EVERY as EVERY_MODEL

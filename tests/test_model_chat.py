@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHATML, LLAMA_3, THINKING, chat_folder
-from command_line import invoke
-from refusals import Refusal, assert_cli_refuses, refuses, row
+from builders.chat_models import CHATML, LLAMA_3, THINKING, chat_folder
+from runs.command_line import invoke
+from runs.refusals import Refusal, assert_cli_refuses, refuses, row
 
 import llorch
 from llorch.builtin import builtin_path

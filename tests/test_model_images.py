@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHATML, chat_folder
-from command_line import invoke
-from refusals import assert_cli_refuses, assert_tells, refuses
+from builders.chat_models import CHATML, chat_folder
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 import llorch
 

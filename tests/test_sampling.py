@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.sampling import SamplingSettings, draw, keep_min_p, keep_top_k, keep_top_p, penalise, probabilities, softmax
 

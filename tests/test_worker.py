@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import worker_programs
-from command_line import REPOSITORY
+from fakes import worker_programs
+from runs.command_line import REPOSITORY
 
 from llorch.channel import Channel
 from llorch.worker import DEVNULL, Worker, last_line, python, run, signal_name
@@ -19,7 +19,7 @@ from tests.tokenizer.test_template_process import ends_within, running
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="NOT RUN: no fork here")
 
 Start = list[str] | Callable[[Channel], object]
-ECHO: dict[str, Start] = {"a new Python": python("worker_programs:echo"), "a copy": worker_programs.echo_in}
+ECHO: dict[str, Start] = {"a new Python": python("fakes.worker_programs:echo"), "a copy": worker_programs.echo_in}
 
 
 def program(text: str) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_child_that_is_killed_is_noticed(worker: Worker):
         worker.channel.send(b"1")
 
 
-@pytest.mark.parametrize("start", [worker_programs.sleep, worker_programs.spin, python("worker_programs:sleep")])
+@pytest.mark.parametrize("start", [worker_programs.sleep, worker_programs.spin, python("fakes.worker_programs:sleep")])
 def test_a_child_that_hangs_is_a_timeout_and_is_ended(start: Start):
     with Worker(start) as worker:
         worker.channel.seconds = 0.2
@@ -125,7 +125,7 @@ def test_memory_is_limited(kind: str, is_copy: bool):
         worker_programs.take_memory(channel, kind)
 
     with Worker(
-        copy if is_copy and kind == "RLIMIT_DATA" else python("worker_programs:take_memory_apart", kind)
+        copy if is_copy and kind == "RLIMIT_DATA" else python("fakes.worker_programs:take_memory_apart", kind)
     ) as worker:
         worker.channel.send(b"")
         assert worker.channel.receive() == b"MemoryError"
@@ -156,7 +156,7 @@ def test_a_worker_that_nobody_has_any_more_ends():
 PARENT = """
 import os, signal, sys, time
 sys.path.insert(0, {support!r})
-import worker_programs
+from fakes import worker_programs
 from llorch.channel import ready
 from llorch.worker import PIPE, Worker, python, run
 {start}
@@ -164,7 +164,7 @@ print(worker.pid, flush=True)
 {end}
 """
 STARTS = {
-    "idle Python": "worker = Worker(python('worker_programs:echo')).__enter__()\nready([worker.channel], 2)",
+    "idle Python": "worker = Worker(python('fakes.worker_programs:echo')).__enter__()\nready([worker.channel], 2)",
     "busy copy": "worker = Worker(worker_programs.spin)\ntime.sleep(0.2)",
     "two copies": "first = Worker(worker_programs.echo_in); worker = Worker(worker_programs.sleep)\ntime.sleep(0.2)",
 }
@@ -185,7 +185,7 @@ def test_a_child_ends_with_its_parent_however_it_ends(start: str, end: str):
 
 
 def test_a_program_that_watches_its_stdin_ends_with_a_parent_that_is_killed():
-    start = "run(python('worker_programs:hold_stdin_and_spin'), seconds=60, stdin=PIPE, errors=None)"
+    start = "run(python('fakes.worker_programs:hold_stdin_and_spin'), seconds=60, stdin=PIPE, errors=None)"
     code = PARENT.format(support=str(REPOSITORY / "tests" / "support"), start=start, end="")
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
         assert parent.stderr is not None

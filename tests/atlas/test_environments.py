@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.atlas.catalogue import ENGINES, AtlasEngine
 from llorch.atlas.environments import NotInstalled, download_bytes, is_to_install, python_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantised_folders import FOLDERS
-from refusals import assert_tells, refuses
+from builders.quantised_folders import FOLDERS
+from runs.refusals import assert_tells, refuses
 
 import llorch
 from llorch.atlas.judging import JudgedRun, StageRow, Trace, judge

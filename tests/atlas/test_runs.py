@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.atlas.runs import Request, RunEnd, run_all, run_program
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.atlas.inputs import AtlasInput, Style
 from llorch.atlas.judging import JudgedRun, StageRow

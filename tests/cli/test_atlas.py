@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from refusals import assert_cli_refuses
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses
 
 from llorch.atlas import catalogue
 from llorch.atlas.catalogue import AtlasEngine

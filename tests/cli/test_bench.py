@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from command_line import invoke
-from refusals import assert_tells
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 from llorch import bench
 from llorch.bench import SHAPES

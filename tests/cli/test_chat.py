@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chat_models import LLAMA_3, chat_folder
-from command_line import REPOSITORY, invoke
-from interrupts import heed_interrupts
-from refusals import assert_cli_refuses, assert_tells
+from builders.chat_models import LLAMA_3, chat_folder
+from runs.command_line import REPOSITORY, invoke
+from runs.interrupts import heed_interrupts
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.chat import _harmless
 

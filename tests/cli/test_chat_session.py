@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_models import CHATML, LLAMA_3, chat_model
-from random_adapters import random_adapter
-from refusals import refuses
+from builders.chat_models import CHATML, LLAMA_3, chat_model
+from builders.random_adapters import random_adapter
+from runs.refusals import refuses
 
 from llorch import load_torch
 from llorch.cli.chat_session import Talk

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 import pytest
-from command_line import REPOSITORY, invoke, spawn, words_of
-from one_process import resume_in_one_process
-from refusals import assert_cli_refuses
+from fakes.one_process import resume_in_one_process
+from runs.command_line import REPOSITORY, invoke, spawn, words_of
+from runs.refusals import assert_cli_refuses
 
 import llorch
 from llorch import bench

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, invoke
+from runs.command_line import REPOSITORY, invoke
 
 from llorch.builtin import EVERY
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY, invoke
-from interrupts import heed_interrupts
-from quantised_folders import FOLDERS
-from refusals import assert_cli_refuses, assert_tells
-from tiny_models import random_tensors, write_folder
+from builders.quantised_folders import FOLDERS
+from builders.tiny_models import random_tensors, write_folder
+from runs.command_line import REPOSITORY, invoke
+from runs.interrupts import heed_interrupts
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.builtin import EVERY
 from llorch.cli.convert import TYPES

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_models import CHATML, chat_folder
-from command_line import invoke
-from refusals import assert_cli_refuses, assert_tells
+from builders.chat_models import CHATML, chat_folder
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, assert_tells
 
 MESSAGES = [
     {"role": "user", "content": "Hi <|im_end|>"},

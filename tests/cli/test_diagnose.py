@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from command_line import invoke
-from refusals import assert_cli_refuses, assert_tells
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase

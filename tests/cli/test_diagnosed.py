@@ -3,9 +3,9 @@
 import io
 from collections.abc import Callable
 
-import diagnoses
 import pytest
-from refusals import assert_tells
+from builders import diagnoses
+from runs.refusals import assert_tells
 
 from llorch.cli.diagnosed import print_diagnosis
 from llorch.cli.tables import Stdout

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, spawn
+from runs.command_line import REPOSITORY, spawn
 
 
 @pytest.mark.slow  # imports all that is installed

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from refusals import assert_cli_refuses
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses
 
 from llorch.cli.dump_writer import WRITERS
 from llorch.dumps.index import open_raw

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke, spawn
-from quantised_folders import FOLDERS
-from tiny_models import random_tensors, write_file, write_folder
-from whole_folders import write_whole_folder
+from builders.quantised_folders import FOLDERS
+from builders.tiny_models import random_tensors, write_file, write_folder
+from builders.whole_folders import write_whole_folder
+from runs.command_line import invoke, spawn
 
 import llorch
 from llorch.convert import convert

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from one_model import lessons_on_one_model
-from refusals import assert_cli_refuses
+from runs.command_line import invoke
+from runs.one_model import lessons_on_one_model
+from runs.refusals import assert_cli_refuses
 
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP
 from llorch.learn.materials import hints_of, stub_of

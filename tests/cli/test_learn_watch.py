@@ -12,7 +12,7 @@ from pathlib import Path
 from select import select
 
 import pytest
-from interrupts import heed_interrupts
+from runs.interrupts import heed_interrupts
 
 from llorch.cli.learn.watch import KEYS
 from llorch.learn.lessons import BY_NUMBER

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from random_adapters import random_adapter, tiny_base
-from refusals import assert_tells
+from builders.random_adapters import random_adapter, tiny_base
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 from llorch.files import open_weights
 from llorch.lora.base import identity_of

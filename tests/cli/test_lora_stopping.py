@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHATML, chat_folder
-from command_line import invoke
-from refusals import assert_tells
+from builders.chat_models import CHATML, chat_folder
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 END, TURN = 370, 372  # <|endoftext|> and <|im_end|> of `micro-qwen3`
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

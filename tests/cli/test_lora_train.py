@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 import pytest
-from chat_models import CHATML, chat_folder
-from command_line import invoke
-from random_adapters import tiny_base
-from refusals import assert_tells, refuses
+from builders.chat_models import CHATML, chat_folder
+from builders.random_adapters import tiny_base
+from runs.command_line import invoke
+from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import builtin_path
 from llorch.cli.lora.train import command

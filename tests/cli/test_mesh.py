@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import invoke, spawn
-from refusals import assert_cli_refuses
+from runs.command_line import invoke, spawn
+from runs.refusals import assert_cli_refuses
 
 START = "Once upon a time"
 
 
 @pytest.mark.slow
 def test_a_prompt_on_stdin_is_continued_as_by_one_process(tmp_path: Path):
-    from mesh_programs import invoke_on_mesh
+    from runs.mesh_programs import invoke_on_mesh
 
     how = ("run", "-n", "12", "-t", "0.8", "--seed", "7", "--backend", "torch", "--json")
     done = invoke_on_mesh(tmp_path, *how, "--mesh", "tp=2", stdin=START + "\n")
@@ -31,7 +31,7 @@ def test_speeds_are_those_of_all_ranks():
 
 
 def test_without_a_prompt_all_ranks_end_at_once(tmp_path: Path):
-    from mesh_programs import invoke_on_mesh
+    from runs.mesh_programs import invoke_on_mesh
 
     result = invoke_on_mesh(tmp_path, "run", "--mesh", "tp=2")
     assert_cli_refuses(result, 2, "argument", "stdin")

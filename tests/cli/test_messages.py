@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command_line import invoke
+from runs.command_line import invoke
 
 from llorch.builtin import EVERY, builtin_path
 

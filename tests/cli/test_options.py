@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 import pytest
-from command_line import invoke
-from refusals import assert_cli_refuses, refuses
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, refuses
 
 from llorch.cli import main
 from llorch.cli.lora.settings_options import Pair

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from quantised_copies import quantised_copy
-from refusals import assert_cli_refuses
-from story_files import rounded, tale
+from builders.quantised_copies import quantised_copy
+from builders.story_files import rounded, tale
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses
 
 from llorch.convert import convert
 

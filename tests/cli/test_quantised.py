@@ -6,8 +6,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from refusals import assert_cli_refuses, refuses
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, refuses
 
 from llorch.builtin import builtin_path
 from llorch.cli.inputs import say_plan

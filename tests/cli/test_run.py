@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, invoke, spawn
-from random_adapters import random_adapter
-from refusals import assert_cli_refuses, assert_tells
+from builders.random_adapters import random_adapter
+from runs.command_line import REPOSITORY, invoke, spawn
+from runs.refusals import assert_cli_refuses, assert_tells
 
 import llorch
 from llorch.lora.base import identity_of

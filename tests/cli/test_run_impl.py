@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from refusals import assert_tells
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 from llorch.cli.outcome import DIFFERS, MISSING, USAGE
 from llorch.learn.choice import opened

@@ -13,10 +13,10 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from command_line import REPOSITORY, invoke
-from random_adapters import random_adapter
-from refusals import assert_cli_refuses, assert_tells
-from served import listening
+from builders.random_adapters import random_adapter
+from runs.command_line import REPOSITORY, invoke
+from runs.refusals import assert_cli_refuses, assert_tells
+from runs.served import listening
 
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_models import LLAMA_3, chat_folder
-from command_line import invoke
-from random_adapters import random_adapter
-from refusals import assert_tells
+from builders.chat_models import LLAMA_3, chat_folder
+from builders.random_adapters import random_adapter
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 from llorch.cli.slash_commands import COMMANDS
 from llorch.lora.base import identity_of

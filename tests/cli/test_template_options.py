@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_models import chat_folder
-from command_line import invoke
-from refusals import assert_tells
+from builders.chat_models import chat_folder
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 # The date, a word if the variable asks for it, and the messages.
 DATED = (

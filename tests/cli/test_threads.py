@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import REPOSITORY, invoke
-from refusals import assert_cli_refuses
+from runs.command_line import REPOSITORY, invoke
+from runs.refusals import assert_cli_refuses
+from runs.training_runs import small_data
 from threadpoolctl import threadpool_info
-from training_runs import small_data
 
 from llorch.model import Model
 from llorch.threads import VARIABLES, let_go, limited

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke
-from quantised_folders import FOLDERS
-from refusals import assert_cli_refuses
+from builders.quantised_folders import FOLDERS
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses
 from safetensors import safe_open
 from safetensors.numpy import load_file
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY, invoke, spawn
-from refusals import assert_cli_refuses, assert_tells
-from tiny_models import random_tensors, write_folder
+from builders.tiny_models import random_tensors, write_folder
+from runs.command_line import REPOSITORY, invoke, spawn
+from runs.refusals import assert_cli_refuses, assert_tells
 
 if TYPE_CHECKING:
     from llorch.verify.judge import Comparison

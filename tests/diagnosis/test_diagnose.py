@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted import MICRO, golden_of
-from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
-from refusals import assert_tells
+from inject.planted import MICRO, golden_of
+from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from runs.refusals import assert_tells
 
 from llorch.builtin import OTHERS
 from llorch.cache import KVCache

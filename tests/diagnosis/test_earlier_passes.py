@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from fresh_engine import FreshEngine, raw_dump_of
-from planted_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
+from fakes.fresh_engine import FreshEngine, raw_dump_of
+from inject.wrong_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.judged import DumpJudge

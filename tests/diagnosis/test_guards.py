@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from raw_dumps import golden_trace, raw_dump, weights_of
-from refusals import assert_tells, refuses
+from builders.raw_dumps import golden_trace, raw_dump, weights_of
+from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import BUILTIN
 from llorch.diagnosis.guards import require_comparable

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from planted_dumps import dumped, everywhere, mistake, passes, wide
+from inject.wrong_dumps import dumped, everywhere, mistake, passes, wide
 
 from llorch.cache import KVCache
 from llorch.diagnosis.diagnose import causes
@@ -22,7 +22,7 @@ IDS = tuple(i * 31 % 100 + 3 for i in range(CUTS[-1]))
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    from families import random_folder
+    from builders.families import random_folder
 
     return open_weights(random_folder("qwen3_5", tmp_path_factory.mktemp("hybrid") / "m", 5))
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planted import golden_of, models_of
-from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
-from raw_dumps import raw_dump
-from refusals import assert_tells
+from builders.raw_dumps import raw_dump
+from inject.planted import golden_of, models_of
+from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from runs.refusals import assert_tells
 
 from llorch.architecture import Layer
 from llorch.config import YarnScaling

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy as container
-from command_line import invoke
-from random_adapters import random_adapter, tiny_base
-from refusals import assert_tells
+from builders.random_adapters import random_adapter, tiny_base
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 from llorch.builtin import builtin_path
 from llorch.doctor import examine

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family_adapters import family_adapter
-from random_adapters import random_adapter, tiny_base
-from refusals import assert_tells
+from builders.family_adapters import family_adapter
+from builders.random_adapters import random_adapter, tiny_base
+from runs.refusals import assert_tells
 
 from llorch.builtin import builtin_path
 from llorch.convert import convert

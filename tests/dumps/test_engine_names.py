@@ -1,7 +1,7 @@
 """What names of ours, of llama.cpp's nodes and of Hugging Face's modules stand for."""
 
 import pytest
-from raw_dumps import weights_of
+from builders.raw_dumps import weights_of
 
 from llorch.dumps.engine_names import Meaning, meaning_of, nameless
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from raw_dumps import raw_array, weights_of
-from refusals import Refusal, assert_tells, row
+from builders.raw_dumps import raw_array, weights_of
+from runs.refusals import Refusal, assert_tells, row
 
 from llorch.dumps.ids import ids_from_embedding
 from llorch.dumps.mapping import NameMap, mapping_of

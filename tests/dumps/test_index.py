@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.dumps.index import open_raw
 from llorch.dumps.raw import RawArray, RawDump

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.dumps.index import open_raw
 from llorch.errors import FormatError

@@ -5,8 +5,8 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
-from refusals import Refusal, assert_tells, refuses, row
+from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.architecture import DeltaNet, Layer
 from llorch.dumps.layout import Form, far_nearest, fitting_forms, unlike

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.dumps.layout import DumpLayout
 from llorch.dumps.mapping import mapping_of, read_mapping

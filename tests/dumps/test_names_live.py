@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
+from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.dumps.raw import RawArray

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from raw_dumps import golden_trace, weights_of
-from refusals import Refusal, row
+from builders.raw_dumps import golden_trace, weights_of
+from runs.refusals import Refusal, row
 
 import llorch
 from llorch.dumps.index import open_raw

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_array, raw_dump, weights_of
-from refusals import Refusal, assert_tells, row
+from builders.raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_array, raw_dump, weights_of
+from runs.refusals import Refusal, assert_tells, row
 
 from llorch.builtin import BUILTIN
 from llorch.dumps.layout import half_split

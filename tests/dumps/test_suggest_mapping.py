@@ -7,8 +7,8 @@ from string import ascii_lowercase
 
 import numpy as np
 import pytest
-from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
-from refusals import assert_tells
+from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
+from runs.refusals import assert_tells
 
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.raw import RawArray, RawDump

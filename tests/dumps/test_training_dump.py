@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import Refusal, assert_tells, refuses, row
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY, spawn
-from planted_engines import ERRORS
-from refusals import assert_tells, refuses
-from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
+from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
+from fakes.faulty_engine import ERRORS
+from runs.command_line import REPOSITORY, spawn
+from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import builtin_path
 from llorch.engines import Producer, open_producer, process
@@ -30,7 +30,7 @@ IDS = "3,1,4,15,9,2,6,5"
 
 
 def planted(*doing: object) -> Any:
-    return EngineInChild("planted", MODEL, "planted_engines:Planted", *doing)
+    return EngineInChild("planted", MODEL, "fakes.faulty_engine:FaultyEngine", *doing)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_errors_arrive_as_they_are(name: str, engine: Any):
     assert (type(caught.value), str(caught.value)) == (known, text)
     assert getattr(caught.value, "offset", None) == getattr(want, "offset", None)
     assert getattr(caught.value, "filename", None) == getattr(want, "filename", None)
-    assert "planted_engines.py" in caught.value.__notes__[0]
+    assert "faulty_engine.py" in caught.value.__notes__[0]
     assert engine.echo() == ((), {})
 
 
@@ -107,7 +107,9 @@ def test_values_arrive_as_they_are(engine: Any):
 
 def test_how_far_a_call_is_can_be_told():
     told: list[str] = []
-    with EngineInChild("planted", MODEL, "planted_engines:Planted", "tell", "loads", say=told.append) as engine:
+    with EngineInChild(
+        "planted", MODEL, "fakes.faulty_engine:FaultyEngine", "tell", "loads", say=told.append
+    ) as engine:
         assert engine.tell("layer 1", "layer 2") == 2  # pyright: ignore[reportAttributeAccessIssue]
     assert told == ["loads", "layer 1", "layer 2"]
     with planted() as silent:  # the same process
@@ -148,7 +150,7 @@ def test_what_an_engine_is_told_and_what_it_leaves_stays_with_its_process(engine
 
 
 def test_a_function_can_be_called_there_too():
-    assert in_child("planted", MODEL, "planted_engines:doubled", 3) == 6
+    assert in_child("planted", MODEL, "fakes.faulty_engine:doubled", 3) == 6
 
 
 def test_an_interruption_ends_the_engine(engine: Any, monkeypatch: pytest.MonkeyPatch):
@@ -173,7 +175,7 @@ def test_no_engine_outlives_the_process_that_asked(doing: str, end: str):
     code = f"""
 import os, sys, threading, time
 from llorch.engines.process import EngineInChild
-engine = EngineInChild("planted", "none", "planted_engines:Planted")
+engine = EngineInChild("planted", "none", "fakes.faulty_engine:FaultyEngine")
 print(engine.pid, engine.leave_a_file(), flush=True)
 if {doing!r}:
     threading.Thread(target=lambda: getattr(engine, {doing!r})(), daemon=True).start()

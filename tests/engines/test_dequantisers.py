@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from quantised_folders import FOLDERS, tensors_of, written
+from builders.quantised_folders import FOLDERS, tensors_of, written
 
 from llorch.files import open_weights
 from llorch.files.quantised import QuantisedFolder

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke
-from families import random_folder, twin
-from refusals import assert_tells
+from builders.families import random_folder, twin
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 from safetensors.numpy import load_file, save_file
 
 from llorch.comparison import PASS

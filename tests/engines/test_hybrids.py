@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder, twin
+from builders.families import random_folder, twin
 
 from llorch.engines import ProducerName, Trace, open_here
 from llorch.engines.abilities import cannot_judge

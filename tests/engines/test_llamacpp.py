@@ -6,9 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from random_adapters import IDS as ADAPTER_IDS
-from random_adapters import random_adapter, tiny_base
-from refusals import refuses
+from builders.random_adapters import IDS as ADAPTER_IDS
+from builders.random_adapters import random_adapter, tiny_base
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.engines import LoadPath, f32_copy

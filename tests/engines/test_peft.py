@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import safetensors.numpy as container
-from random_adapters import IDS, adapted_logits, random_adapter, tiny_base
+from builders.random_adapters import IDS, adapted_logits, random_adapter, tiny_base
 
 from llorch.files import open_weights
 from llorch.files.export import write_gguf

@@ -14,8 +14,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import tokenizers
-from refusals import refuses
-from tiny_models import random_tensors, write_folder
+from builders.tiny_models import random_tensors, write_folder
+from runs.refusals import refuses
 from tokenizers import models, pre_tokenizers, processors
 
 from llorch.builtin import builtin_path

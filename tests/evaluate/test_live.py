@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke
-from story_files import tale
+from builders.story_files import tale
+from runs.command_line import invoke
 
 import llorch
 from llorch.builtin import builtin_path

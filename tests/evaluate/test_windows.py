@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
-from story_files import rounded, tale, with_context, with_swapped_words, with_tensors
-from tiny_models import GGUF_METADATA, gguf_tensors, write_file
-from vocabularies import tiny_byte_level
+from builders.story_files import rounded, tale, with_context, with_swapped_words, with_tensors
+from builders.tiny_models import GGUF_METADATA, gguf_tensors, write_file
+from builders.vocabularies import tiny_byte_level
+from runs.refusals import refuses
 
 import llorch
 from llorch.evaluate.scores import PairScores, compare_rows, losses

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder
-from family_adapters import family_adapter
-from random_adapters import logits_of
+from builders.families import random_folder
+from builders.family_adapters import family_adapter
+from builders.random_adapters import logits_of
 
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder
-from family_adapters import SMALL, family_adapter
+from builders.families import random_folder
+from builders.family_adapters import SMALL, family_adapter
 
 from llorch.backward import recorder
 from llorch.cache import KVCache

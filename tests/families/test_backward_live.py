@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder
-from family_adapters import family_adapter, float64_peft, gradients_of
+from builders.families import random_folder
+from builders.family_adapters import family_adapter, float64_peft, gradients_of
 
 from llorch.files import open_weights
 from llorch.lora.adapted_weights import AdaptedWeights

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder
+from builders.families import random_folder
 
 from llorch.cache import KVCache
 from llorch.families import forward

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from by_position import FAMILIES, logits_of, random_model
+from builders.by_position import FAMILIES, logits_of, random_model
 
 from llorch.architecture import Layer, Temperature
 from llorch.cache import KVCache

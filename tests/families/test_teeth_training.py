@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import random_folder
-from family_adapters import SMALL, family_adapter
-from planted_training import models_of
+from builders.families import random_folder
+from builders.family_adapters import SMALL, family_adapter
+from inject.planted_training import models_of
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import replaced

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.cache import KVCache
 from llorch.errors import NonFiniteRun
@@ -29,7 +29,7 @@ def ids_of(seed: int, n: int) -> np.ndarray:
 def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str, seed: int):
     import torch
     import transformers
-    from families import random_folder
+    from builders.families import random_folder
 
     from llorch.engines.float64_everywhere import float64_everywhere
 
@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    from families import random_folder
+    from builders.families import random_folder
 
     return open_weights(random_folder("qwen3_5", tmp_path_factory.mktemp("hybrid") / "m", 3)).astype(np.float64)
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import Refusal, refuses, row
-from tiny_models import (
+from builders.tiny_models import (
     FAMILIES,
     GGUF_METADATA,
     VOCAB,
@@ -17,6 +16,7 @@ from tiny_models import (
     write_file,
     write_folder,
 )
+from runs.refusals import Refusal, refuses, row
 
 from llorch.config import FactorScaling, LinearScaling, YarnScaling
 from llorch.files import StringArray, Weights, open_gguf, open_weights

@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from quantised_folders import FOLDERS, NAMES
+from builders.quantised_folders import FOLDERS, NAMES
 
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggml_library import load_ggml
-from refusals import refuses
+from runs.ggml_library import load_ggml
+from runs.refusals import refuses
 
 from llorch.files import encode as encoding
 from llorch.files.encode import LARGEST, encode, encoded_size

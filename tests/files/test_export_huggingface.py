@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import Refusal, refuses, row
-from tiny_models import FAMILIES, random_tensors, write_folder
+from builders.tiny_models import FAMILIES, random_tensors, write_folder
+from runs.refusals import Refusal, refuses, row
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_safetensors, open_weights

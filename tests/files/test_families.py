@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import COMMON, FAMILIES, random_folder, twin
-from refusals import refuses
+from builders.families import COMMON, FAMILIES, random_folder, twin
+from runs.refusals import refuses
 
 from llorch.config import FAMILIES as TABLE
 from llorch.convert import convert

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, sound_file, string
+from builders.gguf_bytes import row as tensor_row
 from gguf import GGUFReader, GGUFWriter
-from gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, sound_file, string
-from gguf_bytes import row as tensor_row
-from refusals import Refusal, assert_tells, row
+from runs.refusals import Refusal, assert_tells, row
 
 from llorch.files import StringArray, open_gguf
 from llorch.files.quant import GGMLType

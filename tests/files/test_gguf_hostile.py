@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_bytes import (
+from builders.gguf_bytes import (
     ARRAY,
     BOOL,
     I32,
@@ -31,8 +31,8 @@ from gguf_bytes import (
     string,
     u32,
 )
-from refusals import Refusal, refuses
-from refusals import row as refusal_row
+from runs.refusals import Refusal, refuses
+from runs.refusals import row as refusal_row
 
 from llorch.files import open_gguf
 from llorch.files.gguf import MetadataLimits

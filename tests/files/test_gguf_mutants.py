@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggml_library import load_ggml
-from gguf_bytes import sound_file
+from builders.gguf_bytes import sound_file
+from runs.ggml_library import load_ggml
 
 from llorch.errors import FormatError
 from llorch.files import open_gguf

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY, invoke
-from refusals import assert_tells
-from tiny_models import random_tensors, write_folder
+from builders.tiny_models import random_tensors, write_folder
+from runs.command_line import REPOSITORY, invoke
+from runs.refusals import assert_tells
 
 from llorch.builtin import builtin_path
 from llorch.errors import FormatError

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.files.matrix import Matrix
 from llorch.files.packed import TILE, Packed

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from refusals import refuses
-from whole_folders import write_whole_folder
+from builders.whole_folders import write_whole_folder
+from runs.refusals import refuses
 
 from llorch.convert import convert
 from llorch.files import open_weights

@@ -2,8 +2,8 @@ import ctypes
 
 import numpy as np
 import pytest
-from ggml_library import cpu_traits_of, load_ggml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from runs.ggml_library import cpu_traits_of, load_ggml
 
 from llorch.files.quant import (
     ACTIVATION_TYPE,

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from ggml_library import load_ggml
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from refusals import refuses
+from runs.ggml_library import load_ggml
+from runs.refusals import refuses
 
 from llorch.files import quant
 from llorch.files.blocks import DECODERS

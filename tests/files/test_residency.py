@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 import llorch
 from llorch.builtin import builtin_path
@@ -119,7 +119,7 @@ def test_a_packed_model_does_not_keep_what_it_decodes(path: Path):
 
 @pytest.mark.live
 def test_a_hybrid_needs_rows_of_its_attention_layers_alone_and_states_of_one_size(tmp_path: Path):
-    from families import random_folder
+    from builders.families import random_folder
 
     wide = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
     net = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64}

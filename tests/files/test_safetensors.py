@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from refusals import Refusal, refuses, row
-from safetensors_bytes import safetensors_bytes
+from builders.safetensors_bytes import safetensors_bytes
+from runs.refusals import Refusal, refuses, row
 
 from llorch.files import SafetensorsFolder, open_safetensors
 from llorch.files.safetensors import tensor_bytes, tensors_from

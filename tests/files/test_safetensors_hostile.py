@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
-from safetensors_bytes import safetensors_bytes, tensor
+from builders.safetensors_bytes import safetensors_bytes, tensor
+from runs.refusals import refuses
 
 from llorch.errors import FormatError
 from llorch.files import open_safetensors

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.architecture import DeltaNet
 from llorch.files import open_weights

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from builders.gguf_bytes import ARRAY, I32, STRING, U32, array, entry, gguf, row, string, u32
+from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 from gguf import GGUFWriter
-from gguf_bytes import ARRAY, I32, STRING, U32, array, entry, gguf, row, string, u32
-from refusals import refuses
-from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
+from runs.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.files.folder import SafetensorsFolder

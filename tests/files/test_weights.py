@@ -3,9 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from gguf import MODEL_ARCH, get_tensor_name_map
-from refusals import assert_tells, refuses
-from tiny_models import (
+from builders.tiny_models import (
     FAMILIES,
     GGUF_METADATA,
     HEAD_DIM,
@@ -17,6 +15,8 @@ from tiny_models import (
     write_file,
     write_folder,
 )
+from gguf import MODEL_ARCH, get_tensor_name_map
+from runs.refusals import assert_tells, refuses
 
 from llorch.files import Weights, open_weights
 from llorch.files.matrix import Matrix

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
-from tiny_models import GGUF_METADATA, HIDDEN, gguf_tensors, random_tensors, write_file, write_folder
+from builders.tiny_models import GGUF_METADATA, HIDDEN, gguf_tensors, random_tensors, write_file, write_folder
+from runs.refusals import assert_tells, refuses
 
 from llorch.errors import FormatError
 from llorch.files import open_weights

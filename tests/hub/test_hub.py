@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, invoke, spawn
-from fake_hub import COMMIT, FakeHub, Repository, serving
-from refusals import assert_cli_refuses, assert_tells
+from fakes.fake_hub import COMMIT, FakeHub, Repository, serving
+from runs.command_line import REPOSITORY, invoke, spawn
+from runs.refusals import assert_cli_refuses, assert_tells
 from safetensors.numpy import load
 
 Settings = Callable[..., None]

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from refusals import Refusal, row
+from runs.refusals import Refusal, row
 
 from llorch.hub.reference import Reference
 from llorch.hub.required_files import files_of_gguf, is_folder, of_folder, shards_of

@@ -9,8 +9,8 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
-from command_line import invoke
-from refusals import assert_cli_refuses, assert_tells
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.outcome import DIFFERS, OK, USAGE
 from llorch.learn import answers as hand_in

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.learn.check import check
 from llorch.learn.choice import chosen, opened

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from refusals import assert_tells
-from scripted_learner import possible
+from fakes.scripted_learner import possible
+from runs.refusals import assert_tells
 
 from llorch.learn.check import FORWARD
 from llorch.learn.fault_injection import Teeth, Tooth, teeth

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.comparison import FAIL, PASS
 from llorch.errors import LearnerFault

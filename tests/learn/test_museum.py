@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.cli import main
 from llorch.learn.museum.answers import judged, solution

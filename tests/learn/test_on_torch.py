@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import assert_tells
-from scripted_learner import pasted
+from fakes.scripted_learner import pasted
+from runs.refusals import assert_tells
 
 from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check_functions

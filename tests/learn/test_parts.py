@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.builtin import BUILTIN
 from llorch.comparison import FAIL, PASS, Tolerance

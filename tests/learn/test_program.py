@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.comparison import FAIL, PASS
 from llorch.errors import LearnerFault

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.sandbox import Outcome, outcomes

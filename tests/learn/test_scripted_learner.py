@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possible, typed, untyped, written
+from fakes.scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possible, typed, untyped, written
+from runs.command_line import invoke
 
 from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check

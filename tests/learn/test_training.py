@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import assert_tells
-from scripted_learner import TAUGHT, pasted
+from fakes.scripted_learner import TAUGHT, pasted
+from runs.refusals import assert_tells
 
 from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check, check_functions

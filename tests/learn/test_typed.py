@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_learner import TAUGHT, by_hand
+from fakes.scripted_learner import TAUGHT, by_hand
 
 from llorch.learn.lessons import LESSON_OF, PARTS
 from llorch.learn.materials import typed_mistakes

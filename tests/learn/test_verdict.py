@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.comparison import FAIL, PASS
 from llorch.learn.check import check, check_functions

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    from random_adapters import tiny_base
+    from builders.random_adapters import tiny_base
 
     return tiny_base(tmp_path / "base")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, fresh, random_adapter
+from builders.random_adapters import EVERY, fresh, random_adapter
 
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache

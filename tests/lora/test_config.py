@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from refusals import Refusal, refuses, row
+from runs.refusals import Refusal, refuses, row
 
 from llorch.config import ModelConfig
 from llorch.lora.config import LAYER_TARGETS, LoraConfig

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.random_adapters import EVERY, IDS, adapted_logits, plain_logits, random_adapter, same_tensors, tiny_base
 from gguf import GGUFWriter
-from random_adapters import EVERY, IDS, adapted_logits, plain_logits, random_adapter, same_tensors, tiny_base
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
@@ -155,7 +155,7 @@ def test_a_cut_file_is_refused(tmp_path):
 
 
 def config() -> ModelConfig:
-    from tiny_models import HEAD_DIM, HEADS, HIDDEN, INTER, KV_HEADS, VOCAB
+    from builders.tiny_models import HEAD_DIM, HEADS, HIDDEN, INTER, KV_HEADS, VOCAB
 
     return ModelConfig(
         family="llama", hidden_size=HIDDEN, intermediate_size=INTER, n_layers=2, n_heads=HEADS, n_kv_heads=KV_HEADS,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from refusals import refuses
-from training_passes import ALL, SETTINGS
+from runs.refusals import refuses
+from runs.training_passes import ALL, SETTINGS
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
+from runs.training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, adapted_logits, logits_of, random_adapter, tiny_base
-from refusals import refuses
+from builders.random_adapters import EVERY, adapted_logits, logits_of, random_adapter, tiny_base
+from runs.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.lora.adapted_weights import AdaptedWeights

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, adapted_logits, plain_logits, random_adapter, tiny_base
-from refusals import assert_tells, refuses
-from whole_folders import write_whole_folder
+from builders.random_adapters import EVERY, adapted_logits, plain_logits, random_adapter, tiny_base
+from builders.whole_folders import write_whole_folder
+from runs.refusals import assert_tells, refuses
 
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import write_gguf

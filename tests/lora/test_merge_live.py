@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from random_adapters import (
+from builders.random_adapters import (
     EVERY,
     IDS,
     adapted_logits,

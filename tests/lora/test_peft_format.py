@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy as container
-from random_adapters import (
+from builders.random_adapters import (
     EVERY,
     adapted_logits,
     peft_model,
@@ -21,7 +21,7 @@ from random_adapters import (
     tiny_base,
     torch_logits,
 )
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.files import open_safetensors, open_weights
 from llorch.lora.base import BaseIdentity, identity_of
@@ -94,7 +94,7 @@ def test_what_we_write_we_read_bit_for_bit(tmp_path, kind, weights):
 def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(tmp_path, base, weights):
     modules = ("up_proj", "k_proj", "v_proj", "q_proj", "o_proj")
     script = (
-        "import sys; from random_adapters import *; from llorch.lora.base import BaseIdentity, identity_of\n"
+        "import sys; from builders.random_adapters import *; from llorch.lora.base import BaseIdentity, identity_of\n"
         "from llorch.lora.peft_format import write_peft\n"
         f"w = open_weights(sys.argv[1]); modules = {tuple(sorted(modules))}\n"
         "write_peft(random_adapter(w.config, target_modules=modules), sys.argv[2], base=identity_of(w, 'base'))\n"

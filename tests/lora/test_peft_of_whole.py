@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy as container
-from family_adapters import family_adapter
-from random_adapters import random_adapter, same_tensors
-from refusals import refuses
+from builders.family_adapters import family_adapter
+from builders.random_adapters import random_adapter, same_tensors
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.config import FAMILIES, ModelConfig

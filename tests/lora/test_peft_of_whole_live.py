@@ -4,10 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder
-from family_adapters import family_adapter
-from random_adapters import adapted_logits, peft_model, plain_logits, random_adapter, save_quietly, torch_logits
-from refusals import refuses
+from builders.families import random_folder
+from builders.family_adapters import family_adapter
+from builders.random_adapters import (
+    adapted_logits,
+    peft_model,
+    plain_logits,
+    random_adapter,
+    save_quietly,
+    torch_logits,
+)
+from runs.refusals import refuses
 
 from llorch.convert import convert
 from llorch.doctor import examine

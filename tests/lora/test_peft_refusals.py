@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy as container
-from random_adapters import random_adapter, tiny_base
-from refusals import assert_tells, refuses
+from builders.random_adapters import random_adapter, tiny_base
+from runs.refusals import assert_tells, refuses
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError

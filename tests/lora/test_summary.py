@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import safetensors.numpy as container
-from random_adapters import random_adapter, tiny_base
-from refusals import assert_tells
+from builders.random_adapters import random_adapter, tiny_base
+from runs.refusals import assert_tells
 
 from llorch.files import open_weights
 from llorch.lora.base import identity_of

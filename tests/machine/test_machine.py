@@ -2,7 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.builtin import goldens_folder
 from llorch.machine.caches import of_caches

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY
-from refusals import assert_tells
+from runs.command_line import REPOSITORY
+from runs.refusals import assert_tells
 
 from llorch.machine.child import imported_by, said_by
 from llorch.machine.packages import EXTRAS, NEEDED, imported, of_packages

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import pytest
-from finite_differences import assert_is_gradient
+from runs.finite_differences import assert_is_gradient
 
 from llorch.numerics import QuantMethod
 from llorch.ops.linear import linear

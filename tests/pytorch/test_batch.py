@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from runs.refusals import refuses
 
 import llorch
 from llorch.builtin import BUILTIN

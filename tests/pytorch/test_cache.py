@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.config import ModelConfig
 from llorch.pytorch.cache import Cache

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantised_folders import FOLDERS, Tensors, changed
-from refusals import refuses
+from builders.quantised_folders import FOLDERS, Tensors, changed
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.convert import convert

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, invoke
-from refusals import assert_cli_refuses, assert_tells, refuses
+from runs.command_line import REPOSITORY, invoke
+from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights

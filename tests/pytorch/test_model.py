@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import random_tensors, write_folder
+from builders.tiny_models import random_tensors, write_folder
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.files import open_weights

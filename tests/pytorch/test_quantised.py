@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted_quantised import golden
+from inject.planted_quantised import golden
 
 from llorch.comparison import FAIL, PASS
 from llorch.files.quant import GGMLType

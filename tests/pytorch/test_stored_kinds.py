@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantised_folders import FOLDERS, NAMES, Tensors, changed
-from refusals import refuses
+from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed
+from runs.refusals import refuses
 
 from llorch.errors import FormatError
 from llorch.files import Weights, open_weights

@@ -10,8 +10,8 @@ import pytest
 import torch
 from beartype import beartype
 from jaxtyping import Float, TypeCheckError
-from refusals import refuses
-from shape_checks import checked
+from runs.refusals import refuses
+from runs.shape_checks import checked
 
 THREADS = torch.get_num_threads()
 

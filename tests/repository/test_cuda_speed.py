@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import REPOSITORY
+from runs.command_line import REPOSITORY
 
 from llorch.bench import COPY_BYTES, PRODUCT_WIDTH, SHAPES, Load
 from llorch.config import ModelConfig

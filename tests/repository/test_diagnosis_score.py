@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from command_line import REPOSITORY
+from runs.command_line import REPOSITORY
 
 from benchmarks.diagnosis import arithmetic, catalogue, rivals, score
 from benchmarks.diagnosis.bugs import BUGS, together

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 ROOT = Path(__file__).parents[2]
 IMPORT_EVERYTHING = """
@@ -48,7 +48,7 @@ pathlib.Path("codes.json").write_text(json.dumps(codes))
 def elsewhere(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program with what Windows lacks taken away."""
     where = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))}
-    program = [sys.executable, "-c", f"import elsewhere\n{code}"]
+    program = [sys.executable, "-c", f"import fakes.elsewhere\n{code}"]
     return subprocess.run(program, capture_output=True, text=True, cwd=folder, env=where, check=False, timeout=300)
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.builtin import DATA, find_data
 

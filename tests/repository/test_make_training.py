@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted_training import training_golden_of, weights_of
-from refusals import refuses
+from inject.planted_training import training_golden_of, weights_of
+from runs.refusals import refuses
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FACTOR, Tolerance

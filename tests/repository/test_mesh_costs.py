@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from command_line import REPOSITORY
-from warm_ranks import warm_ranks
+from runs.command_line import REPOSITORY
+from runs.warm_ranks import warm_ranks
 
 from benchmarks import mesh_model
 from benchmarks.mesh_model import Job, Machine, memory, messages, step_time

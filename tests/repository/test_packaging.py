@@ -9,10 +9,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from command_line import invoke
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
-from refusals import assert_tells
+from runs.command_line import invoke
+from runs.refusals import assert_tells
 
 import llorch
 from llorch.builtin import IN_WHEEL

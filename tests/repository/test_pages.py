@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kept_suites import forward_rows, kept, quantised_rows, read, torch_rows
-from refusals import refuses
-from training_rows import rows as training_rows
+from runs.kept_suites import forward_rows, kept, quantised_rows, read, torch_rows
+from runs.refusals import refuses
+from runs.training_rows import rows as training_rows
 
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same

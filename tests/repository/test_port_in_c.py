@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, invoke
 from readme_blocks import readme_block
+from runs.command_line import REPOSITORY, invoke
 
 from llorch.comparison import compare
 from llorch.diagnosis.diagnose import diagnose

@@ -1,6 +1,6 @@
 """No test pins prose: nobody has to change a test when a sentence of a message, a help text or a report is improved.
 
-Prose is four plain words in a row. A test asserts facts in place of it: see `tests/support/refusals.py`.
+Prose is four plain words in a row. A test asserts facts in place of it: see `tests/support/runs/refusals.py`.
 """
 
 import ast

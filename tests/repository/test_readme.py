@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 import pytest
-from command_line import invoke, spawn
 from readme_blocks import PAGES as MARKED
 from readme_blocks import marked_block, readme_block
-from refusals import refuses
+from runs.command_line import invoke, spawn
+from runs.refusals import refuses
 
 from llorch.cli import main
 
@@ -85,7 +85,7 @@ def test_a_block_is_printed_without_llorch(tmp_path: Path):
 def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     if "--mesh" in line:
-        from mesh_programs import invoke_on_mesh  # which imports torch
+        from runs.mesh_programs import invoke_on_mesh  # which imports torch
 
         done = invoke_on_mesh(tmp_path, *shlex.split(line)[1:])
         assert done.exit_code == 0, done.stderr

@@ -1,7 +1,7 @@
 """`--sample`: each test keeps a case, and every case is drawn for some commit."""
 
 import pytest
-from sample import Sample, drawn
+from runs.sample import Sample, drawn
 
 TESTS = {"f.py::test_a": 7, "f.py::test_b": 3, "g.py::test_a": 1}
 CASES = [f"{test}[{case}]" for test, n in TESTS.items() for case in range(n)] + ["g.py::test_alone"]

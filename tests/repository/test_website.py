@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from chromium import PROGRAM, Browser, chromium
+from runs.chromium import PROGRAM, Browser, chromium
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sphinx", reason="NOT RUN: sphinx is not installed; pip install -c constraints.txt -e '.[docs]'")

@@ -1,6 +1,6 @@
 """Text for readers has no banned opener, no retired word and no misspelling; README.md keeps its length and sentences.
 
-`retired_words.txt` beside this file lists the retired words. `tests/support/plain_words.py` counts.
+`retired_words.txt` beside this file lists the retired words. `tests/support/runs/plain_words.py` counts.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from messages import messages, messages_of
-from plain_words import (
+from runs.plain_words import (
     COMMAND,
     figures,
     findings,

@@ -12,10 +12,10 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from chat_models import CHATML, chat_model
-from refusals import assert_tells, refuses
-from scripted_batch import ScriptedBatch
-from served import Served, served
+from builders.chat_models import CHATML, chat_model
+from fakes.scripted_batch import ScriptedBatch
+from runs.refusals import assert_tells, refuses
+from runs.served import Served, served
 
 from llorch.serve.app import _no_such_route, meant_route
 

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import httpx2 as httpx
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as CompletionCreateParams
-from served import Served, served
+from runs.served import Served, served
 
 from llorch.serve.requests import Body
 from llorch.serve.unsupported_fields import ignored_fields

@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from chat_models import CHATML, chat_model
-from served import Served, served
+from builders.chat_models import CHATML, chat_model
+from runs.served import Served, served
 
 from llorch.model import load
 from llorch.sampling import SamplingSettings

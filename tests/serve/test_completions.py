@@ -6,7 +6,7 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from served import Served, served
+from runs.served import Served, served
 
 from llorch.model import Model, load
 from llorch.sampling import SamplingSettings

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from raw_http import answer, ask, connect, error_code, is_closed, request, served, until
+from fakes.raw_http import answer, ask, connect, error_code, is_closed, request, served, until
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from refusals import assert_tells, refuses
-from scripted_batch import ScriptedBatch
+from fakes.scripted_batch import ScriptedBatch
+from runs.refusals import assert_tells, refuses
 
 from llorch.generate import Answer, IdsOnly, Job
 from llorch.sampling import SamplingSettings

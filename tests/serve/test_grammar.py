@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from refusals import Refusal, refuses, row
+from runs.refusals import Refusal, refuses, row
 
 from llorch.cache import KVCache
 from llorch.generate import Answer, Guide

@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 import pytest
-from raw_http import answer, ask, connect, error_code, request, served, until
-from refusals import refuses
+from fakes.raw_http import answer, ask, connect, error_code, request, served, until
+from runs.refusals import refuses
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from served import Served, served
+from runs.served import Served, served
 
 from llorch.serve.app import ROUTES
 from llorch.serve.openapi import Described, description

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_models import LLAMA_3, chat_model
-from chromium import PROGRAM, Browser, chromium
-from raw_http import served as listening
-from served import Served, served
+from builders.chat_models import LLAMA_3, chat_model
+from fakes.raw_http import served as listening
+from runs.chromium import PROGRAM, Browser, chromium
+from runs.served import Served, served
 
 from llorch.model import Model
 from llorch.serve.page import FILES

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from raw_http import answer, ask, connect, request, served
+from fakes.raw_http import answer, ask, connect, request, served
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

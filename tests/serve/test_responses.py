@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from served import Served, served
+from runs.served import Served, served
 
 from llorch.model import load
 

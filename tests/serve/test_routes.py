@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from raw_http import ask, error_code, request, served
+from fakes.raw_http import ask, error_code, request, served
 
 pytest.importorskip("starlette", reason="NOT RUN: starlette is not installed")
 

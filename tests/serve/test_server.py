@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from raw_http import PATIENCE, answer, ask, connect, error_code, is_closed, request, served, until
-from refusals import refuses
+from fakes.raw_http import PATIENCE, answer, ask, connect, error_code, is_closed, request, served, until
+from runs.refusals import refuses
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from chat_models import LLAMA_3, chat_model
-from refusals import assert_tells
-from served import Served, served
+from builders.chat_models import LLAMA_3, chat_model
+from runs.refusals import assert_tells
+from runs.served import Served, served
 
 WRITES = "{% for i in range(30) %}{{ 'a b' * 12000 }}{% endfor %}"  # 1.08 MB
 

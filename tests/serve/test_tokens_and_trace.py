@@ -9,9 +9,9 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
-from quantised_copies import quantised_copy
-from random_adapters import random_adapter
-from served import Served, served
+from builders.quantised_copies import quantised_copy
+from builders.random_adapters import random_adapter
+from runs.served import Served, served
 
 from llorch.convert import convert
 from llorch.model import Model, load

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import httpx2 as httpx
 import pytest
-from served import served
+from runs.served import served
 
 from llorch.serve.unsupported_fields import _INSTEAD, _WITHOUT
 

@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from hostile_templates import COSTS, ESCAPES
-from refusals import assert_tells, refuses
-from vocabularies import real_vocabulary
+from builders.hostile_templates import COSTS, ESCAPES
+from builders.vocabularies import real_vocabulary
+from runs.refusals import assert_tells, refuses
 
 from llorch.errors import FormatError
 from llorch.tokenizer.chat import ChatTemplate, TemplateSettings

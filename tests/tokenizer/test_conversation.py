@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_models import CHATML, LLAMA_3, chat_model
-from refusals import refuses
+from builders.chat_models import CHATML, LLAMA_3, chat_model
+from runs.refusals import refuses
 
 from llorch.tokenizer.chat import ChatTemplate
 from llorch.tokenizer.conversation import Breaker, taken_out

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_folders import added_token, folder_content
-from refusals import Refusal, assert_tells, refuses, row
-from vocabularies import first_difference, generated_texts, tiny_byte_level, tiny_sentencepiece
+from builders.huggingface_folders import added_token, folder_content
+from builders.vocabularies import first_difference, generated_texts, tiny_byte_level, tiny_sentencepiece
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.export_gguf import GGUFTokenizer, read_tokenizer, require_same_ids

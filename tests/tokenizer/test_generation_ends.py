@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHATML, NO_END, chat_folder
+from builders.chat_models import CHATML, NO_END, chat_folder
 
 from llorch.tokenizer.generation_ends import GENERATION, chat_ends, unnamed_ends, with_ends
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from huggingface_folders import BYTE_LEVEL, Json, added_token, folder_content
-from vocabularies import encoder_of, first_difference, generated_texts, tiny_byte_level, tiny_sentencepiece
+from builders.huggingface_folders import BYTE_LEVEL, Json, added_token, folder_content
+from builders.vocabularies import encoder_of, first_difference, generated_texts, tiny_byte_level, tiny_sentencepiece
 
 from llorch.tokenizer import Tokenizer
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fetch_vocabularies import STORED
-from huggingface_folders import write_folder
-from llama_vocabulary import LlamaVocabulary
-from tiny_models import GGUF_METADATA, write_file
-from vocabularies import (
+from builders.huggingface_folders import write_folder
+from builders.tiny_models import GGUF_METADATA, write_file
+from builders.vocabularies import (
     NAMES,
     encoder_of,
     first_difference,
@@ -20,6 +18,8 @@ from vocabularies import (
     tiny_byte_level,
     tiny_sentencepiece,
 )
+from fetch_vocabularies import STORED
+from runs.llama_vocabulary import LlamaVocabulary
 
 from llorch.files.gguf import open_gguf
 from llorch.tokenizer import Tokenizer

@@ -10,12 +10,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tokenizers
+from builders.published_vocabularies import (
+    PUBLISHERS,
+    SENTENCEPIECE,
+    VOCABULARIES,
+    write_published,
+    write_sentencepiece,
+)
+from builders.tiny_models import GGUF_METADATA, write_file
+from builders.vocabularies import first_difference, real_vocabulary, strings_in_shares
 from fetch_vocabularies import BARE
-from llama_vocabulary import LlamaVocabulary
-from published_vocabularies import PUBLISHERS, SENTENCEPIECE, VOCABULARIES, write_published, write_sentencepiece
-from tiny_models import GGUF_METADATA, write_file
+from runs.llama_vocabulary import LlamaVocabulary
 from tokenizers.models import BPE
-from vocabularies import first_difference, real_vocabulary, strings_in_shares
 
 from llorch.files.gguf import open_gguf
 from llorch.tokenizer import Tokenizer
@@ -48,7 +54,7 @@ def strings_for(gguf: Path, count: int, *, seed: int) -> list[str]:
 
 def of_publisher(name: str, file: Path, texts: list[str]) -> list[list[int]]:
     """Encode texts in a process that has the publisher's library, which this one has not."""
-    judge = Path(__file__).parents[1] / "support/publishers_judge.py"
+    judge = Path(__file__).parents[1] / "support/runs/publishers_judge.py"
     path = str(Path(os.environ["LLORCH_VOCABULARIES"]) / PUBLISHERS)
     done = subprocess.run(
         [sys.executable, str(judge), name, str(file)], input=json.dumps(texts), capture_output=True, text=True,

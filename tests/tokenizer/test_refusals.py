@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_folders import BYTE_LEVEL, Json, added_token, folder_content
-from refusals import refuses
-from vocabularies import tiny_byte_level, tiny_sentencepiece
+from builders.huggingface_folders import BYTE_LEVEL, Json, added_token, folder_content
+from builders.vocabularies import tiny_byte_level, tiny_sentencepiece
+from runs.refusals import refuses
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from huggingface_folders import added_token
-from refusals import refuses
-from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
+from builders.huggingface_folders import added_token
+from builders.vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
+from runs.refusals import refuses
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.conversation import Breaker, taken_out

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY
-from refusals import assert_tells, refuses
+from runs.command_line import REPOSITORY
+from runs.refusals import assert_tells, refuses
 
 from llorch.tokenizer import template_process
 from llorch.tokenizer.template_process import TemplateLimits, TemplateProcess

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import chat_models
 import pytest
+from builders import chat_models
+from builders.vocabularies import real_vocabulary
 from fetch_vocabularies import TEMPLATES
-from vocabularies import real_vocabulary
 
 from llorch import channel, worker
 from llorch.tokenizer import template_worker

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from refusals import refuses
-from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
+from builders.vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
+from runs.refusals import refuses
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
-from refusals import refuses
-from training_passes import in_peft, peft_name
+from builders.random_adapters import random_adapter
+from runs.refusals import refuses
+from runs.training_passes import in_peft, peft_name
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.model import Model, load
 from llorch.train.data import DataSettings, TrainingData, read_data

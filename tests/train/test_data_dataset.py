@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from refusals import assert_tells, refuses
+from runs.refusals import assert_tells, refuses
 
 from llorch.model import Model, load
 from llorch.train.data import DataSettings, TrainingData, TrainingOrder, read_data
@@ -137,7 +137,7 @@ def test_progress_is_told(file: Path, model: Model):
 
 
 def test_token_ids_need_no_vocabulary(file: Path, tmp_path: Path):
-    from tiny_models import random_tensors, write_folder
+    from builders.tiny_models import random_tensors, write_folder
 
     folder = tmp_path / "model"
     folder.mkdir()

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chat_models import CHATML, LLAMA_3, NO_END, OPENS_WITH_THINKING, THINKING, chat_model
-from refusals import assert_tells, refuses
+from builders.chat_models import CHATML, LLAMA_3, NO_END, OPENS_WITH_THINKING, THINKING, chat_model
+from runs.refusals import assert_tells, refuses
 
 from llorch.convert import convert
 from llorch.model import Model, load

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from refusals import Refusal, assert_tells, refuses, row
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.errors import FormatError
 from llorch.train.batch import IGNORED

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHATML, LLAMA_3, chat_folder
+from builders.chat_models import CHATML, LLAMA_3, chat_folder
+from builders.huggingface_folders import write_folder
+from builders.vocabularies import generated_texts, real_vocabulary
 from fetch_vocabularies import TEMPLATES
-from huggingface_folders import write_folder
-from refusals import refuses
-from vocabularies import generated_texts, real_vocabulary
+from runs.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.model import Model

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from refusals import Refusal, row
+from runs.refusals import Refusal, row
 
 from llorch.train.batch import IGNORED, PADDING, Example, Examples
 from llorch.train.data.plan import PackedRows, TrainingOrder, batches, best_fit, make_batch, shuffled

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.train.data.read import find_splits, read_records
 

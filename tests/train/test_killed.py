@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from faulty_disk import leftovers
-from refusals import assert_tells
+from fakes.faulty_disk import leftovers
+from runs.refusals import assert_tells
 
 from benchmarks.kill_resume import kill_and_resume, lines, start, write_data
 from llorch.train.log import read_log

@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from command_line import REPOSITORY
-from refusals import refuses
+from runs.command_line import REPOSITORY
+from runs.refusals import refuses
 
 from llorch.train.log import RunLog, draw_curve, read_log
 

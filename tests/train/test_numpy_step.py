@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, fresh, random_adapter
-from refusals import refuses
+from builders.random_adapters import EVERY, fresh, random_adapter
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights

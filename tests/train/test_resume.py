@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.train.resume import differences, environment, require_same
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.train.schedules import SCHEDULES, learning_rate
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from refusals import Refusal, row
+from runs.refusals import Refusal, row
 
 from llorch.train.settings import TrainSettings
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.errors import MissingExtra
 from llorch.train.settings_file import read_settings, settings_from

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from faulty_disk import leftovers, read_parts, save_parts, tensors_of
-from refusals import refuses
+from fakes.faulty_disk import leftovers, read_parts, save_parts, tensors_of
+from runs.refusals import refuses
 
 from llorch.errors import FormatError
 from llorch.train.snapshot_files import PARTS, RECORD, read_snapshot

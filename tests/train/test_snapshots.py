@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY
-from faulty_disk import Fault, FaultyDisk, leftovers, on, save, tensors_of
-from refusals import assert_tells, refuses
+from fakes.faulty_disk import Fault, FaultyDisk, leftovers, on, save, tensors_of
+from runs.command_line import REPOSITORY
+from runs.refusals import assert_tells, refuses
 
 from benchmarks.snapshot_damage import noticed
 from llorch.train.snapshot_files import RECORD, TENSORS, read_snapshot

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_disk import (
+from fakes.faulty_disk import (
     FAULTS,
     Crash,
     FastDisk,
@@ -24,7 +24,7 @@ from faulty_disk import (
     save_parts,
     tensors_of,
 )  # fmt: skip
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.train.snapshot_files import Snapshot, read_snapshot
 from llorch.train.snapshots import SnapshotStore, step_name

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from command_line import REPOSITORY
+from runs.command_line import REPOSITORY
 
 from llorch.train.stopping import StopRequest
 

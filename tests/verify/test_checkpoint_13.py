@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from kept_suites import quantised_rows
-from planted_quantised import golden
-from refusals import refuses
+from inject.planted_quantised import golden
+from runs.kept_suites import quantised_rows
+from runs.refusals import refuses
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FAIL, FLOOR, PASS

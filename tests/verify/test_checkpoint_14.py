@@ -9,9 +9,9 @@ from functools import cache
 from itertools import product
 
 import pytest
-from kept_suites import torch_rows as rows
-from stored_rows import WHOLE, suffixes
-from torch_targets import CPU, CUDA
+from runs.kept_suites import torch_rows as rows
+from runs.stored_rows import WHOLE, suffixes
+from runs.torch_targets import CPU, CUDA
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.comparison import PASS, TIE

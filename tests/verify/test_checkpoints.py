@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kept_suites import PARTS, forward_part, forward_rows
+from runs.kept_suites import PARTS, forward_part, forward_rows
 
 from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.comparison import PASS

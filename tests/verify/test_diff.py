@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.dumps.raw import RawArray, RawDump

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.comparison import EXACT, FACTOR, FAIL, PASS, TIE
 from llorch.places import StageRef

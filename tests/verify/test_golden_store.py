@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 from safetensors.numpy import load
 
 from llorch.builtin import goldens_folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.builtin import EVERY
 from llorch.comparison import FAIL, PASS, Difference

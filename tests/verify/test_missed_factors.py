@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
-from command_line import REPOSITORY
+from runs.command_line import REPOSITORY
 
 from llorch.builtin import EVERY
 

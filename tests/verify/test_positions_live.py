@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder, twin
+from builders.families import random_folder, twin
 
 from llorch.comparison import FAIL, TIE
 from llorch.engines import ProducerName, open_producer

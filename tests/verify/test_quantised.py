@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import assert_tells, refuses
-from tiny_models import random_tensors, write_folder
+from builders.tiny_models import random_tensors, write_folder
+from runs.refusals import assert_tells, refuses
 
 import llorch
 from llorch.builtin import builtin_path

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from planted_quantised import golden
-from refusals import refuses
+from inject.planted_quantised import golden
+from runs.refusals import refuses
 
 from llorch.builtin import goldens_folder
 from llorch.engines import LoadPath

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
+from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
 
 from llorch.comparison import Tolerance, compare
 from llorch.engines import open_producer

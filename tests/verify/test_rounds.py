@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from command_line import REPOSITORY
+from runs.command_line import REPOSITORY
 
 from llorch.errors import EngineDied
 

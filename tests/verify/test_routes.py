@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refuses
-from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
+from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.comparison import FAIL

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from planted import (
+from inject.planted import (
     MICRO,
     Situation,
     by_name,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted import golden_of, weights_of
+from inject.planted import golden_of, weights_of
 
 from llorch import forward, generate
 from llorch.cache import KVCache

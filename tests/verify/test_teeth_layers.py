@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import random_folder
-from planted import by_name, chain, first_failing, models_of
-from planted_dumps import dump_of, everywhere, mistake_in
+from builders.families import random_folder
+from inject.planted import by_name, chain, first_failing, models_of
+from inject.wrong_dumps import dump_of, everywhere, mistake_in
 
 from llorch.comparison import measure
 from llorch.diagnosis.diagnose import diagnose

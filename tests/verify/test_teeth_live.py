@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
-from planted_torch import PLANTED
-from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
-from torch_targets import on
+from builders import tiny_models
+from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
+from inject.planted_torch import PLANTED
+from runs.torch_targets import on
 
 from llorch import forward, generate, sampling
 from llorch.cache import KVCache

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted import named_by
-from planted_quantised import QuantisedSituation, golden, situations, variant
-from refusals import assert_tells
+from inject.planted import named_by
+from inject.planted_quantised import QuantisedSituation, golden, situations, variant
+from runs.refusals import assert_tells
 
 import llorch
 from llorch import forward

@@ -4,9 +4,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from planted import golden_of, weights_of
-from planted_torch import PLANTED, Planted
-from torch_targets import on
+from inject.planted import golden_of, weights_of
+from inject.planted_torch import PLANTED, Planted
+from runs.torch_targets import on
 
 from llorch.comparison import FAIL, Difference, Tolerance
 from llorch.diagnosis.mistakes.variants import VISIBLE

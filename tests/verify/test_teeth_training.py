@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept_suites import kept
-from planted_training import (
+from inject.planted_training import (
     first_red,
     judged,
     models_of,
@@ -17,8 +16,9 @@ from planted_training import (
     up_to,
     weights_of,
 )
-from planted_training_torch import AS_TRAINER, PLANTED
-from torch_targets import on
+from inject.planted_training_torch import AS_TRAINER, PLANTED
+from runs.kept_suites import kept
+from runs.torch_targets import on
 
 from checkpoints.generated.pages import FOLDER, page
 from llorch.comparison import FAIL

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted import suite_of, weights_of
-from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
+from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
+from inject.planted import suite_of, weights_of
 
 from llorch import forward as page
 from llorch.cache import KVCache

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kept_suites import kept
-from planted_training import training_golden_of, weights_of
-from refusals import refuses
-from training_rows import ON_CUDA, TARGETS, WIDE, backends, require_all, rows
+from inject.planted_training import training_golden_of, weights_of
+from runs.kept_suites import kept
+from runs.refusals import refuses
+from runs.training_rows import ON_CUDA, TARGETS, WIDE, backends, require_all, rows
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.train.batch import IGNORED

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_files import unpacked
-from planted_training import training_golden_of, weights_of
-from refusals import assert_tells, refuses
+from inject.planted_training import training_golden_of, weights_of
+from runs.golden_files import unpacked
+from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FAIL

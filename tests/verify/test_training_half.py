@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted_training import training_golden_of, weights_of
-from refusals import refuses
-from torch_targets import on
+from inject.planted_training import training_golden_of, weights_of
+from runs.refusals import refuses
+from runs.torch_targets import on
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.comparison import FACTOR, FLOORS

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from planted_training import training_golden_of, weights_of
-from refusals import refuses
+from inject.planted_training import training_golden_of, weights_of
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.verify.training.claims import claims

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refuses
-from tiny_models import random_tensors, write_folder
+from builders.tiny_models import random_tensors, write_folder
+from runs.refusals import refuses
 
 from llorch import builtin
 from llorch.builtin import builtin_path

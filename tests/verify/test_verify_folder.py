@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from refusals import refuses
-from tiny_models import (
+from builders.tiny_models import (
     GGUF_METADATA,
     HEAD_DIM,
     HEADS,
@@ -19,6 +18,7 @@ from tiny_models import (
     write_file,
     write_folder,
 )
+from runs.refusals import refuses
 
 from llorch.cache import KVCache
 from llorch.comparison import FAIL, PASS

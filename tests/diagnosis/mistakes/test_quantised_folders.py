@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted_dumps import WHOLE, dump_of
-from quantised_folders import FOLDERS, NAMES, tensors_of, written
-from wrong_readers import READERS
+from builders.quantised_folders import FOLDERS, NAMES, tensors_of, written
+from inject.wrong_dumps import WHOLE, dump_of
+from inject.wrong_readers import READERS
 
 from llorch.comparison import FAIL, PASS
 from llorch.diagnosis.diagnose import causes

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-import diagnoses
 import numpy as np
 import pytest
-from chromium import PROGRAM, Browser, chromium
+from builders import diagnoses
+from runs.chromium import PROGRAM, Browser, chromium
 
 from llorch.diagnosis.report.figures import BOTTOM, HEIGHT, LEFT, LEVELS, WIDTH, Rung, heat, histogram, ladder
 from llorch.diagnosis.report.page import MAX_FIGURES, page, rungs

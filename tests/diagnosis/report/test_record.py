@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from xml.etree import ElementTree
 
-import diagnoses
 import pytest
+from builders import diagnoses
 
 from llorch.cli.output import to_json
 from llorch.diagnosis.report.record import VERSION, headline, junit, percent, ranges, record, span, times, verdict

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_adapters import family_adapter
-from planted_training import models_of, weights_of
-from without_gaps import without_gaps
+from builders.family_adapters import family_adapter
+from inject.planted_training import models_of, weights_of
+from runs.without_gaps import without_gaps
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import planted

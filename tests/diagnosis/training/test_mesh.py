@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mesh_training import second_step
-from refusals import assert_tells
-from training_runs import small_settings
-from without_gaps import without_gaps
+from runs.mesh_training import second_step
+from runs.refusals import assert_tells
+from runs.training_runs import small_settings
+from runs.without_gaps import without_gaps
 
 from llorch.builtin import builtin_path
 from llorch.diagnosis.training.diagnose import diagnose_training

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from quantised_folders import FOLDERS, NAMES
+from builders.quantised_folders import FOLDERS, NAMES
 
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
-from refusals import Refusal, row
+from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
+from runs.refusals import Refusal, row
 
 from llorch.convert import convert
 from llorch.files import open_weights

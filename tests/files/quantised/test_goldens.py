@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from quantised_folders import FOLDERS, NAMES, tensors_of
-from refusals import refuses
+from builders.quantised_folders import FOLDERS, NAMES, tensors_of
+from runs.refusals import refuses
 from safetensors.numpy import load_file
 
 from llorch.cache import KVCache

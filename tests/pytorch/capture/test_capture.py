@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import invoke
-from handwritten_llama import Handwritten
-from refusals import assert_tells, refuses
+from fakes.handwritten_llama import Handwritten
+from runs.command_line import invoke
+from runs.refusals import assert_tells, refuses
 from torch import nn
 
 import llorch

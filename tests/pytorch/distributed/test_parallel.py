@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_programs import invoke_on_mesh
-from mesh_runs import judged
-from refusals import assert_cli_refuses, assert_tells, refuses
+from runs.mesh_programs import invoke_on_mesh
+from runs.mesh_runs import judged
+from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.architecture import Layer
 from llorch.builtin import builtin_path

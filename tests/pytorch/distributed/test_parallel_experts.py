@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refuses
-from split_runs import NoText, answered, generated, gradients
+from runs.refusals import refuses
+from runs.split_runs import NoText, answered, generated, gradients
 
 from llorch.errors import EngineDied
 from llorch.lora.config import LoraConfig

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import spawn
-from refusals import assert_tells, refuses
-from split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
+from runs.command_line import spawn
+from runs.refusals import assert_tells, refuses
+from runs.split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import invoke
-from quick_interpreter import prepare_once_a_launch
-from refusals import assert_tells, refuses
+from fakes.quick_interpreter import prepare_once_a_launch
+from runs.command_line import invoke
+from runs.refusals import assert_tells, refuses
 from torch import Tensor, nn
 
 import llorch

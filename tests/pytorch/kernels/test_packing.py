@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from packed_matrices import packed_matrix, raw_matrix
+from builders.packed_matrices import packed_matrix, raw_matrix
 
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quant import decode as decode_with_numpy

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from packed_matrices import activations, packed_matrix
+from builders.packed_matrices import activations, packed_matrix
 from torch import nn
 from torch.nn.functional import linear
 

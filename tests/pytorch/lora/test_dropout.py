@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
-from refusals import refuses
+from builders.random_adapters import random_adapter
+from runs.refusals import refuses
+from runs.training_passes import CPU, base
+from runs.training_runs import losses_on_mesh, small_settings, trained
 from torch import Tensor
-from training_passes import CPU, base
-from training_runs import losses_on_mesh, small_settings, trained
 
 from llorch.ops.cross_entropy import IGNORED
 from llorch.pytorch.distributed.launch import on_ranks

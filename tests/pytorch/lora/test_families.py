@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import random_folder
-from family_adapters import SMALL, family_adapter
-from refusals import refuses
+from builders.families import random_folder
+from builders.family_adapters import SMALL, family_adapter
+from runs.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.ops.cross_entropy import shifted

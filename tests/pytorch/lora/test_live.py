@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
+from runs.training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
 from torch import Tensor
-from training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
 
 from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
-from refusals import refuses
+from builders.random_adapters import random_adapter
+from runs.refusals import refuses
+from runs.training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
 from torch import Tensor, nn
-from training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_adapters import random_adapter
-from training_passes import ALL, CPU, batch, logits_of, loss_of
+from builders.random_adapters import random_adapter
+from runs.training_passes import ALL, CPU, batch, logits_of, loss_of
 
 from llorch.files import open_weights
 from llorch.pytorch.causal_lm import CausalLM

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_passes import ALL, CPU, batch, logits_of, loss_of
+from runs.training_passes import ALL, CPU, batch, logits_of, loss_of
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

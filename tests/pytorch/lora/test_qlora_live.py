@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
+from runs.training_passes import CPU, logits_of
 from torch.nn.functional import cross_entropy
-from training_passes import CPU, logits_of
 
 from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter

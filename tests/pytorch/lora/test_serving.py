@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
-from refusals import Refusal, refuses, row
-from training_passes import ALL, SETTINGS
+from builders.random_adapters import random_adapter
+from runs.refusals import Refusal, refuses, row
+from runs.training_passes import ALL, SETTINGS
 
 import llorch
 from llorch.generate import Token

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import random_folder
+from builders.families import random_folder
 
 from llorch.cache import KVCache
 from llorch.families import forward

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from by_position import COMMON, FAMILIES, ModelConfig, logits_of, random_model
+from builders.by_position import COMMON, FAMILIES, ModelConfig, logits_of, random_model
 
 from llorch.architecture import Layer
 from llorch.families.llama4 import head_norm

@@ -1,8 +1,8 @@
 """Jobs with adapters of their own, beside each other, and adapters that come and go while they run."""
 
 import pytest
-from continuous import alone, job, some_ids, together, varied_jobs
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
+from runs.continuous import alone, job, some_ids, together, varied_jobs
 
 import llorch
 from llorch.generate import Sampled

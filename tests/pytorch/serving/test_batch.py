@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from continuous import VARIED, Made, alone, job, n_free, some_ids, together, varied_jobs
-from refusals import refuses
+from runs.continuous import VARIED, Made, alone, job, n_free, some_ids, together, varied_jobs
+from runs.refusals import refuses
 
 import llorch
 from llorch.errors import NonFiniteRun

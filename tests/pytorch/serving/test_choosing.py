@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.generate import Job, Sampled, log_probability, sample_ids
 from llorch.pytorch.serving.choosing import Choosing, next_tokens, top_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs.training_passes import in_peft, peft_name
+from runs.training_runs import Silent, small_settings
 from torch.nn.functional import cross_entropy
-from training_passes import in_peft, peft_name
-from training_runs import Silent, small_settings
 
 from llorch.convert import convert
 from llorch.hub import find

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
+from runs.training_passes import CPU, base
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from training_passes import CPU, base
 
 from llorch.pytorch.lora.adapters import activate, attach, trainable_parameters
 from llorch.pytorch.train.forward import hidden_states

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import small_settings, trained
+from runs.training_runs import small_settings, trained
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_training import judged_training, made_run
-from refusals import assert_tells
+from runs.mesh_training import judged_training, made_run
+from runs.refusals import assert_tells
+from runs.training_runs import Silent, losses_on_mesh, small_settings, trained
 from safetensors.numpy import load_file
-from training_runs import Silent, losses_on_mesh, small_settings, trained
 
 from llorch.convert import convert
 from llorch.files.quant import GGMLType

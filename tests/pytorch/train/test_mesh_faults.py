@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import spawn
-from mesh_programs import PROGRAM, TORCHRUN, adapter, arguments, ended, failed, last_step, started, wait_for_steps
-from refusals import assert_tells
+from runs.command_line import spawn
+from runs.mesh_programs import PROGRAM, TORCHRUN, adapter, arguments, ended, failed, last_step, started, wait_for_steps
+from runs.refusals import assert_tells
 
 from llorch.train.snapshots import SnapshotStore
 

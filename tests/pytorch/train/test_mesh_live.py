@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from mesh_training import judged_live
+from runs.mesh_training import judged_live
 
 from llorch.builtin import goldens_folder
 from llorch.pytorch.distributed.launch import on_ranks

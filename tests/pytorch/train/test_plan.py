@@ -1,7 +1,7 @@
 import shutil
 from pathlib import Path
 
-from training_runs import small_settings
+from runs.training_runs import small_settings
 
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.trainer import Training

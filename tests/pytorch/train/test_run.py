@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty_disk import leftovers
-from refusals import assert_tells, refuses
-from training_runs import Silent, ragged_rows, small_settings, trained, write_rows
+from fakes.faulty_disk import leftovers
+from runs.refusals import assert_tells, refuses
+from runs.training_runs import Silent, ragged_rows, small_settings, trained, write_rows
 
 from llorch.errors import MissingExtra
 from llorch.lora.files import read_adapter

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from faulty_disk import leftovers
-from refusals import assert_tells, refuses
-from sharded_runs import (
+from fakes.faulty_disk import leftovers
+from runs.refusals import assert_tells, refuses
+from runs.sharded_runs import (
     save_and_die,
     save_and_fail,
     save_training,
@@ -16,7 +16,7 @@ from sharded_runs import (
     save_without_a_rank,
     whole_state,
 )  # fmt: skip
-from training_runs import small_settings
+from runs.training_runs import small_settings
 
 from llorch.errors import EngineDied
 from llorch.pytorch.distributed.launch import on_ranks

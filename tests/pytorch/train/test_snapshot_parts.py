@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
-from sharded_runs import save_alone, whole_state
+from runs.refusals import refuses
+from runs.sharded_runs import save_alone, whole_state
+from runs.training_runs import Silent, small_settings
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from training_runs import Silent, small_settings
 
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.snapshot_parts import _Unpickler, read_parts

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import assert_tells, refuses
-from training_runs import bits, distance, gradients, small_data, small_settings, trained
+from runs.refusals import assert_tells, refuses
+from runs.training_runs import bits, distance, gradients, small_data, small_settings, trained
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from refusals import assert_tells
+from runs.refusals import assert_tells
 
 from llorch.comparison import FAIL, TIE, Tolerance
 from llorch.sampling import SamplingSettings, probabilities, softmax

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted_quantised import golden
+from inject.planted_quantised import golden
 
 from llorch.comparison import FAIL
 from llorch.files import open_weights

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted import golden_of, weights_of
-from refusals import assert_tells, refuses
-from torch_targets import on
+from inject.planted import golden_of, weights_of
+from runs.refusals import assert_tells, refuses
+from runs.torch_targets import on
 
 from llorch.comparison import FAIL, PASS, TIE
 from llorch.errors import CheckpointMismatch

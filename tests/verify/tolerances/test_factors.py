@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted import golden_of, suite_of, weights_of
+from inject.planted import golden_of, suite_of, weights_of
 
 from llorch.comparison import FACTOR, Tolerance, measure
 from llorch.stages import BY_NAME

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from shared_folder import shared_folder
+from runs.shared_folder import shared_folder
 from torch.nn.functional import linear
 
 from llorch.pytorch.kernels.cpu import library as cpu_library

@@ -5,7 +5,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from runs.refusals import refuses
 from torch import nn
 
 from llorch.builtin import builtin_path

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from packed_matrices import TABLES, packed_table
+from builders.packed_matrices import TABLES, packed_table
 from torch import nn
 from torch.nn.functional import linear
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from quantised_folders import FOLDERS
+from builders.quantised_folders import FOLDERS
 
 from llorch.files import open_weights
 from llorch.files.quantised.matrix import CodesOf, Order, QuantisedMatrix, StoredPart

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-from quick_interpreter import prepare_once_a_launch
+from fakes.quick_interpreter import prepare_once_a_launch
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, random_folder
-from quantised_folders import FOLDERS
+from builders.families import FAMILIES, random_folder
+from builders.quantised_folders import FOLDERS
 
 from llorch.convert import convert
 from llorch.files.quant import GGMLType

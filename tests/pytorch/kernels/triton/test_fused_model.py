@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_tolerances import DTYPES, PLACES, kernel_device
+from runs.kernel_tolerances import DTYPES, PLACES, kernel_device
 from torch import nn
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from packed_matrices import TABLES, activations, packed_matrix, packed_table
+from builders.packed_matrices import TABLES, activations, packed_matrix, packed_table
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.kernels import TRAINED

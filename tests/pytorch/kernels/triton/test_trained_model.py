@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_tolerances import PLACES, kernel_device
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
+from runs.kernel_tolerances import PLACES, kernel_device
+from runs.training_passes import ALL
 from torch import Tensor
-from training_passes import ALL
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-from huggingface_folders import folder_content
-from tiny_models import random_tensors
-from tiny_models import write_folder as write_weights
-from vocabularies import tiny_byte_level, tiny_sentencepiece
+
+from builders.huggingface_folders import folder_content
+from builders.tiny_models import random_tensors
+from builders.tiny_models import write_folder as write_weights
+from builders.vocabularies import tiny_byte_level, tiny_sentencepiece
 
 ROWS = 272  # a few more than there are tokens
 TEMPLATE = (

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_models import random_tensors, write_folder
 
+from builders.tiny_models import random_tensors, write_folder
 from llorch.cache import KVCache
 from llorch.config import ModelConfig
 from llorch.families import forward

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import faulty_ranks
 import pytest
-from command_line import REPOSITORY, invoke
-from training_runs import small_data
-from warm_ranks import warm_ranks
+from inject import faulty_ranks
 
 from llorch import torchrun
 from llorch.pytorch.distributed import launch
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.train.snapshots import SnapshotStore
+from runs.command_line import REPOSITORY, invoke
+from runs.training_runs import small_data
+from runs.warm_ranks import warm_ranks
 
-PROGRAM = str(REPOSITORY / "tests" / "support" / "faulty_ranks.py")
+PROGRAM = str(REPOSITORY / "tests" / "support" / "inject" / "faulty_ranks.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TALK = ("model: ", "data: ", "steps: ", "step ", "train.jsonl: ", "valid.jsonl: ")  # of a run that goes well
 

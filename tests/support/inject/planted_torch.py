@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from planted_torch_cache import (
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+
+from inject.planted_torch_cache import (
     Plant,
     appended,
     from_position_0,
@@ -24,9 +27,6 @@ from planted_torch_cache import (
     tables,
     unscaled,
 )  # fmt: skip
-from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
-
 from llorch.learn.lessons import PARTS
 from llorch.learn.typed import typed
 from llorch.pytorch import causal_lm as torch_model

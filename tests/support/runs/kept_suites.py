@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from planted import golden_of
-from planted_quantised import golden as quantised_golden
+from inject.planted import golden_of
+from inject.planted_quantised import golden as quantised_golden
 
 from llorch.builtin import goldens_folder
 from llorch.files import Weights
@@ -93,7 +93,7 @@ def forward_part(model: str, part: str) -> Sequence[Comparison]:
 @cache
 def quantised_rows() -> Sequence[Comparison]:
     """Judge all that checkpoint 13 compares."""
-    import stored_rows  # which imports torch
+    from runs import stored_rows  # which imports torch
 
     with kept():
         return stored_rows.quantised_rows()
@@ -102,7 +102,7 @@ def quantised_rows() -> Sequence[Comparison]:
 @cache
 def torch_rows(target: str, model: str) -> Sequence[Comparison]:
     """Judge a target of the torch path on a built-in model."""
-    import stored_rows
+    from runs import stored_rows
 
     with kept():
         return stored_rows.torch_rows(target, model)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parent
-PRELOADED = ("warm_modules",)
+SUPPORT = Path(__file__).parents[1]
+PRELOADED = ("runs.warm_modules",)
 
 
 @cache

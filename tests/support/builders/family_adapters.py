@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_adapters import random_adapter
 
+from builders.random_adapters import random_adapter
 from llorch.config import ModelConfig
 from llorch.lora.adapter import Adapter
 from llorch.lora.config import names_of

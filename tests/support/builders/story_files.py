@@ -11,7 +11,7 @@ import pytest
 from llorch.builtin import builtin_path
 from llorch.files.gguf import open_gguf
 
-CORPUS = Path(__file__).parents[2] / "reference_outputs"
+CORPUS = Path(__file__).parents[3] / "reference_outputs"
 
 
 def tale(monkeypatch: pytest.MonkeyPatch, count: int) -> str:

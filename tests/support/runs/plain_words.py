@@ -19,7 +19,7 @@ from markdown_it.token import Token
 from pygments.lexers.javascript import JavascriptLexer
 from pygments.token import String
 
-RETIRED_FILE = Path(__file__).parents[1] / "repository/retired_words.txt"
+RETIRED_FILE = Path(__file__).parents[2] / "repository/retired_words.txt"
 OPENER = re.compile(r"(What|Who|Whose|Which|Whether|That|Of|Likewise|As there|The same(?! \w))\b")
 SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)(?<=[.!?])[\"”')\]*_]*\s+|(?<=:)\s+(?=[A-Z])")
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:llorch|pip|python|echo|curl|cat|torchrun|git)\b(?![,.:]).*?(?:\s{2,}|$)")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantised_folders import Tensors, tensors_of, written
 
+from builders.quantised_folders import Tensors, tensors_of, written
 from llorch.builtin import builtin_path
 from llorch.convert import convert
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from functools import cache
 
-from planted_training import training_golden_of, weights_of
-from torch_targets import on
+from inject.planted_training import training_golden_of, weights_of
 
 from llorch.comparison import PASS
 from llorch.verify.judge import Comparison
@@ -12,6 +11,7 @@ from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.claims import numpy_rows
 from llorch.verify.training.goldens import ADAPTER_FILES
 from llorch.verify.training.torch_runner import VARIANTS, torch_rows
+from runs.torch_targets import on
 
 WIDE = FLOAT64
 ON_NUMPY = (*BACKENDS, WIDE)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from quantised_folders import Tensors
+from builders.quantised_folders import Tensors
 
 Matrices = dict[str, np.ndarray]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -40,7 +40,7 @@ def doubled(number: int) -> int:
     return 2 * number
 
 
-class Planted:
+class FaultyEngine:
     """Has no model."""
 
     name, n_threads, config = "planted", 1, None

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import GGUF_METADATA, write_file
-from vocabularies import FOLDER_VARIABLE
 
+from builders.tiny_models import GGUF_METADATA, write_file
+from builders.vocabularies import FOLDER_VARIABLE
 from llorch.tokenizer.byte_level import BYTE_CHARACTERS
 from llorch.tokenizer.pipeline import BYTE_LEVEL, WORDS
 

@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from ggml_library import SILENT
+from runs.ggml_library import SILENT
 
 
 class LlamaVocabulary:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BLOCKED = """
 import importlib.abc, json, sys
 class Blocked(importlib.abc.MetaPathFinder):

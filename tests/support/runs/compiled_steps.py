@@ -2,7 +2,7 @@
 
 import sys
 
-from random_adapters import random_adapter
+from builders.random_adapters import random_adapter
 from torch._dynamo.utils import counters
 
 import llorch

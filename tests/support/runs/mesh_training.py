@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from training_runs import Silent
 
 from llorch.builtin import builtin_path
 from llorch.comparison import PASS
@@ -22,6 +21,7 @@ from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
 from llorch.verify.training import torch_runner
 from llorch.verify.training.claims import stored
+from runs.training_runs import Silent
 
 
 class OwnMeans(worker.OnMesh):

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from functools import cache
 
-from torch_targets import CPU, CUDA, on
-
 from llorch.verify.expectations.quantised import verify_quantised_stored
 from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.runners.torch import VARIANTS, torch_runners
+from runs.torch_targets import CPU, CUDA, on
 
 # What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
 # stage, is judged in all variants; `llorch verify --backend torch` does that for five models by day, and for all

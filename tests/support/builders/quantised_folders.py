@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors_bytes import safetensors_bytes
+from builders.safetensors_bytes import safetensors_bytes
 
-FOLDERS = Path(__file__).parents[2] / "reference_outputs" / "quantised_folders"
+FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
 NOT_READ = ("gpt-oss-mxfp4",)  # of a family that llorch refuses
 NAMES = sorted(path.parent.name for path in FOLDERS.glob("*/config.json") if path.parent.name not in NOT_READ)
 

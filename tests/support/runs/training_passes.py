@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_adapters import EVERY
+from builders.random_adapters import EVERY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

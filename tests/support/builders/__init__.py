@@ -1,0 +1,1 @@
+"""Makers of what tests read: models, files, folders, adapters, vocabularies, dumps and diagnoses."""

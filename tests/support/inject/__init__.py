@@ -1,0 +1,1 @@
+"""Mistakes to inject: into goldens' inputs, running code, ranks, dumps and readers."""

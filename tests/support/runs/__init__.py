@@ -1,0 +1,1 @@
+"""Runners of tests: commands, ranks, engines, training; and checks that several tests share."""
