@@ -63,7 +63,7 @@ AREAS = (
         "files/export* tokenizer/export convert convert_failures files/quant_blocks",
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* evaluate/windows"),
-    Area("generation", "sampling generate model", "sampling generate model model_images verify/teeth_forward cli/run"),
+    Area("generation", "sampling generate model", "sampling generate model model_images faults/teeth_numpy cli/run"),
     Area("torch", "pytorch/* pytorch/[!kt]*/*", "pytorch/* pytorch/[!kt]*/*"),
     Area(
         "kernels",
@@ -76,7 +76,7 @@ AREAS = (
     Area(
         "verification",
         "places comparison verify/* verify/runners/[!t]* verify/tolerances/* verify/expectations/[!p]*",
-        "comparison* verify/[!t]* verify/tolerances/* verify/expectations/* verify/teeth* files/matrix",
+        "comparison* verify/[!t]* verify/tolerances/* verify/expectations/* faults/* files/matrix",
     ),
     Area(
         "learn", "learn/* learn/exercises/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"
@@ -86,12 +86,12 @@ AREAS = (
         "dumps/* dumps/writers/* diagnosis/* diagnosis/search/* diagnosis/training/*",
         "dumps/* diagnosis/* diagnosis/training/*",
     ),
-    Area("mistakes", "diagnosis/mistakes/*", "diagnosis/mistakes/* verify/teeth*"),
-    Area("training_proof", "verify/training/[!t]*", "verify/training_* verify/teeth_training repository/make_training"),
+    Area("mistakes", "diagnosis/mistakes/*", "diagnosis/mistakes/* faults/*"),
+    Area("training_proof", "verify/training/[!t]*", "verify/training_* faults/teeth_training repository/make_training"),
     Area(
         "torch_proof",
         "verify/runners/t* verify/expectations/p* verify/training/t*",
-        "verify/runners/torch pytorch/quantised verify/checkpoint_14 verify/teeth_torch cli/verify_torch",
+        "verify/runners/torch pytorch/quantised verify/checkpoint_14 faults/teeth_torch cli/verify_torch",
     ),
     Area("quality", "evaluate/* bench", "evaluate/[sw]* cli/quality bench cli/bench"),
     Area("report", "diagnosis/report/*", "diagnosis/report/*"),

@@ -50,7 +50,7 @@ def test_json_names_backends_and_what_was_not_run(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delitem(torch.VARIANTS, "-batch")
     found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
-    from inject.planted import weights_of
+    from runs.stored_goldens import weights_of
 
     from llorch.pytorch.device import target
     from llorch.verify.runners.torch import variants_for

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted import MICRO, golden_of
+from inject.situations import MICRO
 from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
 from runs.refusals import assert_tells
+from runs.stored_goldens import golden_of
 
 from llorch.builtin import OTHERS
 from llorch.cache import KVCache

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from inject.planted import golden_of
 from inject.wrong_dumps import dumped, everywhere, mistake, passes, wide
+from runs.stored_goldens import golden_of
 
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.judged import DumpJudge

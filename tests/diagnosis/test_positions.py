@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from builders.raw_dumps import raw_dump
-from inject.planted import golden_of, models_of
+from inject.situations import models_of
 from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
 from runs.refusals import assert_tells
+from runs.stored_goldens import golden_of
 
 from llorch.architecture import Layer
 from llorch.config import YarnScaling

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inject.planted_quantised import golden
+from runs.stored_goldens import quantised_golden
 
 from llorch.comparison import FAIL, PASS
 from llorch.files.quant import GGMLType
@@ -118,7 +118,7 @@ MISTAKES: list[tuple[str, Callable[[Fields], None]]] = [
 
 
 def products(name: str, folder: Path) -> list[Comparison]:
-    return list(product_rows(name, write_model(name, folder), golden(), target("cpu", "float32")))
+    return list(product_rows(name, write_model(name, folder), quantised_golden(), target("cpu", "float32")))
 
 
 @pytest.mark.plain_cases("Q4_K-swap_halves", "Q8_0-neighbours_scale")

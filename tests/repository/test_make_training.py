@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted_training import training_golden_of, weights_of
 from runs.refusals import refuses
+from runs.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FACTOR, Tolerance
@@ -39,7 +39,7 @@ def disturbed(script: ModuleType) -> ModuleType:
 
 
 def against(script: ModuleType, spread: Mapping[StageRef, Tolerance]) -> Differences:
-    config, truth = weights_of(MODEL).config, training_golden_of(MODEL).arrays
+    config, truth = training_weights_of(MODEL).config, training_golden_of(MODEL).arrays
     return lambda new, stored: script.differences(new, stored, config, spread, truth)
 
 
@@ -51,8 +51,10 @@ def differences(script: ModuleType) -> Differences:
 @pytest.fixture(scope="module")
 def lenient(script: ModuleType, disturbed: ModuleType) -> Differences:
     """With what rounding can do to optimizer steps, which PEFT says."""
+    weights = training_weights_of(MODEL)
     return against(
-        script, disturbed.training_spread(weights_of(MODEL).path, weights_of(MODEL).config, training_golden_of(MODEL))
+        script,
+        disturbed.training_spread(weights.path, weights.config, training_golden_of(MODEL)),
     )
 
 
@@ -88,7 +90,7 @@ def test_a_processor_that_rounds_otherwise_has_no_differences(
     from llorch.engines.float64_everywhere import float64_everywhere
 
     with float64_everywhere():
-        producer = disturbed.DisturbedPeft(weights_of(MODEL).path, dtype="float64")
+        producer = disturbed.DisturbedPeft(training_weights_of(MODEL).path, dtype="float64")
         size = golden.tolerances["float32"]["chained"]["gradient"].error / FACTOR
         other = with_run(golden, producer.run(golden, size=size, seed=101))
     name = "peft/step 2/l0.given.v_proj.lora_A"
@@ -117,7 +119,7 @@ def test_an_optimizer_with_another_setting_is_a_difference(
 ):
     monkeypatch.setattr(runner, "STEPS_SHOWN", (1, 2))
     monkeypatch.setattr(runner, "OPTIMIZER", replace(OPTIMIZER, **change))
-    run = dict(runner.NumpyTrainingRunner(weights_of(MODEL).astype(np.float64), golden)._steps())
+    run = dict(runner.NumpyTrainingRunner(training_weights_of(MODEL).astype(np.float64), golden)._steps())
     lines = lenient(with_run(golden, run), golden)
     assert any(line.startswith(f"training peft {where}") for line in lines)
 
@@ -209,13 +211,13 @@ def test_another_adapter_other_rows_and_other_files_are_differences(differences:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_stored_rows_are_those_of_the_texts(script: ModuleType, model: str):
-    assert script.rows_of(weights_of(model)) == training_golden_of(model).rows
+    assert script.rows_of(training_weights_of(model)) == training_golden_of(model).rows
 
 
 def test_texts_with_few_distinct_tokens_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(script, "TEXTS", (((" a a a a a a", 4, 1),),))
     with refuses(ValueError, where="batch", expected=8, got="["):
-        script.rows_of(weights_of(MODEL))
+        script.rows_of(training_weights_of(MODEL))
 
 
 @pytest.mark.parametrize(("mode", "group", "what"), [("chained", "gradient", "error"), ("isolated", "loss", "worst")])

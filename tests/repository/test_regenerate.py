@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from inject.planted import golden_of, suite_of, weights_of
-from inject.planted_training import training_golden_of
 from runs.golden_files import unpacked
 from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import golden_of, suite_of, training_golden_of, weights_of
 
 from llorch.builtin import EVERY, goldens_folder
 from llorch.comparison import Difference

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from inject.planted_quantised import golden
 from runs.kept_suites import quantised_rows
 from runs.refusals import refuses
+from runs.stored_goldens import quantised_golden
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FAIL, FLOOR, PASS
@@ -83,7 +83,7 @@ def test_checkpoint_13_grants_what_is_derived(mode: str, stages: set[str], least
 
 
 def test_checkpoint_13_has_eight_distinct_tokens():
-    assert len(set(golden().case.ids)) == len(golden().case.ids) == 8
+    assert len(set(quantised_golden().case.ids)) == len(quantised_golden().case.ids) == 8
 
 
 @pytest.mark.parametrize("missing", ["golden.json", "blocks.safetensors.xz", "Q4_K_M.safetensors.xz"])
@@ -96,7 +96,7 @@ def test_checkpoint_13_fails_without_a_golden(missing: str, tmp_path: Path, monk
 
 
 def test_checkpoint_13_does_not_judge_a_model_that_the_goldens_are_not_of(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verify_quantised, "read", lambda folder: golden())
+    monkeypatch.setattr(verify_quantised, "read", lambda folder: quantised_golden())
     monkeypatch.setattr(verify_quantised, "MODELS", {"Q1_0": MODELS["Q1_0"]})
     monkeypatch.setattr(verify_quantised, "write_model", lambda name, folder: write_other(folder))
     (row,) = [row for row in verify_quantised_stored() if not row.stage.startswith(("decode.", "rounding."))]

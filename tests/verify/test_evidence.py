@@ -5,9 +5,9 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
-from inject.planted import golden_of
 from runs.golden_files import unpacked
 from runs.refusals import refuses
+from runs.stored_goldens import golden_of
 
 from llorch.architecture import Layer, Temperature
 from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted import golden_of
 from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import golden_of
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights

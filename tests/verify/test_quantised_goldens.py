@@ -8,8 +8,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from inject.planted_quantised import golden
 from runs.refusals import refuses
+from runs.stored_goldens import quantised_golden
 
 from llorch.builtin import goldens_folder
 from llorch.engines import LoadPath
@@ -30,21 +30,22 @@ def maker() -> Iterator[ModuleType]:
 
 
 def test_what_is_saved_is_read_and_gives_the_same_bytes(tmp_path: Path):
-    some = {name: golden().traces[name] for name in ("F16", "IQ4_NL", "Q4_K_M")}  # one of each family
-    save(tmp_path, replace(golden(), traces=some))
+    some = {name: quantised_golden().traces[name] for name in ("F16", "IQ4_NL", "Q4_K_M")}  # one of each family
+    save(tmp_path, replace(quantised_golden(), traces=some))
     stored = goldens_folder() / FOLDER
     written = {"golden.json", *(f"{name}{SUFFIX}" for name in ("blocks", "rounding", *some))}
     assert {file.name for file in tmp_path.iterdir()} == written
-    assert {file.name for file in stored.iterdir()} == written | {f"{name}{SUFFIX}" for name in golden().traces}
+    traces = {f"{name}{SUFFIX}" for name in quantised_golden().traces}
+    assert {file.name for file in stored.iterdir()} == written | traces
     for name in written:
         assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
 
 
 def test_goldens_say_where_they_come_from():
-    provenance = golden().provenance
+    provenance = quantised_golden().provenance
     engine = provenance["engines"]["llamacpp"]  # pyright: ignore[reportIndexIssue]
     assert engine["knobs"]["weights"].endswith("file")  # and not decoded to a type
-    assert golden().evidence("Q8_0")["llamacpp"].route == LoadPath("llamacpp", "llamacpp")
+    assert quantised_golden().evidence("Q8_0")["llamacpp"].route == LoadPath("llamacpp", "llamacpp")
     assert engine["knobs"]["type_k"] == engine["knobs"]["type_v"] == "F32"
     assert {"command", "rounding", "numpy", "machine"} <= provenance.keys()
 
@@ -59,7 +60,7 @@ def test_goldens_take_less_than_12_megabytes():
     ids=["blocks", "rounding", "files"],
 )
 def test_goldens_without_one_of_their_parts_are_refused(part: str, missing: tuple[str, ...], tmp_path: Path):
-    whole = replace(golden(), traces={name: {"logits": np.zeros(1)} for name in MODELS})  # written quickly
+    whole = replace(quantised_golden(), traces={name: {"logits": np.zeros(1)} for name in MODELS})  # written quickly
     less = dict(list(getattr(whole, part).items())[2:])
     save(tmp_path, replace(whole, **{part: less}))
     with refuses(ValueError, ", ".join(missing), where=tmp_path):
@@ -68,7 +69,7 @@ def test_goldens_without_one_of_their_parts_are_refused(part: str, missing: tupl
 
 def test_blocks_of_every_type_hold_ordinary_and_edge_cases():
     for kind in types():
-        blocks, values = (golden().blocks[f"{kind.name}.{part}"] for part in ("blocks", "values"))
+        blocks, values = (quantised_golden().blocks[f"{kind.name}.{part}"] for part in ("blocks", "values"))
         assert blocks.shape[1] == BLOCK_SIZES[kind][1]
         assert values.shape == (len(blocks), BLOCK_SIZES[kind][0])
         assert np.isfinite(values[:4]).all()
@@ -78,7 +79,7 @@ def test_blocks_of_every_type_hold_ordinary_and_edge_cases():
 
 def test_rows_hold_halves_ties_denormals_and_scales_out_of_range():
     for kind in ("Q8_0", "Q8_1", "Q8_K"):
-        rows = golden().rounding[f"{kind}.rows"]
+        rows = quantised_golden().rounding[f"{kind}.rows"]
         assert (rows == 0).all(axis=1).any()
         assert ((np.abs(rows) > 0) & (np.abs(rows) < 1e-38)).any()
         largest = np.abs(rows).max(axis=1, keepdims=True)
@@ -88,11 +89,11 @@ def test_rows_hold_halves_ties_denormals_and_scales_out_of_range():
 
 
 def test_variants_differ_on_the_stored_rows_and_agree_on_the_inputs_of_the_stored_products():
-    rows = golden().rounding["Q8_0.rows"]
+    rows = quantised_golden().rounding["Q8_0.rows"]
     rows = rows[np.abs(rows).max(axis=1) < 1e6]
     rounded = [round_activations(rows, "Q8_0", variant) for variant in VARIANTS]
     assert all((one != other).any() for i, one in enumerate(rounded) for other in rounded[:i])
-    for name, trace in golden().traces.items():
+    for name, trace in quantised_golden().traces.items():
         kind = ACTIVATION_TYPE[MODELS[name].ggml_type]
         config = MODELS[name].config
         for key in {input_keys(stage, i, config)[0] for _, stage, i in keys(config) if stage.matrix}:
@@ -101,7 +102,7 @@ def test_variants_differ_on_the_stored_rows_and_agree_on_the_inputs_of_the_store
 
 
 def test_goldens_made_again_without_a_change_have_no_differences(maker: ModuleType):
-    assert maker.differences(golden(), golden()) == []
+    assert maker.differences(quantised_golden(), quantised_golden()) == []
 
 
 def with_array(whole: QuantisedGolden, part: str, name: str, at: tuple[int, ...]) -> QuantisedGolden:
@@ -112,7 +113,7 @@ def with_array(whole: QuantisedGolden, part: str, name: str, at: tuple[int, ...]
 
 
 def test_one_difference_is_one_line_that_names_it(maker: ModuleType):
-    whole = golden()
+    whole = quantised_golden()
     traces = {
         **whole.traces,
         "Q4_0": {name: array * 2 for name, array in whole.traces["Q4_0"].items() if name == "logits"},
@@ -132,7 +133,7 @@ def test_one_difference_is_one_line_that_names_it(maker: ModuleType):
 
 @pytest.mark.parametrize(("model", "least", "most"), [("F16", 1e-3, 4e-3), ("Q8_0", 0.03, 0.1), ("Q4_K", 0.05, 0.2)])
 def test_stages_are_held_to_what_flips_cost(maker: ModuleType, model: str, least: float, most: float):
-    whole = golden()
+    whole = quantised_golden()
     limit = maker.all_flipped(model, whole)["logits"].error
     assert least < limit < most  # 8 bits cost 1 or 2 % of each input, 11 bits some 1e-4
     for factor, n_lines in ((0.9, 0), (1.1, 1)):
@@ -144,12 +145,12 @@ def test_stages_are_held_to_what_flips_cost(maker: ModuleType, model: str, least
 @pytest.mark.live
 def test_ggml_gives_the_stored_blocks_and_roundings_again(maker: ModuleType):
     for kind in types():
-        assert np.array_equal(maker.blocks_of(kind), golden().blocks[f"{kind.name}.blocks"])
+        assert np.array_equal(maker.blocks_of(kind), quantised_golden().blocks[f"{kind.name}.blocks"])
     for kind in ROUNDED_TO:
         made = maker.rounding_of(kind)
-        assert all(np.array_equal(array, golden().rounding[name]) for name, array in made.items())
+        assert all(np.array_equal(array, quantised_golden().rounding[name]) for name, array in made.items())
 
 
 @pytest.mark.live
 def test_llamacpp_gives_the_stored_products_again(maker: ModuleType):
-    assert maker.differences(maker.make_quantised(), golden()) == []
+    assert maker.differences(maker.make_quantised(), quantised_golden()) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inject.planted_quantised import golden
+from runs.stored_goldens import quantised_golden
 
 from llorch.files import GGUFFile, open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
@@ -23,7 +23,7 @@ def each_type():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_the_bytes_that_the_goldens_come_from(name: str, tmp_path: Path):
-    assert fingerprint(write_model(name, tmp_path)) == golden().files[name]
+    assert fingerprint(write_model(name, tmp_path)) == quantised_golden().files[name]
 
 
 def test_every_type_that_rounds_its_inputs_has_a_model_of_its_own():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inject.planted_training import training_golden_of, weights_of
 from runs.kept_suites import kept
 from runs.refusals import refuses
+from runs.stored_goldens import training_golden_of, training_weights_of
 from runs.training_rows import ON_CUDA, TARGETS, WIDE, backends, require_all, rows
 
 from llorch.builtin import builtin_path, goldens_folder
@@ -69,7 +69,7 @@ def test_checkpoint_on_cuda(number: str, backend: str, model: str):
 
 @each_model
 def test_checkpoint_15_has_an_adapter_in_which_nothing_is_like_anything_else(model: str):
-    config = weights_of(model).config
+    config = training_weights_of(model).config
     adapter = training_golden_of(model).adapter_for(config)
     assert all(array.any() for array in adapter.flat().values())
     of_a_layer = [adapter.scaling(name) for name in adapter.targets if name.startswith("layers.0.")]
@@ -83,7 +83,7 @@ def test_checkpoint_15_has_an_adapter_in_which_nothing_is_like_anything_else(mod
 
 @each_model
 def test_checkpoint_15_has_the_adapter_of_the_recipe(model: str):
-    config = weights_of(model).config
+    config = training_weights_of(model).config
     made, stored = make_adapter(config).flat(), training_golden_of(model).adapter_for(config).flat()
     assert made.keys() == stored.keys()
     assert all(np.array_equal(made[name], stored[name]) for name in made)
@@ -92,7 +92,7 @@ def test_checkpoint_15_has_the_adapter_of_the_recipe(model: str):
 @each_model
 def test_checkpoint_15_covers_all_matrices_of_all_layers(model: str):
     found = {(row.layer, row.stage) for row in rows(model, "numpy") if row.stage.startswith("lora_delta.")}
-    assert len(found) == 7 * weights_of(model).config.n_layers
+    assert len(found) == 7 * training_weights_of(model).config.n_layers
 
 
 @each_model
@@ -120,7 +120,7 @@ def test_checkpoint_16_golden_loss_is_the_mean_of_its_token_losses(model: str):
 def test_checkpoint_17_golden_with_b_zero_has_no_gradient_for_a(model: str):
     arrays = training_golden_of(model).arrays
     found = {name: array for name, array in arrays.items() if name.startswith("peft/zero_b/")}
-    assert len(found) == 14 * weights_of(model).config.n_layers
+    assert len(found) == 14 * training_weights_of(model).config.n_layers
     assert all(bool(array.any()) == name.endswith("lora_B") for name, array in found.items())
 
 
@@ -150,7 +150,7 @@ def test_checkpoint_18_never_grants_more_than_a_fifth_of_a_learning_rate(model: 
 def test_checkpoint_18_stored_tolerances_are_under_their_ceilings(mode: str):
     for model in MODELS:
         for stage, stored in training_golden_of(model).tolerances["float32"][mode].items():
-            assert stored.at_most(ceiling(weights_of(model).config, stage, mode, "float32")) == stored
+            assert stored.at_most(ceiling(training_weights_of(model).config, stage, mode, "float32")) == stored
 
 
 @each_model
@@ -179,7 +179,7 @@ def test_checkpoint_19_clips_some_steps_and_not_others(model: str):
 def test_checkpoint_19_is_tight(model: str):
     alike = [row for row in rows(model, "numpy") if row.stage == "loss_curve"]
     assert max(row.tolerance for row in alike) < 2e-6
-    assert weights_of(model).config.n_layers > 1
+    assert training_weights_of(model).config.n_layers > 1
 
 
 @each_model
@@ -191,7 +191,7 @@ def test_checkpoint_20_compares_every_form_with_the_engine_that_loads_it(model: 
 @each_model
 def test_checkpoint_20_looks_at_every_tensor_of_adapter_files(model: str):
     golden = training_golden_of(model)
-    n_tensors = len(golden.adapter_for(weights_of(model).config).flat())
+    n_tensors = len(golden.adapter_for(training_weights_of(model).config).flat())
     assert len(golden.files["peft_folder"]) == n_tensors
     assert len(golden.files["lora_gguf"]) == n_tensors + 1  # and its alpha
     assert golden.files["lora_gguf"]["adapter.lora.alpha"] == "none"  # scales differ, so they are in B

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inject.planted_training import training_golden_of, weights_of
 from runs.golden_files import unpacked
 from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.builtin import goldens_folder
 from llorch.comparison import FAIL
@@ -22,7 +22,7 @@ from llorch.verify.training.places import MODES
 from llorch.verify.training.stages import BY_GROUP
 
 MODEL = "micro-qwen3"
-CONFIG = weights_of(MODEL).config
+CONFIG = training_weights_of(MODEL).config
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_goldens_are_written_as_the_bytes_that_were_read(
 @pytest.mark.parametrize("model", MODELS)
 def test_stored_tolerances_follow_from_the_stored_arrays(model: str):
     golden = training_golden_of(model)
-    stored, made = golden.tolerances["float32"], tolerances(golden, weights_of(model).config, "float32")
+    stored, made = golden.tolerances["float32"], tolerances(golden, training_weights_of(model).config, "float32")
     assert {mode: {*groups} for mode, groups in made.items()} == {mode: {*groups} for mode, groups in stored.items()}
     for mode, groups in made.items():
         for group, tolerance in groups.items():
@@ -65,10 +65,10 @@ def test_what_is_exactly_zero_is_listed_and_comes_back(golden: TrainingGolden):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_places_name_every_array_of_the_file_and_no_other(model: str):
-    found = list(names(weights_of(model).config.n_layers))
+    found = list(names(training_weights_of(model).config.n_layers))
     assert len(found) == len({*found})
     assert {*found} == training_golden_of(model).arrays.keys()
-    claimed = claims(training_golden_of(model), weights_of(model).config, "float32")
+    claimed = claims(training_golden_of(model), training_weights_of(model).config, "float32")
     assert {claim.place.stage for claim in claimed} == BY_GROUP.keys() - {"adapter_file"}
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted_training import training_golden_of, weights_of
 from runs.refusals import refuses
+from runs.stored_goldens import training_golden_of, training_weights_of
 from runs.torch_targets import on
 
 from llorch.builtin import builtin_path, goldens_folder
@@ -26,7 +26,7 @@ from llorch.verify.training.torch_runner import TorchTrainingRunner, torch_rows,
 
 MODEL = "micro-qwen3"
 DTYPE = "bfloat16"
-CONFIG = weights_of(MODEL).config
+CONFIG = training_weights_of(MODEL).config
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -36,7 +36,7 @@ def test_stored_tolerances_are_four_times_the_largest_stored_distance_between_fl
     for mode, groups in golden.tolerances[DTYPE].items():
         for name, made in groups.items():
             larger = max(golden.half_errors[DTYPE][mode][name].values())
-            top = ceiling(weights_of(model).config, name, mode, DTYPE)
+            top = ceiling(training_weights_of(model).config, name, mode, DTYPE)
             assert made.error == pytest.approx(min(top.error, max(FLOORS[DTYPE], FACTOR * larger)), rel=0.01)
             assert made.error >= FLOORS[DTYPE] <= made.worst
             assert made.at_most(top) == made
@@ -46,7 +46,7 @@ def test_stored_tolerances_are_four_times_the_largest_stored_distance_between_fl
 @pytest.mark.parametrize("model", MODELS)
 def test_every_group_of_15_to_19_is_judged_in_half_precision(model: str):
     golden = training_golden_of(model)
-    found = {claim.place.stage for claim in claims(golden, weights_of(model).config, DTYPE)}
+    found = {claim.place.stage for claim in claims(golden, training_weights_of(model).config, DTYPE)}
     assert BY_GROUP.keys() - found == {"adapter_file", "norm_curve", *NUMPY_ALONE}
     own = {(mode, name) for mode, groups in golden.tolerances[DTYPE].items() for name in groups}
     assert not own & {("isolated", name) for name in FROM_FLOAT32}
@@ -97,7 +97,7 @@ def test_a_run_whose_adapter_is_in_half_precision_is_refused(monkeypatch: pytest
 
     monkeypatch.setattr(TorchTrainingRunner, "_worker", rounded)
     with refuses(TypeError, "BFloat16"):
-        list(torch_rows(MODEL, weights_of(MODEL), training_golden_of(MODEL), on("torch-cpu-bfloat16")))
+        list(torch_rows(MODEL, training_weights_of(MODEL), training_golden_of(MODEL), on("torch-cpu-bfloat16")))
 
 
 def test_goldens_without_tolerances_of_half_precision_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +121,8 @@ def test_peft_keeps_the_adapter_in_float32_on_a_base_in_bfloat16():
     from llorch.verify.training.peft import Peft, trained
 
     golden = training_golden_of(MODEL)
-    model = Peft(builtin_path(MODEL), n_threads=1, dtype=DTYPE).adapted(golden.adapter_for(weights_of(MODEL).config))
+    adapter = golden.adapter_for(training_weights_of(MODEL).config)
+    model = Peft(builtin_path(MODEL), n_threads=1, dtype=DTYPE).adapted(adapter)
     assert {parameter.dtype for parameter in trained(model).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
@@ -130,7 +131,7 @@ def test_peft_keeps_the_adapter_in_float32_on_a_base_in_bfloat16():
 def test_stored_errors_are_those_of_peft_running_now():
     from llorch.verify.training.peft import Peft
 
-    golden, weights = training_golden_of(MODEL), weights_of(MODEL)
+    golden, weights = training_golden_of(MODEL), training_weights_of(MODEL)
     producer = Peft(weights.path, n_threads=1, dtype=DTYPE)
     shown = producer.gradients(golden.adapter_for(weights.config), golden.batches[0])
     now = replace(golden, arrays={**golden.arrays, **{golden_name(place): array for place, array in shown.items()}})

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from inject.planted_training import training_golden_of, weights_of
 from runs.refusals import refuses
+from runs.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.builtin import builtin_path
 from llorch.verify.training.claims import claims
@@ -25,7 +25,7 @@ def producer():
 def test_deltas_are_peft_s_own_delta_weight_times_the_input(producer):
     import torch
 
-    adapter = training_golden_of(MODEL).adapter_for(weights_of(MODEL).config)
+    adapter = training_golden_of(MODEL).adapter_for(training_weights_of(MODEL).config)
     seen = producer.forward(adapter, training_golden_of(MODEL).batches[0])
     layer = producer.adapted(adapter).base_model.model.model.layers[1]
     for path, source in (("self_attn.v_proj", "attn_norm"), ("mlp.down_proj", "ffn_act")):
@@ -38,7 +38,7 @@ def test_an_adapter_with_b_zero_leaves_the_base(producer):
     from llorch.engines import open_producer
 
     golden = training_golden_of(MODEL)
-    fresh = with_zero_b(golden.adapter_for(weights_of(MODEL).config))
+    fresh = with_zero_b(golden.adapter_for(training_weights_of(MODEL).config))
     seen = producer.forward(fresh, golden.batches[0])[at("adapted_logits")]
     with open_producer("transformers", builtin_path(MODEL), n_threads=1) as base:
         rows = [base.logits(ids) for ids in golden.rows[0].ids]
@@ -47,7 +47,7 @@ def test_an_adapter_with_b_zero_leaves_the_base(producer):
 
 def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
     golden = training_golden_of(MODEL)
-    adapter = golden.adapter_for(weights_of(MODEL).config, LORA)
+    adapter = golden.adapter_for(training_weights_of(MODEL).config, LORA)
     found = producer.steps(adapter, [[golden.batches[0]]], OPTIMIZER, shown=(1,))
     grads = [array for place, array in found.items() if place.stage == "given"]
     assert len(grads) == len(adapter.flat())
@@ -64,7 +64,7 @@ def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
     golden = training_golden_of(MODEL)
     with float64_everywhere():
         made = Isolated(Peft(builtin_path(MODEL), n_threads=1, dtype="float64"), golden).arrays()
-    config = weights_of(MODEL).config
+    config = training_weights_of(MODEL).config
     stored = {claim.place: claim for claim in claims(golden, config, "float64") if claim.mode == ISOLATED}
     assert made.keys() == stored.keys()
     assert {array.dtype for array in made.values()} == {np.dtype(np.float64)}

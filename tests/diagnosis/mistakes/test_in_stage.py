@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from inject.planted import golden_of, n_cached, suite_of, weights_of
+from inject.situations import n_cached
+from runs.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.comparison import measure
 from llorch.diagnosis.mistakes import MISTAKES, STAGE_MISTAKES, Mistake

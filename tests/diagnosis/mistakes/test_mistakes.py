@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from inject.planted import weights_of
+from runs.stored_goldens import weights_of
 
 from llorch.comparison import Tolerance
 from llorch.diagnosis.mistakes import (

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.family_adapters import family_adapter
-from inject.planted_training import models_of, weights_of
+from inject.situations import training_models_of
+from runs.stored_goldens import training_weights_of
 from runs.without_gaps import without_gaps
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
@@ -19,16 +20,17 @@ from llorch.verify.training.recipe import StoredBatch
 
 MODELS = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5")
 ROWS = StoredBatch([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10, 11]], [1, 3])
+UNSHOWN = [mistake for mistake in TRAINING if not training_models_of(mistake)]
 FIRST = {"micro-qwen2-moe": "l1.", "micro-qwen3-moe": "l1.", "micro-qwen3.5": "l0."}  # the last layer that has it
 
 
 def able(mistake: Mistake[Any]) -> str:
-    return next(model for model in MODELS if mistake.applies_to(weights_of(model).config))
+    return next(model for model in MODELS if mistake.applies_to(training_weights_of(model).config))
 
 
 def found_in(model: str, folder: Path, *mistakes: Mistake[Any]) -> list[Finding]:
     """Findings in a dump of one step, its ids, loss and gradients."""
-    weights, batch = weights_of(model), ROWS.batch()
+    weights, batch = training_weights_of(model), ROWS.batch()
     adapter = family_adapter(weights.config)
     with planted(*mistakes):
         loss, grads = loss_and_gradients(weights.astype(np.float64, keep=True), adapter, [batch], label_smoothing=0.0)
@@ -49,7 +51,7 @@ def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.ci_cases("*-router-left-out", "*-gate-as-constant", "*-state-cut-*", "*-conv-*")
-@pytest.mark.parametrize("mistake", [pytest.param(each, id=each.name) for each in TRAINING if not models_of(each)])
+@pytest.mark.parametrize("mistake", UNSHOWN, ids=lambda mistake: mistake.name)
 def test_a_mistake_in_a_gradient_is_named(mistake: Mistake[Any], tmp_path: Path):
     (finding,) = found_in(able(mistake), tmp_path, mistake)
     assert [suspect.name for suspect in finding.suspects] == [mistake.name]

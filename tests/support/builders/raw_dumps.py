@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
-from inject.planted import golden_of
+from runs.stored_goldens import golden_of
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from inject.planted import golden_of
-from inject.planted_quantised import golden as quantised_golden
 
 from llorch.builtin import goldens_folder
 from llorch.files import Weights
@@ -25,6 +23,7 @@ from llorch.verify.goldens import Golden
 from llorch.verify.judge import Comparison, routed
 from llorch.verify.runners import Runner
 from llorch.verify.training import limits
+from runs.stored_goldens import golden_of, quantised_golden
 
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")
 OF_THE_FILE = ("tensors", "token_ids")

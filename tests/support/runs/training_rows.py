@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from functools import cache
 
-from inject.planted_training import training_golden_of, weights_of
-
 from llorch.comparison import PASS
 from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.claims import numpy_rows
 from llorch.verify.training.goldens import ADAPTER_FILES
 from llorch.verify.training.torch_runner import VARIANTS, torch_rows
+from runs.stored_goldens import training_golden_of, training_weights_of
 from runs.torch_targets import on
 
 WIDE = FLOAT64
@@ -23,7 +22,7 @@ AFTER_STEPS = ("grad_norm", "first_moment", "second_moment", "parameters")  # gr
 
 @cache
 def rows(model: str, target: str) -> list[Comparison]:
-    weights, golden = weights_of(model), training_golden_of(model)
+    weights, golden = training_weights_of(model), training_golden_of(model)
     if target != "numpy":
         return list(torch_rows(model, weights, golden, on(target)))
     return list(numpy_rows(model, weights, golden))

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted import golden_of, suite_of, weights_of
 from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch import forward as forward_page
 from llorch.builtin import BUILTIN

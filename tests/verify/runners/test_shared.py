@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inject.planted_quantised import golden
+from runs.stored_goldens import quantised_golden
 
 from llorch.comparison import FAIL
 from llorch.files import open_weights
@@ -29,8 +29,8 @@ def weights(tmp_path: Path) -> SharedWeights:
 
 def rows(weights: SharedWeights, *, shared: bool = True) -> list[Comparison]:
     same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
-    suite = suite_of(NAME, same, golden())
-    runner = GgmlRunner(same, {CASE: golden().traces[NAME]}, {CASE: suite.limits(CASE)})
+    suite = suite_of(NAME, same, quantised_golden())
+    runner = GgmlRunner(same, {CASE: quantised_golden().traces[NAME]}, {CASE: suite.limits(CASE)})
     return [*suite.stage_rows(runner), *suite.decode_rows(runner)]
 
 
@@ -63,6 +63,6 @@ def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
 
 
 def test_alone_nothing_is_kept(weights: SharedWeights):
-    suite = suite_of(NAME, weights, golden())
+    suite = suite_of(NAME, weights, quantised_golden())
     suite.limits(CASE).chained("logits")
     assert not weights._kept.matrices

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inject.planted import golden_of, weights_of
 from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import golden_of, weights_of
 from runs.torch_targets import on
 
 from llorch.comparison import FAIL, PASS, TIE

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted import golden_of, suite_of, weights_of
+from runs.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.comparison import FACTOR, Tolerance, measure
 from llorch.stages import BY_NAME

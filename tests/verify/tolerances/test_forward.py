@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.planted import golden_of, weights_of
+from runs.stored_goldens import golden_of, weights_of
 
 from llorch.comparison import EXACT, FLOOR, measure
 from llorch.engines import open_producer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.families import random_folder
 from builders.family_adapters import SMALL, family_adapter
-from inject.planted_training import models_of
+from inject.situations import training_models_of
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import replaced
@@ -35,7 +35,7 @@ def gradients(weights: Weights) -> dict[str, np.ndarray]:
     return {name: grads[name] for name in adapter.flat()}
 
 
-UNSHOWN = [mistake for mistake in TRAINING if not models_of(mistake)]
+UNSHOWN = [mistake for mistake in TRAINING if not training_models_of(mistake)]
 
 
 @pytest.mark.parametrize("mistake", UNSHOWN, ids=lambda mistake: mistake.name)

@@ -1,53 +1,53 @@
-"""Known mistakes planted in the goldens' own inputs: the situations that the tests of teeth go through."""
+"""Places where a known mistake has to show in a golden's inputs: a stage, a step of sampling, a quantised product."""
 
-import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from pathlib import Path
 
 import numpy as np
+from runs.stored_goldens import (
+    cases_of,
+    golden_of,
+    quantised_golden,
+    rounding_variant,
+    suite_of,
+    training_weights_of,
+    weights_of,
+)
 
-from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
+from llorch.builtin import BUILTIN, EVERY
 from llorch.cache import KVCache
-from llorch.comparison import Tolerance, measure
-from llorch.diagnosis.mistakes import Mistake
+from llorch.comparison import EXACT, Tolerance, measure
+from llorch.diagnosis.mistakes import QUANTISED, SAMPLING, Mistake, QuantisedInputs, SamplerInputs
 from llorch.diagnosis.mistakes.cache import CACHES
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
-from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, made_wrong, variants
+from llorch.diagnosis.mistakes.variants import (
+    VISIBLE,
+    Variants,
+    made_wrong,
+    quantised_variants,
+    sampler_variants,
+    variants,
+)
 from llorch.families import forward
 from llorch.files import Weights, open_weights
+from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.places import Pass, part_of
 from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.goldens import Golden, read
+from llorch.verify.expectations.quantised_models import write_model
+from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
 from llorch.verify.runners.numpy import run
+from llorch.verify.tolerances.forward import WORST
+from llorch.verify.training import goldens as training_goldens
 
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
 BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each of which another model has alone
-
-
-@cache
-def golden_of(model: str) -> Golden:
-    return read(goldens_folder() / model)
-
-
-@cache
-def cases_of(model: str) -> frozenset[str]:
-    """Name the cases of a golden without its arrays, which take long to read."""
-    return frozenset(json.loads((goldens_folder() / model / "golden.json").read_text(encoding="utf-8"))["cases"])
-
-
-@cache
-def weights_of(model: str) -> Weights:
-    weights = open_weights(builtin_path(model))
-    weights.layer = cache(weights.layer)  # each of some ten thousand stages asks for its layer
-    return weights
-
-
-@cache
-def suite_of(model: str) -> ForwardSuite:
-    golden = golden_of(model)
-    return ForwardSuite(model, weights_of(model), golden.cases, golden.evidence, golden.truth)
+PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest that a product alone is granted
+N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide the others'
 
 
 @cache
@@ -76,6 +76,11 @@ def models_of(mistake: Mistake) -> list[str]:
     return [model for model in alone if model in MICRO] or alone or able
 
 
+def training_models_of(mistake: Mistake) -> list[str]:
+    """Models with training goldens that can have a mistake; none of experts and delta nets, which no dense one has."""
+    return [model for model in training_goldens.MODELS if mistake.applies_to(training_weights_of(model).config)]
+
+
 @dataclass(frozen=True)
 class Situation:
     """One stage of a layer (or outside the layers) of one golden."""
@@ -100,7 +105,11 @@ class Situation:
         return dict(golden_of(self.model).evidence[self.producer].traces[self.case])
 
     @property
-    def golden(self) -> np.ndarray:
+    def masked(self) -> bool:
+        return self.stage.masked
+
+    @property
+    def want(self) -> np.ndarray:
         return part_of(self.stage, self.trace[self.key], self.n_cached, len(golden_of(self.model).cases[self.case].ids))
 
     @property
@@ -114,6 +123,73 @@ class Situation:
         return variants(
             self.stage, self.layer, self.trace, weights_of(self.model), whole, alone, n_cached=self.n_cached
         )
+
+
+@dataclass(frozen=True)
+class SamplerSituation:
+    """One step from the logits to a distribution, of one golden."""
+
+    model: str
+    producer: str
+    step: str
+    case: str
+    masked = False
+
+    @property
+    def tolerance(self) -> Tolerance:
+        suite = suite_of(self.model)
+        if self.step == "argmax":
+            return EXACT
+        return suite.softmax_limit() if self.step == "probabilities" else suite.limits("near").last_row()
+
+    @property
+    def want(self) -> np.ndarray:
+        return self._shown()[1]
+
+    def made(self) -> Variants:
+        return sampler_variants(self.step, self._shown()[0], weights_of(self.model).config)
+
+    def _shown(self) -> tuple[SamplerInputs, np.ndarray]:
+        """What the step reads, and what the engine made of it (at a tie: the lowest id, which design states)."""
+        golden = golden_of(self.model)
+        evidence, ids = golden.evidence[self.producer], golden.cases["near"].ids
+        selected = evidence.selected_logits
+        if self.step == "selected_logits":
+            return SamplerInputs(evidence.traces["near"]["logits"], SAMPLINGS["all"], ids), selected
+        if self.step == "argmax":
+            row = selected.copy()
+            best = int(np.argmax(row))
+            if self.case == "tie":
+                row[best + 1 :: 7] = row[best]
+            return SamplerInputs(row[None], SAMPLINGS["all"], ids), np.asarray([best])
+        logits, history = sampler_inputs(ids, selected.size)
+        return SamplerInputs(logits[None], SAMPLINGS[self.case], history), evidence.probabilities[self.case]
+
+
+@dataclass(frozen=True)
+class QuantisedSituation:
+    """One step of a product with a matrix of one type."""
+
+    step: str
+    kind: GGMLType
+    masked = False
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return PRODUCT if self.step == "product" else EXACT
+
+    @cache  # noqa: B019 (situations are few and equal ones share the entry)
+    def shown(self) -> tuple[QuantisedInputs, np.ndarray]:
+        """The inputs of the step, and what ggml made of them."""
+        return {"decode": _blocks, "rounding": _activations, "product": _product}[self.step](self.kind)
+
+    @property
+    def want(self) -> np.ndarray:
+        return self.shown()[1]
+
+    @cache  # noqa: B019
+    def made(self) -> Variants:
+        return quantised_variants(self.step, self.shown()[0])
 
 
 def named_by(observed: np.ndarray, made: Variants, tolerance: Tolerance) -> list[str]:
@@ -140,8 +216,19 @@ def n_cached(mistake: Mistake, whole: Pass) -> int:
     return len(whole.ids) // 2 if mistake.after_cached else 0
 
 
-def situations(mistake: Mistake) -> Iterator[Situation]:
-    """Wherever a mistake has to show: every model, case, producer and stage."""
+def situations(mistake: Mistake) -> Iterator[Situation | SamplerSituation | QuantisedSituation]:
+    """Wherever a mistake has to show: every model, case, engine and stage; or every step and type of a product."""
+    if mistake in QUANTISED:
+        yield from (QuantisedSituation(step, GGMLType[case]) for step, case in product(mistake.stages, mistake.cases))
+    elif mistake in SAMPLING:
+        (step,) = mistake.stages
+        for model, producer, case in product(MICRO, PRODUCERS, mistake.cases):
+            yield SamplerSituation(model, producer, step, case)
+    else:
+        yield from _of_stages(mistake)
+
+
+def _of_stages(mistake: Mistake) -> Iterator[Situation]:
     for model in models_of(mistake):
         config = weights_of(model).config
         for case in mistake.cases:
@@ -188,3 +275,26 @@ def first_failing(
         if not measure(trace[name], want, masked=stage.masked).within(limits.chained(name, n_cached)):
             return stage.name, layer
     return None
+
+
+def _blocks(kind: GGMLType) -> tuple[QuantisedInputs, np.ndarray]:
+    blocks, values = (quantised_golden().blocks[f"{kind.name}.{part}"][:N_ORDINARY] for part in ("blocks", "values"))
+    return QuantisedInputs(kind, blocks, values.shape, np.empty((0, 0), np.float32), rounding_variant()), values
+
+
+def _activations(kind: GGMLType) -> tuple[QuantisedInputs, np.ndarray]:
+    name = ACTIVATION_TYPE[kind]
+    rows = quantised_golden().rounding[f"{name}.rows"]
+    want = decode(quantised_golden().rounding[f"{name}.{rounding_variant()}"], GGMLType[name], rows.shape)
+    finite = np.isfinite(want).all(axis=1)
+    return QuantisedInputs(kind, np.empty((0, 0), np.uint8), (0, 0), rows[finite], rounding_variant()), want[finite]
+
+
+def _product(kind: GGMLType) -> tuple[QuantisedInputs, np.ndarray]:
+    trace = quantised_golden().traces[kind.name]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = open_weights(write_model(kind.name, Path(folder)))
+        packed = weights.source.packed("blk.0.ffn_gate.weight")
+        blocks = packed.raw.reshape(-1, BLOCK_SIZES[kind][1]).copy()
+        weights.source.close()
+    return QuantisedInputs(kind, blocks, packed.shape, trace["l0.ffn_norm"], rounding_variant()), trace["l0.ffn_gate"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.families import random_folder
-from inject.planted import by_name, chain, first_failing, models_of
+from inject.situations import by_name, chain, first_failing, models_of
 from inject.wrong_dumps import dump_of, everywhere, mistake_in
 
 from llorch.comparison import measure

@@ -1,0 +1,36 @@
+"""Teeth of the suite: a fault in the running code of the forward pass is red, not only a variant in a table.
+
+In float64 the mistakes are in code that every precision runs, which no run of llorch could show alone.
+"""
+
+from pathlib import Path
+
+import pytest
+from inject.fault import InjectedFault, assert_seen
+from inject.table import FLOAT64, NUMPY
+from runs.stored_goldens import suite_of, weights_of
+
+from llorch.verify.float64_reference import WITNESS
+from llorch.verify.runners.numpy import FLOAT64 as IN_FLOAT64
+from llorch.verify.runners.numpy import NumpyRunner
+from llorch.verify.tolerances.forward import MATHEMATICS
+
+
+@pytest.mark.parametrize("fault", NUMPY, ids=str)
+def test_a_fault_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert_seen(fault, monkeypatch, tmp_path)
+
+
+@pytest.mark.plain_cases("cache-*", "eps-*")
+@pytest.mark.parametrize("fault", FLOAT64, ids=str)
+def test_a_fault_of_every_precision_is_red_in_float64(
+    fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert_seen(fault, monkeypatch, tmp_path)
+
+
+def test_float64_is_far_below_its_limit_of_the_truth():
+    rows = suite_of("micro-qwen3").rows(NumpyRunner(weights_of("micro-qwen3"), IN_FLOAT64))
+    assert {row.producer for row in rows} == {WITNESS}
+    assert {row.mode for row in rows} == {"isolated", "chained", "decode", "exact"}
+    assert max(row.error for row in rows) < MATHEMATICS.error / 4

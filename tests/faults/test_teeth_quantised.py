@@ -1,0 +1,69 @@
+"""Teeth of checkpoint 13: faults in what computes with stored types turn its rows red.
+
+The known mistakes are in `test_teeth_stages.py`. The tests below the table compare bits, or ask which backend is red.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inject.fault import InjectedFault, assert_seen
+from inject.table import PACKED
+from runs.refusals import assert_tells
+from runs.stored_goldens import quantised_golden, rounding_variant
+
+from llorch.comparison import FAIL, PASS
+from llorch.files import packed
+from llorch.files.quant import GGMLType
+from llorch.ops.rounding import VariantName
+from llorch.verify.expectations import quantised as verify_quantised
+from llorch.verify.expectations.quantised import decode_rows, rounding_rows, stage_rows
+from llorch.verify.expectations.quantised_models import write_model
+
+
+@pytest.mark.slow_cases(
+    "a-step-one-position-on-Q4_K_M", "activation-of-1.001-in-a-step-Q4_K_M", "base-of-1.00001-Q8_0",
+    "cache-of-zeros-Q8_0", "cache-of-zeros-in-a-step-*", "context-lost-after-a-cache-*", "eps-of-1.1-*",
+)  # fmt: skip
+@pytest.mark.parametrize("fault", PACKED, ids=str)
+def test_a_fault_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert_seen(fault, monkeypatch, tmp_path)
+
+
+def test_packed_matrices_are_judged_apart_from_decoded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = packed.Packed.tiles
+    monkeypatch.setattr(packed.Packed, "tiles", lambda this: ((start, tile[::-1]) for start, tile in right(this)))
+    rows = stage_rows("Q6_K", write_model("Q6_K", tmp_path), quantised_golden())
+    assert {row.backend for row in rows if row.verdict == FAIL and row.mode == "isolated"} == {"numpy-ggml-packed"}
+
+
+def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
+    assert {row.verdict for row in decode_rows(quantised_golden())} == {PASS}
+    right = verify_quantised.decode
+
+    def nearly(raw: np.ndarray, kind: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+        values = right(raw, kind, shape)
+        values[1, 0] = np.nextafter(values[1, 0], np.float32(9))
+        return values
+
+    monkeypatch.setattr(verify_quantised, "decode", nearly)
+    rows = list(decode_rows(quantised_golden()))
+    assert {row.verdict for row in rows} == {FAIL}
+    for row in rows:
+        assert_tells(row.note, f"1 of {quantised_golden().blocks[f'{row.model}.values'].size}", "block 1")
+
+
+def test_nan_where_ggml_has_a_number_is_red(monkeypatch: pytest.MonkeyPatch):
+    right = verify_quantised.decode
+    monkeypatch.setattr(verify_quantised, "decode", lambda *what: right(*what) * np.float32("nan"))
+    assert {row.verdict for row in decode_rows(quantised_golden())} == {FAIL}
+
+
+@pytest.mark.parametrize("other", ["neon", "generic"])
+def test_another_variant_of_rounding_is_red(other: VariantName, monkeypatch: pytest.MonkeyPatch):
+    assert {row.verdict for row in rounding_rows(quantised_golden())} == {PASS}
+    right = verify_quantised.quantize_blocks
+    monkeypatch.setattr(verify_quantised, "quantize_blocks", lambda rows, kind, _: right(rows, kind, other))
+    verdicts = {row.stage: row.verdict for row in rounding_rows(quantised_golden())}
+    assert verdicts[f"rounding.Q8_0.{rounding_variant()}"] == verdicts[f"rounding.Q8_1.{rounding_variant()}"] == FAIL
+    assert verdicts[f"rounding.Q8_K.{rounding_variant()}"] == PASS  # one algorithm everywhere

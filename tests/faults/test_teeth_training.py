@@ -1,0 +1,96 @@
+"""Teeth of checkpoints 15 to 20: a mistake in the running code turns its checkpoint red first, and by far."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from inject.fault import InjectedFault, assert_seen
+from inject.into_training import over_in_half
+from inject.table import LESS_IN_HALF, NOT_IN_HALF, TORCH_TRAINING, TRAINING_FAULTS, TRAINING_FLOAT64
+from runs.kept_suites import kept
+
+from checkpoints.generated.pages import FOLDER, page
+from llorch.diagnosis.mistakes import MISTAKES
+from llorch.diagnosis.mistakes.planting import owner_of
+from llorch.diagnosis.mistakes.variants import VISIBLE
+from llorch.verify.training.stages import BY_GROUP
+
+# A keyword with another number does not read this file, because it has these names.
+NAMES = ("checkpoint_15", "checkpoint_16", "checkpoint_17", "checkpoint_18", "checkpoint_19", "checkpoint_20")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def limits_are_derived_once() -> Iterator[None]:
+    with kept():
+        yield
+
+
+def by_name(fault: InjectedFault) -> str:
+    numbers = MISTAKES[fault.name].checkpoints
+    return "_".join((*(name for name in NAMES if name[-2:] in numbers), fault.name))
+
+
+@pytest.mark.plain_cases(
+    "checkpoint_15_lora-not-scaled",
+    "checkpoint_16_loss-labels-shifted-twice",
+    "checkpoint_17_gradient-f*",
+    "checkpoint_18_adamw-decay-after-update",
+    "checkpoint_18_schedule-decays-from-the-start",
+    "checkpoint_20_export-one-alpha",
+)
+@pytest.mark.parametrize("fault", TRAINING_FAULTS, ids=by_name)
+def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(
+    fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    mistake = MISTAKES[fault.name]
+    owner, name = owner_of(mistake.part)
+    assert callable(getattr(owner, name))
+    assert set(mistake.stages) <= BY_GROUP.keys()
+    largest = max(map(over_in_half, assert_seen(fault, monkeypatch, tmp_path)))  # in bfloat16, of which page 17 tells
+    if mistake.name in NOT_IN_HALF:
+        assert largest < 1
+    else:
+        assert largest >= (1 if mistake.name in LESS_IN_HALF else VISIBLE), f"{largest:.1f} times the tolerance"
+
+
+def test_page_17_names_the_mistakes_that_bfloat16_hardly_shows():
+    text = page(FOLDER, "17").read_text(encoding="utf-8").split("## In bfloat16")[1].split("\n## ")[0]
+    assert {fault.name for fault in TRAINING_FAULTS if f"`{fault.name}`" in text} == LESS_IN_HALF | NOT_IN_HALF
+    assert f"{len(TRAINING_FAULTS) - len(LESS_IN_HALF | NOT_IN_HALF)} of {len(TRAINING_FAULTS)}" in text
+
+
+@pytest.mark.plain_cases(
+    "lora-alpha-not-divided-float32",
+    "lora-scaled-twice-bfloat16",
+    "loss-labels-not-shifted-float32",
+    "loss-smoothing-missing-bfloat16",
+)
+@pytest.mark.parametrize("fault", TORCH_TRAINING, ids=lambda fault: f"{fault.name}-{fault.dtype}")
+def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
+    fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert_seen(fault, monkeypatch, tmp_path)
+
+
+@pytest.mark.slow_cases(
+    "llorch.ops.attention.att*",
+    "llorch.ops.cross_entropy.cross_entropy_*",
+    "llorch.ops.lora.lora_backward",
+    "llorch.ops.rms_norm.rms_*",
+    "llorch.ops.rope.rope_backward",
+    "llorch.ops.swiglu.swiglu_backward",
+    "llorch.pytorch.lora.leaves.delta-as-trainer",
+    "llorch.pytorch.lora.leaves.DeltaFunction*",
+    "llorch.pytorch.train.adamw.AdamW.clip*",
+    "llorch.pytorch.train.adamw.AdamW.step",
+    "llorch.pytorch.train.step.*",
+)
+@pytest.mark.parametrize(
+    "fault",
+    TRAINING_FLOAT64,
+    ids=lambda fault: "-".join((fault.name, *fault.variant.split())),
+)
+def test_one_part_in_a_million_is_far_over_the_limit_of_float64(
+    fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert_seen(fault, monkeypatch, tmp_path)

@@ -1,0 +1,151 @@
+"""A fault injected into running code, and the check that must see it: the rows of the table of fault injection."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llorch.comparison import FAIL, Difference, Tolerance
+from llorch.numerics import DtypeName
+from llorch.verify.judge import Comparison
+
+ANY = ""  # mode
+TRAINER = "as trainer"  # variant of a training run in torch: the way that saves memory
+Inject = Callable[[pytest.MonkeyPatch], None]
+RUNNERS = {  # backend -> function of the fault, the patch and a folder, which returns comparisons
+    "numpy": "inject.into_numpy:of_golden",
+    "numpy-float64": "inject.into_numpy:in_float64",
+    "numpy-ggml": "inject.into_numpy:of_packed",
+    "numpy-live": "inject.into_numpy:live",
+    "numpy-float64-live": "inject.into_numpy:in_float64_live",
+    "numpy-ggml-live": "inject.into_numpy:of_packed_live",
+    "torch": "inject.into_torch:of_golden",
+    "torch-live": "inject.into_torch:live",
+    "training": "inject.into_training:in_numpy",
+    "training-torch": "inject.into_training:in_torch",
+    "training-float64": "inject.into_training:in_float64",
+    "training-torch-float64": "inject.into_training:in_torch_float64",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Which comparisons must fail, and which must not.
+
+    Attributes:
+        first: Checkpoint, stage and layer of the first comparison that fails, as far as they are given.
+        first_in: Mode in which the first one is sought.
+        factor: How many times over the tolerance it is, for each reference engine.
+        engines: The reference engines that must all show it so.
+        red: Mode -> all stages that fail in it.
+        by: How many times over the tolerance a comparison must be, to count in `red`.
+        some: Mode and stage of a comparison that fails, beside others.
+        every: Mode and stage of comparisons that all fail.
+        over: Mode and stage -> how many times over the tolerance its worst comparison is at least.
+        only_in: Modes in which comparisons may fail.
+        cases: Cases in which comparisons fail.
+        others: Verdicts of comparisons that do not fail.
+    """
+
+    first: tuple[str | int | None, ...] = ()
+    first_in: str = ANY
+    factor: float = 0
+    engines: frozenset[str] = frozenset()
+    red: Mapping[str, Collection[str]] = field(default_factory=dict)
+    by: float = 0
+    some: tuple[str, str] | None = None
+    every: tuple[str, str] | None = None
+    over: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    only_in: frozenset[str] | None = None
+    cases: frozenset[str] = frozenset()
+    others: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class InjectedFault:
+    """A row of the table.
+
+    Attributes:
+        name: The fault, as its backend knows it.
+        backend: Key of `RUNNERS`.
+        model: In which it is injected.
+        check: How it is seen; without one, as in a right run, nothing may fail.
+        case: Input.
+        rows: Comparisons that are made, by the methods of a suite.
+        variant: Variant of the torch path, or of the run.
+        dtype: In which it computes.
+    """
+
+    name: str
+    backend: str
+    model: str
+    check: Check
+    case: str = "near"
+    rows: str = "stage_rows"
+    variant: str = ""
+    dtype: DtypeName = "float32"
+
+    def __str__(self) -> str:
+        """Name the row in `pytest -k`."""
+        shown = (self.name, self.model, self.variant.strip("-"), "" if self.dtype == "float32" else self.dtype)
+        return "-".join(filter(None, shown)).replace(" ", "-")
+
+
+def factor(row: Comparison) -> float:
+    """How many times over its tolerance a comparison is."""
+    tokens = None if np.isnan(row.token_error) else np.array([row.token_error])
+    tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
+    return Difference(row.error, row.worst, tokens=tokens).over(tolerance)
+
+
+def assert_seen(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> Sequence[Comparison]:
+    """Inject a fault, judge the run, and require its check; returns the comparisons."""
+    rows = resolve_name(RUNNERS[fault.backend])(fault, patch, folder)
+    check, failing = fault.check, [row for row in rows if row.verdict == FAIL]
+    is_right = check == Check(others=check.others)
+    assert rows
+    assert bool(failing) != is_right, failing[:1] or "nothing fails"
+    if check.first:
+        _assert_first(check, rows, failing)
+    for mode, stages in check.red.items():
+        assert {r.stage for r in failing if mode in (ANY, r.mode) and factor(r) >= check.by} == {*stages}, mode
+    if check.some:
+        assert check.some in {(row.mode, row.stage) for row in failing}
+    if check.every:
+        assert {row.verdict for row in rows if (row.mode, row.stage) == check.every} == {FAIL}
+    for (mode, stage), least in check.over.items():
+        factors = [factor(row) for row in rows if mode in (ANY, row.mode) and _group(row) == stage]
+        assert max(factors) >= least, f"{stage}: {max(factors):.1f} times the tolerance"
+    if check.only_in is not None:
+        assert {row.mode for row in failing} <= check.only_in
+    if check.others is not None:
+        assert {row.verdict for row in rows} - {FAIL} <= check.others
+    assert check.cases <= {row.case for row in failing}
+    return rows
+
+
+def _assert_first(check: Check, rows: Sequence[Comparison], failing: Sequence[Comparison]) -> None:
+    """The first comparison that fails is where it has to be, and all engines show it by far."""
+    first = next(row for row in failing if check.first_in in (ANY, row.mode))
+    assert _place(first)[: len(check.first)] == check.first, first
+    alike = [r for r in rows if (_place(r), r.case, r.mode) == (_place(first), first.case, first.mode)]
+    assert check.engines <= {row.producer for row in alike}
+    assert all(factor(row) >= check.factor for row in alike), [factor(row) for row in alike]
+
+
+def _place(row: Comparison) -> tuple[str, str, int | None]:
+    return row.checkpoint, row.stage, row.layer
+
+
+def _group(row: Comparison) -> str:
+    """The stage of the forward pass, or the group of stages of training."""
+    return row.place.stage or row.stage
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Inject:
+    """Replace a function or method by one made of it."""
+    return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))

@@ -1,0 +1,269 @@
+"""Faults of the forward pass in NumPy, and the runs that they are injected into: of goldens, stored types, engines."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import tiny_models
+from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
+from runs.stored_goldens import quantised_golden, suite_of, suite_of_case, weights_of
+
+from inject.fault import Inject, InjectedFault, replaced
+from llorch import forward, generate, sampling
+from llorch.builtin import builtin_path
+from llorch.cache import KVCache
+from llorch.config import ModelConfig
+from llorch.files import Weights, matrix, open_weights
+from llorch.model import Model, load
+from llorch.numerics import GGML
+from llorch.sampling import SamplingSettings, softmax
+from llorch.verify.expectations.forward import ForwardSuite
+from llorch.verify.expectations.quantised import stage_rows
+from llorch.verify.expectations.quantised_models import write_model
+from llorch.verify.float64_reference import WITNESS
+from llorch.verify.goldens import PRODUCERS
+from llorch.verify.judge import Comparison
+from llorch.verify.models import ask, plan_live, verify_as_stored, verify_live
+from llorch.verify.runners import numpy as runners
+from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
+
+LIVE_VOCAB = 32_000
+LIVE_IDS = (3, 1, 4, 15, 9, 2, 6, 5, 31_999, 7_777)
+FLOAT64_IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
+FTYPES = {"Q8_0": 7, "Q4_K_M": 15}  # LLAMA_FTYPE_MOSTLY_*
+
+
+def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[Comparison]:
+    """Comparisons of some kinds with one engine's golden."""
+    FAULTS[fault.name](patch)
+    suite, runner = suite_of_case(fault.model, fault.case, "llamacpp"), NumpyRunner(weights_of(fault.model))
+    return [row for kind in fault.rows.split() for row in getattr(suite, kind)(runner)]
+
+
+def in_float64(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[Comparison]:
+    """Comparisons of a run in float64 with the float64 reference."""
+    FAULTS[fault.name](patch)
+    return suite_of(fault.model).rows(NumpyRunner(weights_of(fault.model), FLOAT64))
+
+
+def of_packed(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
+    """Comparisons of a model of a stored type with the golden of checkpoint 13; in its first layer, if so named."""
+    FAULTS[fault.name](patch)
+    rows = stage_rows(fault.model, write_model(fault.model, folder), quantised_golden())
+    return [row for row in rows if fault.rows != "layer 0" or row.layer == 0]
+
+
+def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
+    """Comparisons of decoding and sampling with both engines, which ran on a random model with many tokens."""
+    suite = live_suite(fault.model, folder)
+    FAULTS[fault.name](patch)
+    runner = NumpyRunner(suite.weights)
+    return [*suite.decode_rows(runner), *suite.sampler_rows(runner)]
+
+
+def in_float64_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
+    """Isolated comparisons with the float64 reference of a random model that is not in the repository."""
+    path = _tiny_model(fault.model, folder)
+    FAULTS[fault.name](patch)
+    rows = verify_live(plan_live(open_weights(path), FLOAT64_IDS, ["llamacpp"]))
+    return [row for row in rows if row.producer == WITNESS and row.mode == "isolated"]
+
+
+def of_packed_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
+    """Comparisons of the story model with llama.cpp, which quantised it, too."""
+    path = _quantised_story(fault.model, folder)
+    FAULTS[fault.name](patch)
+    model = load(path, numerics=GGML)
+    return list(verify_as_stored(model, model.tokenizer.encode("Once upon a time, a small fox found a stone")))
+
+
+@cache
+def live_suite(kind: str, folder: Path) -> ForwardSuite:
+    """What both engines made of a random model with many tokens, a GGUF file or a Hugging Face folder."""
+    path = folder / f"live-{kind}"
+    if kind == "file":
+        metadata = GGUF_METADATA | {"tokenizer.ggml.model": "no_vocab", "llama.vocab_size": LIVE_VOCAB}
+        path = write_file(path.with_suffix(".gguf"), with_vocabulary(gguf_tensors()), metadata)
+    else:
+        write_folder(path, with_vocabulary(random_tensors("qwen3")), "qwen3", vocab_size=LIVE_VOCAB)
+    plan = plan_live(open_weights(path), LIVE_IDS, PRODUCERS)
+    shown = ask(plan, say=print, failed=None)
+    return ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
+
+
+def with_vocabulary(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same model with more tokens."""
+    rng = np.random.default_rng(9)
+    more = {name: (LIVE_VOCAB, array.shape[1]) for name, array in tensors.items() if len(array) == tiny_models.VOCAB}
+    return tensors | {name: rng.standard_normal(shape, np.float32) / np.float32(3) for name, shape in more.items()}
+
+
+@cache
+def _tiny_model(kind: str, folder: Path) -> Path:
+    if kind == "folder":
+        return write_folder(folder / "tiny", random_tensors("qwen3"), "qwen3")
+    tensors = {name: values * np.float32(0.1) for name, values in gguf_tensors().items()}
+    metadata = {**GGUF_METADATA, "tokenizer.ggml.model": "none", "llama.vocab_size": tiny_models.VOCAB}
+    return write_file(folder / "tiny.gguf", tensors, metadata)
+
+
+@cache
+def _quantised_story(kind: str, folder: Path) -> Path:
+    from llorch.engines.f32_copy import write_by_llamacpp
+
+    path = folder / f"story-{kind}.gguf"
+    write_by_llamacpp(builtin_path("story"), path, FTYPES[kind])
+    return path
+
+
+def without_gain(_: Callable) -> Callable:
+    def wrong(x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+    return wrong
+
+
+def interleaved(_: Callable) -> Callable:
+    def wrong(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        a, b = x[..., 0::2], x[..., 1::2]
+        cos, sin = cos[:, None], sin[:, None]
+        return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape).astype(x.dtype)
+
+    return wrong
+
+
+def unmasked(_: Callable) -> Callable:
+    def wrong(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        k = np.repeat(k, q.shape[1] // len(k), axis=0)
+        return q.swapaxes(0, 1) @ k.swapaxes(1, 2) / q.dtype.type(q.shape[2] ** 0.5)
+
+    return wrong
+
+
+def tiled(_: Callable) -> Callable:
+    def wrong(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+        mixed = probs @ np.tile(v, (len(probs) // len(v), 1, 1))
+        return mixed.swapaxes(0, 1).reshape(probs.shape[1], -1)
+
+    return wrong
+
+
+def forgetful(append: Callable) -> Callable:
+    def wrong(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = append(cache, layer, k, v)
+        return keys * (np.arange(keys.shape[1]) >= keys.shape[1] - len(k))[:, None], values
+
+    return wrong
+
+
+def zeros(append: Callable) -> Callable:
+    return lambda *given: tuple(array * 0 for array in append(*given))
+
+
+def zeros_in_a_step(append: Callable) -> Callable:
+    def wrong(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        context = append(cache, layer, k, v)
+        return context if context[0].shape[1] == len(k) else tuple(array * 0 for array in context)
+
+    return wrong
+
+
+def one_position_on(_: Callable) -> Callable:
+    return lambda cache, n: cache._first_position + cache.length + np.arange(n) + (cache.length > 0)
+
+
+def filters_ignored(_: Callable) -> Callable:
+    def wrong(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
+        return softmax(logits / logits.dtype.type(settings.temperature))
+
+    return wrong
+
+
+def crossing_token_dropped(keep: Callable) -> Callable:
+    def wrong(logits: np.ndarray, *, p: float) -> np.ndarray:
+        kept = keep(logits, p=p)
+        return np.where((kept == kept[kept > -np.inf].min()) & (p < 1), -np.inf, kept)
+
+    return wrong
+
+
+def constant_logits(linear: Callable) -> Callable:
+    def wrong(x: np.ndarray, weight: np.ndarray, *bias: Any) -> np.ndarray:
+        made = linear(x, weight, *bias)
+        return np.ones_like(made) if len(weight) == LIVE_VOCAB else made
+
+    return wrong
+
+
+def float16_for_float32(_: Callable) -> Callable:
+    def narrow(config: ModelConfig, dtype: type[np.floating], **rest: Any) -> KVCache:
+        return KVCache(config, np.float16 if dtype is np.float32 else dtype, **rest)
+
+    return narrow
+
+
+def scaled(op: Callable) -> Callable:
+    """The first argument is too large by one part in 1e9."""
+    return lambda x, *rest: op(x * x.dtype.type(1 + 1e-9), *rest)
+
+
+def of_one_token(op: Callable) -> Callable:
+    return lambda gate, up: op(gate, up) * np.float32(1.001 if len(gate) == 1 else 1)
+
+
+def unsummed(_: Callable) -> Callable:
+    return lambda x: matrix.round_activations(x, "Q8_1").reshape(len(x), -1, 32).sum(-1)
+
+
+def rolled(run: Callable) -> Callable:
+    return lambda this, new, *given, **named: np.roll(run(this, new, *given, **named), len(new) == 1, -1)
+
+
+def constant_last_row(run: Callable) -> Callable:
+    return lambda *given, last_only=False, **named: run(*given, last_only=last_only, **named) ** (not last_only)
+
+
+FAULTS: dict[str, Inject] = {
+    "none": lambda patch: None,
+    "embedding of the next token": replaced(forward, "embedding", lambda _: lambda ids, weight: weight[ids + 1]),
+    "gain missing": replaced(forward, "rms_norm", without_gain),
+    "eps of 1.1": replaced(forward, "rms_norm", lambda norm: lambda x, w, *, eps: norm(x, w, eps=1.1 * eps)),
+    "rope pairs interleaved": replaced(forward, "rope", interleaved),
+    "base of 1.00001": replaced(
+        forward, "rope_tables", lambda tables: lambda *at, theta, **how: tables(*at, theta=1.00001 * theta, **how)
+    ),
+    "bias missing": replaced(forward, "linear", lambda _: lambda x, weight, bias=None: x @ weight.T),
+    "scores not masked": replaced(forward, "attention_scores", unmasked),
+    "scores of 1 + 1e-9": replaced(forward, "attention_scores", scaled),
+    "probabilities not divided": replaced(forward, "attention_probs", lambda _: lambda scores: np.exp(scores)),
+    "grouped heads tiled": replaced(forward, "attention_context", tiled),
+    "context lost after a cache": replaced(
+        forward, "attention_context", lambda context: lambda p, v: context(p, v) * (p.shape[1] == p.shape[2])
+    ),
+    "residual of 1 + 1e-9": replaced(
+        forward, "attention", lambda run: lambda h, *rest: run(h, *rest) * h.dtype.type(1 + 1e-9)
+    ),
+    "gate and up swapped": replaced(forward, "swiglu", lambda _: lambda gate, up: up / (1 + np.exp(-up)) * gate),
+    "gate of 1 + 1e-9": replaced(forward, "swiglu", scaled),
+    "activation of 1.001 in a step": replaced(forward, "swiglu", of_one_token),
+    "logits constant": replaced(forward, "linear", constant_logits),
+    "positions from 0 after a cache": replaced(KVCache, "next_positions", lambda _: lambda cache, n: np.arange(n)),
+    "a step one position on": replaced(KVCache, "next_positions", one_position_on),
+    "cache forgets earlier keys": replaced(KVCache, "append", forgetful),
+    "cache of zeros": replaced(KVCache, "append", zeros),
+    "cache of zeros in a step": replaced(KVCache, "append", zeros_in_a_step),
+    "float16 cache": replaced(runners, "KVCache", float16_for_float32),
+    "token after the best one": replaced(
+        generate, "draw", lambda _: lambda distribution, u: int(distribution.argmax() + 1) % distribution.size
+    ),
+    "filters ignored": replaced(runners, "probabilities", filters_ignored),
+    "top-p drops the crossing token": replaced(sampling, "keep_top_p", crossing_token_dropped),
+    "activations not rounded": replaced(matrix, "round_activations", lambda _: lambda x, kind: x),
+    "sums not rounded": replaced(matrix, "block_sums", unsummed),
+    "matrices of the other layer": replaced(Weights, "layer", lambda layer: lambda own, index: layer(own, 1 - index)),
+    "logits of a step rolled": replaced(Model, "_forward", rolled),
+    "last row constant": replaced(runners, "forward", constant_last_row),
+}

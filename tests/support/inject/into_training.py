@@ -1,0 +1,238 @@
+"""Faults of training, in NumPy by the names of the library's mistakes and in torch, and the runs that they go into."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs.stored_goldens import training_golden_of, training_weights_of
+from runs.torch_targets import on
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from inject.fault import TRAINER, Inject, InjectedFault, replaced
+from llorch.comparison import Difference
+from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
+from llorch.numerics import DtypeName
+from llorch.pytorch import causal_lm
+from llorch.pytorch.lora import leaves
+from llorch.pytorch.train import adamw, forward, loss
+from llorch.verify.judge import Comparison
+from llorch.verify.training.claims import claims, limit, rows
+from llorch.verify.training.exports import exported, file_row
+from llorch.verify.training.goldens import TrainingGolden
+from llorch.verify.training.limits import NUMPY_ALONE, shows
+from llorch.verify.training.places import Arrays
+from llorch.verify.training.runner import NumpyTrainingRunner, Results
+from llorch.verify.training.stages import BY_GROUP
+from llorch.verify.training.torch_runner import TorchTrainingRunner
+
+
+def in_numpy(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[Comparison]:
+    """Comparisons of a model with a mistake of the library in the code."""
+    return rows_with(MISTAKES[fault.name], fault.model)
+
+
+def in_torch(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> Sequence[Comparison]:
+    """Comparisons up to the checkpoint of the mistake of this name."""
+    IN_TORCH[fault.name](patch)
+    golden, target = training_golden_of(fault.model), on(f"torch-cpu-{fault.dtype}")
+    runner = TorchTrainingRunner(training_weights_of(fault.model), golden, target, as_trainer=fault.variant == TRAINER)
+    last = MISTAKES[fault.name].checkpoints[0]
+    return judged(fault.model, golden, runner, last, dtype=fault.dtype, left_out=NUMPY_ALONE)
+
+
+def in_float64(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[Comparison]:
+    """Comparisons of a group of stages in float64, with a function of llorch off by one part in a million."""
+    weights, golden = training_weights_of(fault.model).astype(np.float64), training_golden_of(fault.model)
+    with planting.replaced(fault.name, lambda right: _off_in(fault.name, right)):
+        return _of_group(fault, NumpyTrainingRunner(weights, golden))
+
+
+def in_torch_float64(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> Sequence[Comparison]:
+    """The comparisons of `in_float64`, of a function of the torch path."""
+    owner, name = planting.owner_of(fault.name)
+    patch.setattr(owner, name, _off_in(fault.name, getattr(owner, name)))
+    golden, target = training_golden_of(fault.model), on("torch-cpu-float64")
+    weights, as_trainer = training_weights_of(fault.model), fault.variant == TRAINER
+    return _of_group(fault, TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer))
+
+
+def _of_group(fault: InjectedFault, runner: NumpyTrainingRunner | TorchTrainingRunner) -> Sequence[Comparison]:
+    """Comparisons of one group of stages, alone or in a chain up to gradients."""
+    ((_, group),) = fault.check.over
+    last = BY_GROUP[group].checkpoint
+    ours: dict[str, Arrays] = {"isolated": dict(up_to(last, runner.isolated())), "chained": {}}
+    if last <= "17":
+        ours["chained"] = dict(up_to(last, runner.chained()))
+    claimed = claims(training_golden_of(fault.model), training_weights_of(fault.model).config, "float64")
+    found = rows(fault.model, (claim for claim in claimed if claim.place.stage == group), ours, "float64")
+    return [row for row in found if not row.note]
+
+
+def _off(made: Any) -> Any:
+    """Every number of a result off by one part in a million."""
+    if isinstance(made, tuple):
+        return tuple(map(_off, made))
+    if isinstance(made, dict):
+        return {name: _off(array) for name, array in made.items()}
+    return made if made is None else made * (1 + 1e-6)
+
+
+def _off_in(part: str, right: Any) -> Any:
+    name = part.rpartition(".")[2]
+    if name in ("clip", "step"):  # take one number, and are given one that is off
+        return lambda own, number: right(own, _off(number))
+    made = lambda *given, **named: _off(right(*given, **named))  # noqa: E731
+    return staticmethod(made) if name == "backward" else made
+
+
+@cache
+def rows_with(mistake: Mistake[Any], model: str) -> list[Comparison]:
+    """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
+    weights, golden, last = training_weights_of(model), training_golden_of(model), mistake.checkpoints[-1]
+    with planting.planted(mistake):
+        runner = NumpyTrainingRunner(weights, golden)
+        if last < "20":
+            return judged(model, golden, runner, last)
+        logits, files = exported(weights, golden)
+        ours = {"isolated": dict(runner.isolated()), "chained": dict(runner.merged()) | logits}
+        of_files = [file_row(model, kind, table, golden.files[kind]) for kind, table in files.items()]
+        claimed = [claim for claim in claims(golden, weights.config, "float32") if claim.place.checkpoint == last]
+        return in_order([*rows(model, iter(claimed), ours, "numpy"), *of_files])
+
+
+def judged(
+    model: str,
+    golden: TrainingGolden,
+    runner: NumpyTrainingRunner | TorchTrainingRunner,
+    last: str,
+    *,
+    dtype: DtypeName = "float32",
+    left_out: Sequence[str] = (),
+) -> list[Comparison]:
+    """Rows of a runner up to a checkpoint; ten steps in a row show nothing more than one from the golden's state."""
+    before = {"isolated": last, "chained": "17" if last == "18" else last}
+    ours: dict[str, Arrays] = {mode: {} for mode in before}
+    with suppress(ValueError):  # torch's optimizer refuses parameters without a gradient, and takes no step
+        for mode, number in before.items():
+            for place, array in up_to(number, getattr(runner, mode)()):
+                ours[mode][place] = array
+    every = claims(golden, training_weights_of(model).config, dtype)
+    mine = (claim for claim in every if claim.place.checkpoint <= before[claim.mode])
+    return in_order(rows(model, mine, ours, "injected", left_out=left_out))
+
+
+def in_order(rows: Iterable[Comparison]) -> list[Comparison]:
+    return sorted(rows, key=lambda row: (row.checkpoint, row.mode != "isolated", row.mode == "exact"))
+
+
+def up_to(last: str, arrays: Results) -> Results:
+    """Arrays of the checkpoints up to one; isolated and chained runs make them in this order."""
+    return takewhile(lambda entry: entry[0].checkpoint <= last, arrays)
+
+
+def over_in_half(row: Comparison) -> float:
+    """By what factor a row is over the tolerance of bfloat16; 0 where that has none."""
+    if row.mode == "exact" or not shows(row.place, row.mode, "bfloat16"):
+        return 0.0
+    config = training_weights_of(row.model).config
+    allowed = limit(training_golden_of(row.model), config, row.place, row.mode, "bfloat16")
+    return Difference(row.error, row.worst).over(allowed)
+
+
+def alpha_alone(right: Any) -> Any:
+    return lambda x, lora_A, lora_B, *, scaling, **how: right(x, lora_A, lora_B, scaling=scaling * len(lora_A), **how)
+
+
+def keys_of_one_head(right: Any) -> Any:
+    """Every query head has keys of its own, and only the first of each group sends a gradient back."""
+
+    def wrong(q: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+        group = q.shape[2] // keys.shape[1]
+        wide, first = keys.repeat_interleave(group, 1), torch.arange(q.shape[2]) % group == 0
+        one = torch.where(first[:, None, None], wide, wide.detach())
+        return right(q, one, values.repeat_interleave(group, 1), *others)
+
+    return wrong
+
+
+def not_shifted(right: Any) -> Any:
+    def wrong(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        index = (labels.flatten() >= 0).nonzero()[:, 0]
+        return hidden.flatten(0, 1)[index], labels.flatten()[index], index
+
+    return wrong
+
+
+def smoothing_missing(right: Any) -> Any:
+    return lambda rows, lm_head, targets, tokens, *, smoothing: right(rows, lm_head, targets, tokens, smoothing=0.0)
+
+
+def input_left_out(right: Any) -> Any:
+    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_x, *others = right(ctx, *grads)
+        return None if d_x is None else torch.zeros_like(d_x), *others
+
+    return staticmethod(wrong)
+
+
+def graph_cut(right: Any) -> Any:
+    """Recomputation as it was before torch 1.11: a block with a frozen input gets no graph."""
+    return lambda block, x, *given, **how: checkpoint(block, x.detach(), *given, use_reentrant=False)
+
+
+def with_settings(**changed: Any) -> Callable[[Any], Any]:
+    """The update with other settings of the optimizer."""
+
+    def make(right: Any) -> Any:
+        def wrong(own: Any, *given: Any) -> None:
+            kept = {name: getattr(own, name) for name in changed}
+            vars(own).update(changed)
+            right(own, *given)
+            vars(own).update(kept)
+
+        return wrong
+
+    return make
+
+
+def decay_after_update(right: Any) -> Any:
+    def wrong(own: Any, names: Any, m: Any, v: Any, lr: float) -> None:
+        with_settings(weight_decay=0.0)(right)(own, names, m, v, lr)
+        for name in names:
+            own.params[name].mul_(1 - lr * own.weight_decay)
+
+    return wrong
+
+
+def per_tensor(right: Any) -> Any:
+    def wrong(optimizer: Any, max_norm: float) -> float:
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in optimizer.params.values()]))
+        for parameter in optimizer.params.values():
+            torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+        return norm
+
+    return wrong
+
+
+IN_TORCH: dict[str, Inject] = {
+    "lora-scaled-twice": replaced(leaves, "delta", MISTAKES["lora-scaled-twice"].wrong),
+    "lora-alpha-not-divided": replaced(leaves, "delta", alpha_alone),
+    "loss-labels-not-shifted": replaced(loss, "_trained_rows", not_shifted),
+    "loss-smoothing-missing": replaced(loss, "_all_at_once", smoothing_missing),
+    "gradient-keys-not-summed-over-group": replaced(causal_lm, "attention", keys_of_one_head),
+    "gradient-lora-input-left-out": replaced(leaves.DeltaFunction, "backward", input_left_out),
+    "gradient-graph-cut-between-blocks": replaced(forward, "checkpoint", graph_cut),
+    "clip-ignored": replaced(adamw.AdamW, "clip", lambda right: lambda own, max_norm: right(own, math.inf)),
+    "clip-per-tensor": replaced(adamw.AdamW, "clip", per_tensor),
+    "adamw-no-bias-correction": replaced(adamw.AdamW, "_move", with_settings(step_count=10**9)),
+    "adamw-decay-missing": replaced(adamw.AdamW, "_move", with_settings(weight_decay=0.0)),
+    "adamw-decay-after-update": replaced(adamw.AdamW, "_move", decay_after_update),
+}
