@@ -1,4 +1,7 @@
-"""Teeth of what no golden holds: windows, short chunks, other ramps of YaRN; random models, judged by transformers."""
+"""Teeth of what no golden holds: windows, short chunks, other ramps of YaRN; random models, judged by transformers.
+
+Each is a test of its checkpoint, too: `pytest -k checkpoint_{number}`.
+"""
 
 from pathlib import Path
 
