@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from builders.families import MICRO
 from builders.random_adapters import random_adapter
 from runs.torch_detours import detoured
 from torch import Tensor
@@ -23,7 +24,6 @@ from llorch.train.numpy_step import loss_and_gradients, of_document
 
 CPU = torch.device("cpu")
 SEQ = 11
-MODELS = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")
 RANKS = {"q_proj": 5, "k_proj": 2, "o_proj": 1, "up_proj": 4, "down_proj": 6, "embed_tokens": 7, "lm_head": 2}
 KINDS = {
@@ -35,7 +35,7 @@ KINDS = {
 RELATIVE = 1e-10
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MICRO)
 def weights(request: pytest.FixtureRequest) -> Weights:
     return open_weights(builtin_path(request.param)).astype(np.float64)
 

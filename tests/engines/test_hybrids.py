@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.families import random_folder, twin
+from builders.families import HYBRIDS, random_folder, twin
 
 from llorch.engines import ProducerName, Trace, open_here
 from llorch.engines.abilities import cannot_judge
@@ -16,7 +16,6 @@ from llorch.stages import BY_NAME
 from llorch.verify.runners.numpy import run
 
 pytestmark = pytest.mark.live
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 IDS = tuple(np.random.default_rng(0).integers(3, 104, 70).tolist())  # more than a chunk of 64
 
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import tokenizers
+from builders.families import MICRO
 from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 from tokenizers import models, pre_tokenizers, processors
@@ -28,7 +29,6 @@ from llorch.verify.goldens import SAMPLINGS
 
 pytestmark = pytest.mark.live
 
-MICRO = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")
 FOLDERS = ("folder-llama", "folder-qwen3")
 VOCABULARY = 259
 IDS = (3, 17, 250, 9, 44, 101, 7, 88, 129, 200, 55)

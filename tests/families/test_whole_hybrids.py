@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.families import HYBRIDS, random_folder
 from runs.refusals import refuses
 
 from llorch.cache import KVCache
@@ -16,7 +17,6 @@ from llorch.model import Model
 
 pytestmark = pytest.mark.live  # transformers makes the models
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 LENGTHS = (70, 1, 200, 2, 3, 4, 63, 64, 65, 129)  # of the text of a seed
 
 
@@ -29,7 +29,6 @@ def ids_of(seed: int, n: int) -> np.ndarray:
 def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str, seed: int):
     import torch
     import transformers
-    from builders.families import random_folder
 
     from llorch.engines.float64_everywhere import float64_everywhere
 
@@ -46,7 +45,6 @@ def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    from builders.families import random_folder
 
     return open_weights(random_folder("qwen3_5", tmp_path_factory.mktemp("hybrid") / "m", 3)).astype(np.float64)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.families import random_folder
-from builders.family_adapters import SMALL, family_adapter
+from builders.families import SMALL, random_folder
+from builders.family_adapters import family_adapter
 from inject.situations import training_models_of
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake

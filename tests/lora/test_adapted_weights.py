@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.families import MICRO
 from builders.random_adapters import EVERY, fresh, random_adapter
 
 from llorch.builtin import builtin_path
@@ -20,7 +21,7 @@ IDS = np.array([5, 60, 17, 33, 2, 91, 44])
 ALL = (*EVERY, "embed_tokens", "lm_head")
 
 
-@pytest.fixture(params=["micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3"])
+@pytest.fixture(params=MICRO)
 def weights(request: pytest.FixtureRequest) -> Weights:
     return open_weights(builtin_path(request.param))
 

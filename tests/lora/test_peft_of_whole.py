@@ -3,16 +3,18 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy as container
+from builders.families import WHOLE, WITH_TEXT_CLASS
 from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter, same_tensors
 from runs.refusals import refuses
 
-from llorch.builtin import builtin_path
+from llorch.builtin import EVERY, builtin_path
 from llorch.config import FAMILIES, ModelConfig
 from llorch.files import open_weights
 from llorch.files.tensor_names import path_alone, path_in_whole
@@ -23,17 +25,19 @@ from llorch.lora.targets import targets_of
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = BaseIdentity(name="base", config="", vectors="", matrices="", types=())
-BUILTIN = {"llama4": "micro-llama4", "qwen3_5": "micro-qwen3.5", "qwen3_5_moe": "micro-qwen3.5-moe"}
-BLOCKS = {"llama4": "language_model.model.layers."} | dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model.layers."
-)
+BLOCKS = dict.fromkeys(WHOLE, "model.language_model.layers.") | {"llama4": "language_model.model.layers."}
+
+
+@cache
+def builtin_configs() -> dict[str, ModelConfig]:
+    """Map families to the configuration of a built-in model."""
+    configs = [open_weights(builtin_path(name)).config for name in reversed(EVERY)]
+    return {config.family: config for config in configs}
 
 
 def config_of(family: str, *, whole: bool) -> ModelConfig:
-    if family in BUILTIN:
-        return replace(open_weights(builtin_path(BUILTIN[family])).config, part_of_whole=whole)
-    like = {"qwen2_5_vl": "micro-qwen2", "qwen3_vl": "micro-qwen3", "qwen3_vl_moe": "micro-qwen3-moe"}[family]
-    return replace(open_weights(builtin_path(like)).config, family=family, part_of_whole=whole)
+    alike = builtin_configs()[FAMILIES[family].written_as or family]
+    return replace(alike, family=family, part_of_whole=whole)
 
 
 def written(adapter: Adapter, folder: Path) -> tuple[dict, dict]:
@@ -58,10 +62,10 @@ def test_families_of_text_have_one_form(family: str):
     ("family", "whole", "stored"),
     [
         *((family, True, blocks) for family, blocks in BLOCKS.items()),
-        *((family, False, "model.layers.") for family in BUILTIN),  # which transformers has a class of text alone for
         *(
-            (family, False, BLOCKS[family]) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-        ),  # it has none, of GGUF files too
+            (family, False, "model.layers.") for family in WITH_TEXT_CLASS
+        ),  # which transformers has a class of text alone for
+        *((family, False, BLOCKS[family]) for family in WHOLE if family not in WITH_TEXT_CLASS),  # of GGUF files too
     ],
 )
 def test_the_folder_of_the_base_decides_which_names_are_written(tmp_path: Path, family: str, whole: bool, stored: str):
@@ -95,7 +99,7 @@ def test_either_form_is_read_beside_either_base(tmp_path: Path, family, written_
     got = read_peft(tmp_path / "adapter", config_of(family, whole=read_as_whole))
     assert same_tensors(got, adapter)
     assert {name: got.scaling(name) for name in got.targets} == {n: adapter.scaling(n) for n in adapter.targets}
-    assert got.of_whole == (read_as_whole or family not in BUILTIN)
+    assert got.of_whole == (read_as_whole or family not in WITH_TEXT_CLASS)
 
 
 def test_layers_and_exclusions_are_in_the_pattern(tmp_path: Path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.families import random_folder
+from builders.families import WHOLE, WITH_TEXT_CLASS, random_folder
 from builders.family_adapters import family_adapter
 from builders.random_adapters import (
     adapted_logits,
@@ -16,6 +16,7 @@ from builders.random_adapters import (
 )
 from runs.refusals import refuses
 
+from llorch.config import FAMILIES as TABLE
 from llorch.convert import convert
 from llorch.doctor import examine
 from llorch.files import open_weights
@@ -31,11 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*alpha_pattern keys did not match any targeted module"),
     pytest.mark.filterwarnings("error:Found missing adapter keys"),
 ]
-WHOLE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4", "qwen3_5", "qwen3_5_moe")
-WITH_A_CLASS_OF_TEXT = ("llama4", "qwen3_5", "qwen3_5_moe")
-EXPERTS = {
-    family: ["experts.gate_up_proj", "experts.down_proj"] for family in ("llama4", "qwen3_5_moe", "qwen3_vl_moe")
-}
+EXPERTS = {family: ["experts.gate_up_proj", "experts.down_proj"] for family in WHOLE if TABLE[family].experts}
 KINDS = {  # of target_modules that PEFT takes, fitting the text part alone
     "regex": r".*language_model\..*\.(q_proj|o_proj|in_proj_z|up_proj)",
     "list": ["language_model.layers.1.mlp.up_proj", "language_model.layers.0.mlp.down_proj", "lm_head"],
@@ -104,7 +101,7 @@ def test_what_peft_trains_by_bare_names_may_see_and_is_refused(base: Path, tmp_p
     assert_alike(plain_logits(merged), torch_logits(peft_model(base, folder, whole=True)), plain_logits(base))
 
 
-@pytest.mark.parametrize("family", WITH_A_CLASS_OF_TEXT)
+@pytest.mark.parametrize("family", WITH_TEXT_CLASS)
 def test_beside_a_folder_of_text_alone_it_is_that_of_the_text_class(family: str, tmp_path: Path):
     base = random_folder(family, tmp_path / "base", 0)
     weights = open_weights(base)
@@ -116,7 +113,7 @@ def test_beside_a_folder_of_text_alone_it_is_that_of_the_text_class(family: str,
     assert_alike(adapted_logits(base, again), torch_logits(model), plain_logits(base))
 
 
-@pytest.mark.parametrize("family", WITH_A_CLASS_OF_TEXT, indirect=True)
+@pytest.mark.parametrize("family", WITH_TEXT_CLASS, indirect=True)
 def test_an_export_takes_the_names_of_the_base_that_is_given(base: Path, tmp_path: Path):
     weights = open_weights(base)
     adapter = family_adapter(weights.config)

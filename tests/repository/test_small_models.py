@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.families import MICRO
 
 from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.files import GGUFFile, Weights, open_weights
@@ -14,7 +15,6 @@ from llorch.verify.goldens import sha256
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "llorch" / "models"
-MICRO = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")
 ALL = (*MICRO, "story")
 PROVENANCE = json.loads((MODELS / "provenance.json").read_text())
 

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from builders.families import MICRO
 from builders.random_adapters import EVERY, fresh, random_adapter
 from runs.refusals import refuses
 
@@ -110,7 +111,7 @@ def test_a_document_without_a_token_to_learn_is_an_error(weights: Weights, adapt
         loss_and_gradients(weights, adapter, [step], label_smoothing=0.0)
 
 
-@pytest.mark.parametrize("name", ["micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3"])
+@pytest.mark.parametrize("name", MICRO)
 def test_a_float64_step_of_a_micro_model_takes_less_than_a_second_of_the_processor(name: str, rng):
     weights = open_weights(builtin_path(name)).astype(np.float64)
     adapter, step = random_adapter(weights.config, target_modules=ALL), [rows(rng, 2, 64)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.families import MICRO
 from fakes.handwritten_llama import Handwritten
 from runs.command_line import invoke
 from runs.refusals import assert_tells, refuses
@@ -143,7 +144,7 @@ def test_a_compiled_model_is_refused(in_place: bool):
         pass
 
 
-@pytest.fixture(params=["micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3"])
+@pytest.fixture(params=MICRO)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders.families import random_folder
-from builders.family_adapters import SMALL, family_adapter
+from builders.families import SMALL, random_folder
+from builders.family_adapters import family_adapter
 from runs.refusals import refuses
 
 from llorch.files import Weights, open_weights
@@ -20,10 +20,9 @@ from llorch.train.numpy_step import loss_and_gradients
 pytestmark = pytest.mark.live  # transformers makes the models
 
 CPU = torch.device("cpu")
-KINDS = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "mistral", "smollm3", "ministral3")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SMALL)
 def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     folder: Path = random_folder(request.param, tmp_path_factory.mktemp("base"), 0, **SMALL[request.param])
     return open_weights(folder).astype(np.float64, keep=True)
@@ -84,7 +83,7 @@ def test_what_is_attached_is_given_back_and_taken_off(weights, rng):
 
 
 def test_packed_documents_are_refused_where_a_state_would_go_on(tmp_path, rng):
-    weights = open_weights(random_folder("qwen3_5", tmp_path, 0, **SMALL["qwen3_5"]))
+    weights = open_weights(random_folder("qwen3_5", tmp_path, 0, **SMALL["qwen3_5_moe"]))
     model = load_dense(weights, dtype=torch.float32, device=CPU)
     with refuses(ValueError, "delta nets", "packing", where="train"):
         torch_loss(model, batch_of(rng, weights, [[5, 6]]))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from builders.families import MICRO
 from builders.random_adapters import random_adapter
 from runs.training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
 from torch import Tensor
 
 from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
 
-MODELS = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]  # PEFT's advice on tied embeddings
 
 
@@ -18,7 +18,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MICRO)
 def test_deltas_logits_loss_and_gradients_are_those_of_peft(name: str, kind: str):
     ours, of = base(name), batch()
     adapter = random_adapter(ours.config, **SETTINGS[kind])

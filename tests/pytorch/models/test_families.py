@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders.families import random_folder
+from builders.families import FAMILIES, random_folder
 
 from llorch.cache import KVCache
+from llorch.config import FAMILIES as TABLE
 from llorch.families import forward
 from llorch.files import Weights, open_weights
 from llorch.generate import IdsOnly
@@ -27,7 +28,7 @@ PARTS = (1, 33, 3, 33)
 TWO = pytest.mark.parametrize("folder", ["qwen2_moe", "qwen3_5_moe"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=["qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if TABLE[name].experts or TABLE[name].hybrid])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_folder(request.param, tmp_path_factory.mktemp("families"), 3)
 

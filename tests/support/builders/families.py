@@ -1,4 +1,7 @@
-"""Random models of the families that are not dense: a Hugging Face folder by transformers, its GGUF file by llama.cpp.
+"""The table of families in tests, and random models: a folder by transformers, its GGUF file by llama.cpp.
+
+A family is a row of `FAMILIES`. Each test of `tests/conformance` then runs on it, and those elsewhere that take their
+families from here.
 
 `random_folder` and `twin` need transformers; `twin` needs llama.cpp's converter too, in `LLORCH_LLAMACPP`: it is not
 part of any package. Our own export never stands in for it.
@@ -7,13 +10,21 @@ part of any package. Our own export never stands in for it.
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-# Class, configuration, and what differs from the defaults. Every dimension is another number.
+from llorch.builtin import BUILTIN
+from llorch.config import FAMILIES as TABLE
+from llorch.engines import ProducerName
+
+BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
+TRANSFORMERS: tuple[ProducerName, ...] = ("transformers",)
+# Every dimension is another number.
 COMMON: dict[str, Any] = {
     "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 104, "num_hidden_layers": 3,
     "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
@@ -32,31 +43,104 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_MROPE_OF_EYES = _MROPE | {"partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}
+_ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
+_LLAMA4_VISION = {
+    "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16,
+}  # fmt: skip
 _DEEPSTACK = {"deepstack_visual_indexes": [], "num_position_embeddings": 16}
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_moe": ("Qwen2Moe", _DENSE | _EXPERTS | _SHARED),
-    "qwen3_moe": ("Qwen3Moe", _DENSE | _EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
-    "qwen3_next": ("Qwen3Next", _DENSE | _EXPERTS | _SHARED | _HYBRID | {"partial_rotary_factor": 0.25}),
-    "qwen3_5": ("Qwen3_5", _DENSE | _HYBRID | {"rope_parameters": _MROPE}),
-    "qwen3_5_moe": ("Qwen3_5Moe", _EXPERTS | _SHARED | _HYBRID | {"rope_parameters": _MROPE}),
-    "qwen2": ("Qwen2", _DENSE),
-    "mistral": ("Mistral", _DENSE | {"sliding_window": None, "head_dim": 16}),
-    "smollm3": ("SmolLM3", _DENSE | {"num_hidden_layers": 4, "tie_word_embeddings": True}),
-    "ministral3": ("Ministral3", _DENSE | {"head_dim": 16, "rope_parameters": _YARN}),
-    "llama4": (
-        "Llama4",
-        {"intermediate_size": 40, "intermediate_size_mlp": 80, "num_local_experts": 5, "num_hidden_layers": 4,
-         "head_dim": 16, "interleave_moe_layer_step": 2},
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFamily:
+    """A row: random models of a family, and what tests do with them.
+
+    Attributes:
+        config: Keys of the configuration, beside `COMMON`.
+        vision: Keys of the part that sees, where the family has one.
+        small: Further keys of a model of two layers that has all operations of the family, for finite differences. None
+            where another small model has them.
+        gradients: Further keys of the models whose gradients PEFT judges, by a name.
+        judged: Further keys of the models that engines judge, by a name; and the engines.
+    """
+
+    config: Mapping[str, Any]
+    vision: Mapping[str, Any] = field(default_factory=lambda: _VISION | _DEEPSTACK)
+    small: Mapping[str, Any] | None = None
+    gradients: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
+    judged: Mapping[str, tuple[Mapping[str, Any], Sequence[ProducerName]]] = field(
+        default_factory=lambda: {"": ({}, BOTH)}
+    )
+
+
+FAMILIES: dict[str, RandomFamily] = {
+    "qwen2_moe": RandomFamily(
+        config=_DENSE | _EXPERTS | _SHARED, small={"num_hidden_layers": 2, "mlp_only_layers": [0]},
+        gradients={"": {}, "normalised": {"norm_topk_prob": True}},
     ),
-    "qwen2_5_vl": ("Qwen2_5_VL", _DENSE | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}}),
-    "qwen3_vl": ("Qwen3VL", _DENSE | {"head_dim": 16, "rope_parameters": _MROPE | {
-        "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}}),
-    "qwen3_vl_moe": ("Qwen3VLMoe", _DENSE | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE | {
-        "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}}),
+    "qwen3_moe": RandomFamily(
+        config=_DENSE | _EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+        gradients={"": {"mlp_only_layers": [0]}},
+    ),
+    "qwen3_next": RandomFamily(
+        config=_DENSE | _EXPERTS | _SHARED | _HYBRID | {"partial_rotary_factor": 0.25}, small=_ONE_OF_EACH,
+    ),
+    "qwen3_5": RandomFamily(config=_DENSE | _HYBRID | {"rope_parameters": _MROPE}),
+    "qwen3_5_moe": RandomFamily(
+        config=_EXPERTS | _SHARED | _HYBRID | {"rope_parameters": _MROPE}, small=_ONE_OF_EACH,
+    ),
+    "qwen2": RandomFamily(
+        config=_DENSE,
+        judged={"": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, TRANSFORMERS)},
+    ),
+    "mistral": RandomFamily(
+        config=_DENSE | {"sliding_window": None, "head_dim": 16},
+        small={"num_hidden_layers": 2, "sliding_window": 5}, gradients={"": {"sliding_window": 9}},
+        judged={"": ({"sliding_window": 9, "num_hidden_layers": 2}, TRANSFORMERS)},
+    ),
+    "smollm3": RandomFamily(
+        config=_DENSE | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        small={"num_hidden_layers": 2, "no_rope_layers": [0, 1]},
+        judged={"": ({}, BOTH), "window": ({"use_sliding_window": True, "sliding_window": 9}, TRANSFORMERS)},
+    ),
+    "ministral3": RandomFamily(
+        config=_DENSE | {"head_dim": 16, "rope_parameters": _YARN}, small={"num_hidden_layers": 2},
+    ),
+    "llama4": RandomFamily(
+        config={
+            "intermediate_size": 40, "intermediate_size_mlp": 80, "num_local_experts": 5, "num_hidden_layers": 4,
+            "head_dim": 16, "interleave_moe_layer_step": 2,
+        },
+        vision=_LLAMA4_VISION,
+        judged={
+            "": ({"max_position_embeddings": 2**14}, BOTH),  # far: from 8188 on, where a chunk begins
+            "chunks": ({"attention_chunk_size": 16, "floor_scale": 8}, TRANSFORMERS),
+            "without norm": ({"use_qk_norm": False, "num_experts_per_tok": 2}, TRANSFORMERS),
+        },
+    ),
+    "qwen2_5_vl": RandomFamily(
+        config=_DENSE | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
+        vision=_VISION | {"fullatt_block_indexes": [0]}, judged={"": ({}, TRANSFORMERS)},
+    ),
+    "qwen3_vl": RandomFamily(config=_DENSE | {"head_dim": 16, "rope_parameters": _MROPE_OF_EYES}),
+    "qwen3_vl_moe": RandomFamily(config=_DENSE | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE_OF_EYES}),
 }  # fmt: skip
-_VISION_ONLY = {"qwen2_5_vl": {"fullatt_block_indexes": [0]}}  # the others: _DEEPSTACK
+SMALL = {name: family.small for name, family in FAMILIES.items() if family.small is not None}
+HYBRIDS = tuple(name for name in FAMILIES if TABLE[name].hybrid)
+WHOLE = tuple(name for name in FAMILIES if TABLE[name].text_of)  # text parts of models that see
+WITH_TEXT_CLASS = tuple(name for name in WHOLE if not TABLE[name].written_as)  # transformers has a class of text alone
+MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))  # small built-in models of dense families
+
+
+def labelled(column: str) -> dict[str, tuple[str, Any]]:
+    """Name every model of a column, `gradients` or `judged`: the family, and what the column has for it."""
+    return {
+        f"{name} {label}".strip(): (name, own)
+        for name, family in FAMILIES.items()
+        for label, own in getattr(family, column).items()
+    }
 
 
 def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, **overrides: Any) -> Path:
@@ -68,25 +152,24 @@ def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, *
     import transformers
 
     torch.manual_seed(seed)
-    name, own = FAMILIES[family]
-    values = COMMON | own | overrides
+    row, facts = FAMILIES[family], TABLE[family]
+    name, values = facts.classes, COMMON | dict(row.config) | overrides
     nested = nested or not hasattr(transformers, f"{name}ForCausalLM")
-    if family == "qwen2_5_vl" and "rope_parameters" not in overrides:  # transformers cuts the heads by these
+    if facts.sections == "halves" and "rope_parameters" not in overrides:  # transformers cuts the heads by these
         half = values["hidden_size"] // values["num_attention_heads"] // 2
         values["rope_parameters"] = values["rope_parameters"] | {"mrope_section": [half - half // 2, half // 2, 0]}
     if nested:
         whole: Any = getattr(transformers, f"{name}Config")
-        vision = _VISION | _VISION_ONLY.get(family, _DEEPSTACK) if family != "llama4" else _LLAMA4_VISION
         tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
-        config = whole(text_config=values, vision_config=vision, **tied)
+        config = whole(text_config=values, vision_config=dict(row.vision), **tied)
         model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     else:
-        text = f"{name}TextConfig" if family in ("qwen3_5", "qwen3_5_moe", "llama4") else f"{name}Config"
+        text = f"{name}TextConfig" if facts.text_of else f"{name}Config"
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, text)(**values))
     _randomise(model, np.random.default_rng(seed))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    if family == "qwen3_vl_moe":
+    if facts.turned_experts == "files":
         turn_experts(path)
     return path
 
@@ -101,12 +184,6 @@ def turn_experts(path: Path) -> None:
         for name, array in load_file(file).items()
     }
     save_file(tensors, file, {"format": "pt"})
-
-
-_LLAMA4_VISION = {
-    "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16,
-}  # fmt: skip
 
 
 def _randomise(model: Any, rng: np.random.Generator) -> None:

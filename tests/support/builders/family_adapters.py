@@ -13,18 +13,6 @@ from llorch.lora.config import names_of
 from llorch.lora.peft_format import is_of_whole
 from llorch.lora.targets import targets_of
 
-# Two layers that have of each family what it has.
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen2_moe": {"num_hidden_layers": 2, "mlp_only_layers": [0]},
-    "qwen3_moe": {"num_hidden_layers": 2, "mlp_only_layers": [0]},
-    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "mistral": {"num_hidden_layers": 2, "sliding_window": 5},
-    "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [0, 1]},
-    "ministral3": {"num_hidden_layers": 2},
-}
-
 
 def every_target(config: ModelConfig) -> dict[str, Any]:
     """Settings of `LoraConfig` that name every matrix of the layers."""

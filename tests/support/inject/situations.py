@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from builders.families import MICRO
 from runs.stored_goldens import (
     cases_of,
     golden_of,
@@ -18,7 +19,7 @@ from runs.stored_goldens import (
     weights_of,
 )
 
-from llorch.builtin import BUILTIN, EVERY
+from llorch.builtin import EVERY
 from llorch.cache import KVCache
 from llorch.comparison import EXACT, Tolerance, measure
 from llorch.diagnosis.mistakes import QUANTISED, SAMPLING, Mistake, QuantisedInputs, SamplerInputs
@@ -44,7 +45,6 @@ from llorch.verify.runners.numpy import run
 from llorch.verify.tolerances.forward import WORST
 from llorch.verify.training import goldens as training_goldens
 
-MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
 BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each of which another model has alone
 PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest that a product alone is granted
 N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide the others'

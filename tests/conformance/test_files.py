@@ -1,22 +1,21 @@
-"""Folders and files of the families that are not dense, by transformers and by llama.cpp's converter, both ways."""
+"""Folders and files of every family, by transformers and by llama.cpp's converter, both ways."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from builders.families import COMMON, FAMILIES, random_folder, twin
+from builders.families import COMMON, FAMILIES, WITH_TEXT_CLASS, random_folder, twin
 from runs.refusals import refuses
 
 from llorch.config import FAMILIES as TABLE
+from llorch.config.families import BY_GGUF
 from llorch.convert import convert
 from llorch.files import Weights, open_gguf, open_weights
 from llorch.files.quant import GGMLType
 from llorch.ops.rope import rope_tables
 
 pytestmark = pytest.mark.live
-SEES_TOO = ("qwen3_5", "qwen3_5_moe", "llama4")
-WRITTEN_AS = {"mistral": "llama"} | {name: family.written_as for name, family in TABLE.items() if family.written_as}
 # Another name, rounded, or no matter.
 UNSAID = ("family", "rms_norm_eps", "rope_theta", "temperature", "rope_sections", "part_of_whole")
 
@@ -36,7 +35,7 @@ def require_equal(one: Weights, other: Weights, *, ulp: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_file_of_llamacpps_converter_has_the_weights_of_its_folder(family: str, seed: int, tmp_path: Path):
-    folder = random_folder(family, tmp_path / "folder", seed, nested=bool(seed) and family in SEES_TOO)
+    folder = random_folder(family, tmp_path / "folder", seed, nested=bool(seed) and family in WITH_TEXT_CLASS)
     require_equal(open_weights(folder), open_weights(twin(folder, tmp_path / "twin.gguf")), ulp=1)
 
 
@@ -45,7 +44,7 @@ def test_a_file_of_llamacpps_converter_has_the_weights_of_its_folder(family: str
 @pytest.mark.parametrize("kind", ["MOSTLY_F16", "MOSTLY_Q8_0"])
 def test_our_file_has_the_tensors_of_llamacpps_converter(family: str, kind: str, tmp_path: Path):
     sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 64, "moe_intermediate_size": 32}
-    known = COMMON | FAMILIES[family][1] if family != "llama4" else {}
+    known = {} if TABLE[family].keys else COMMON | dict(FAMILIES[family].config)  # sizes under other names
     folder = random_folder(family, tmp_path / "folder", 3, **{key: sizes[key] for key in sizes.keys() & known})
     theirs = open_gguf(twin(folder, tmp_path / "twin.gguf", kind=kind))
     convert(folder, tmp_path / "ours.gguf", ggml_type=GGMLType[kind.removeprefix("MOSTLY_")])
@@ -72,7 +71,7 @@ def test_there_and_back_no_bit_is_lost_and_transformers_misses_no_key(family: st
     convert(tmp_path / "there.gguf", tmp_path / "back")
     require_equal(first, open_weights(tmp_path / "there.gguf"), ulp=0)
     require_equal(first, open_weights(tmp_path / "back"), ulp=0)
-    assert open_weights(tmp_path / "back").config.family == WRITTEN_AS.get(family, family)
+    assert open_weights(tmp_path / "back").config.family == (TABLE[family].written_as or BY_GGUF[TABLE[family].gguf])
     _, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)  # pyright: ignore
     assert {key: names for key, names in found.items() if names} == {}
 

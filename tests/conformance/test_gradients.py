@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.families import random_folder
+from builders.families import labelled, random_folder
 from builders.family_adapters import family_adapter, float64_peft, gradients_of
 
 from llorch.files import open_weights
@@ -16,11 +16,7 @@ from llorch.train.numpy_step import of_document
 
 pytestmark = pytest.mark.live
 
-KINDS = {
-    "qwen2_moe": {}, "qwen2_moe normalised": {"norm_topk_prob": True}, "qwen3_moe": {"mlp_only_layers": [0]},
-    "qwen3_next": {}, "qwen3_5": {}, "qwen3_5_moe": {}, "mistral": {"sliding_window": 9}, "smollm3": {},
-    "ministral3": {}, "llama4": {}, "qwen2_5_vl": {}, "qwen3_vl": {}, "qwen3_vl_moe": {},
-}  # fmt: skip
+KINDS = labelled("gradients")
 RELATIVE = 1e-12
 FACTOR = 4  # times what PEFT is off from itself when its attention adds in another order
 
@@ -40,7 +36,8 @@ def of_peft(base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attenti
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: str, tmp_path: Path, rng):
-    base = random_folder(kind.split()[0], tmp_path / "base", 0, **KINDS[kind])
+    family, own = KINDS[kind]
+    base = random_folder(family, tmp_path / "base", 0, **own)
     weights = open_weights(base).astype(np.float64, keep=True)
     adapter = family_adapter(weights.config)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))

@@ -1,10 +1,10 @@
-"""Random models with windows, without RoPE, with temperature, and Llama 4, judged by every engine that can."""
+"""Random models of every family, with windows, without RoPE, with temperature, judged by every engine that can."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.families import random_folder, twin
+from builders.families import BOTH, labelled, random_folder, twin
 
 from llorch.comparison import FAIL, TIE
 from llorch.engines import ProducerName, open_producer
@@ -12,21 +12,10 @@ from llorch.files import open_weights
 from llorch.verify.models import plan_live, unable_for, verify_live
 
 pytestmark = pytest.mark.live
-BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 100, 30)]
-CASES = {
-    "mistral": ("mistral", {"sliding_window": 9, "num_hidden_layers": 2}, ("transformers",)),
-    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, ("transformers",)),
-    "smollm3": ("smollm3", {}, BOTH),
-    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, ("transformers",)),
-    "ministral3": ("ministral3", {}, BOTH),
-    "llama4": ("llama4", {"max_position_embeddings": 2**14}, BOTH),  # far: from 8188 on, where a chunk begins
-    "qwen3-vl": ("qwen3_vl", {}, BOTH),
-    "qwen3-vl-moe": ("qwen3_vl_moe", {}, BOTH),
-    "qwen2.5-vl": ("qwen2_5_vl", {}, ("transformers",)),
-    "llama4-chunks": ("llama4", {"attention_chunk_size": 16, "floor_scale": 8}, ("transformers",)),
-    "llama4-without-norm": ("llama4", {"use_qk_norm": False, "num_experts_per_tok": 2}, ("transformers",)),
-}
+CASES = labelled("judged")
+# Both engines judge built-in models of these families by day.
+BUILT_IN_TOO = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def failures(path: Path, witnesses: tuple[ProducerName, ...]) -> list[str]:
@@ -35,19 +24,18 @@ def failures(path: Path, witnesses: tuple[ProducerName, ...]) -> list[str]:
     return [f"{row.producer} {row.stage} {row.mode} {row.note}" for row in rows if row.verdict in (FAIL, TIE)]
 
 
+@pytest.mark.nightly_cases(*BUILT_IN_TOO)
 @pytest.mark.parametrize("name", CASES)
 def test_a_random_folder_agrees_with_every_engine_that_can_judge_it(tmp_path: Path, name: str):
-    family, overrides, witnesses = CASES[name]
+    family, (overrides, witnesses) = CASES[name]
     folder = random_folder(family, tmp_path / name, 0, **overrides)
     assert failures(folder, witnesses) == []
 
 
-TWINS = ("smollm3", "ministral3", "llama4", "qwen3-vl", "qwen3-vl-moe")
-
-
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.nightly_cases(*BUILT_IN_TOO)
+@pytest.mark.parametrize("name", [name for name, (_, (_, engines)) in CASES.items() if engines == BOTH])
 def test_its_twin_agrees_with_both_engines(tmp_path: Path, name: str):
-    family, overrides, _ = CASES[name]
+    family, (overrides, _) = CASES[name]
     path = twin(random_folder(family, tmp_path / name, 1, **overrides), tmp_path / f"{name}.gguf")
     assert failures(path, BOTH) == []
 

@@ -1,0 +1,16 @@
+"""A family is a row of the tests, too."""
+
+import pytest
+from builders import tiny_models
+from builders.families import FAMILIES, labelled
+
+from llorch.config import FAMILIES as TABLE
+
+
+def test_every_family_has_a_row():
+    assert FAMILIES.keys() | tiny_models.FAMILIES.keys() == TABLE.keys()
+
+
+@pytest.mark.parametrize("column", ["gradients", "judged"])
+def test_every_family_has_a_model_in_each_column(column: str):
+    assert {family for family, _ in labelled(column).values()} == FAMILIES.keys()
