@@ -26,7 +26,6 @@ from llorch.pytorch.device import Target, compute_as_named, target
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
-from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.worker import PIPE, end_with_parent, run
@@ -80,11 +79,8 @@ def speed_up(
 def speed_up_training(module: CausalLM, at: Target) -> None:
     """Put fused attention and the kernels that record gradients in place of plain modules."""
     use_sdpa(module)
-    on_cpu = at.device.type == "cpu"
-    if on_cpu and not any(isinstance(leaf, QuantisedLinear) for leaf in module.modules()):
-        return  # the compiled kernels of the CPU have no other use here
     trained = own_leaves(at, training=True)
-    if trained and on_cpu:
+    if trained and at.device.type == "cpu":
         keep_freed_memory()
     put_leaves(module, {kind.removeprefix(TRAINED): make for kind, make in trained.items()})
 

@@ -21,6 +21,8 @@ from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import Ranks
 from llorch.pytorch.distributed.parallel import axes_of, cut_for
 from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up_training
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.torchrun import ranks_here
@@ -92,5 +94,8 @@ def prepare(module: CausalLM, at: Target) -> None:
     These are fused attention, products with packed matrices, and on CUDA fused norms, rotations and activations. The
     CPU gets faster frozen products.
     """
-    speed_up_training(module, at)
+    if at.device.type != "cpu" or any(isinstance(leaf, QuantisedLinear) for leaf in module.modules()):
+        speed_up_training(module, at)
+    else:
+        use_sdpa(module)  # without packed matrices the compiled kernels of the CPU have no use here
     freeze_linears(module)

@@ -9,6 +9,12 @@
 #include "cpu_layer.h"
 #include "cpu_numbers.h"
 
+#ifdef __AVX2__
+#define SPECIALISED static inline __attribute__((always_inline)) /* a copy for each kind of matrix */
+#else
+#define SPECIALISED static inline /* copies would take the compiler 40 s */
+#endif
+
 enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TABLE_4, TABLE_8 };
 enum { AHEAD = 4096 }; /* bytes to fetch early: the processor does not look beyond a page by itself */
 
@@ -24,9 +30,9 @@ typedef struct {
 } fields;
 
 /* A table's part that all rows share. `way` names the instructions that turn codes of eight bits into numbers:
- * EVEN numbers are integers in a row, from the first one on. SHORT numbers fit in bfloat16: the lower two bytes are 0. Products
- * with minima or zero points may use the numbers less `centre`, and make up for it: without a centre two large sums would
- * be subtracted. */
+ * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. Products with
+ * minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums would be
+ * subtracted. */
 typedef struct {
     int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
     float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
@@ -60,7 +66,7 @@ static inline lanes from_int8(const int8_t *codes) {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 /* 32 numbers of codes of four bits. bytes: byte j of the number of each code; the lower two are 0 where they are not `whole`. */
-static inline __attribute__((always_inline)) void join_bytes(
+SPECIALISED void join_bytes(
     const uint8_t *codes, int whole, const uint8_t (*bytes)[16], lanes *part) {
     const __m128i by_part = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m128i words = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)codes), by_part);
@@ -91,7 +97,7 @@ static const uint8_t FROM_MINUS_32[4][16] = {
 #endif
 
 /* 32 codes of four bits, less an offset of 0, 8 or 32: element 4 j + i is part j of word i. */
-static inline __attribute__((always_inline)) void four_bits(const uint8_t *codes, int offset, lanes *part) {
+SPECIALISED void four_bits(const uint8_t *codes, int offset, lanes *part) {
 #ifdef __AVX512F__
     const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
@@ -121,7 +127,7 @@ static inline lanes from_uint8(const uint8_t *codes) {
 }
 
 /* The numbers of 32 codes of four bits, in the order of `four_bits`; bytes: those of the values. */
-static inline __attribute__((always_inline)) void look_up_four(
+SPECIALISED void look_up_four(
     const uint8_t *codes, enum way way, const float *values, const uint8_t (*bytes)[16], lanes *part) {
 #ifdef __AVX512F__
     const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -177,7 +183,7 @@ static inline lanes look_up(const uint8_t *codes, const float *values) {
 }
 
 /* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. */
-static inline __attribute__((always_inline)) void table_run(enum kind kind, const fields *f, enum way way, long i,
+SPECIALISED void table_run(enum kind kind, const fields *f, enum way way, long i,
                                                             int centred, lanes *part) {
     const shared *table = (const shared *)f->scales;
     const float *values = centred ? table->centred : table->values;
@@ -239,7 +245,7 @@ static inline void run_q6_k(const fields *f, long i, run_of_32 *r) {
 }
 
 /* Elements 32 i to 32 i + 31 of a matrix, counted over all rows. */
-static inline __attribute__((always_inline)) run_of_32 run(enum kind kind, const fields *f, long i) {
+SPECIALISED run_of_32 run(enum kind kind, const fields *f, long i) {
     run_of_32 r = {.min = 0};
     if (kind == Q6_K) {
         run_q6_k(f, i, &r);
@@ -254,7 +260,7 @@ static inline __attribute__((always_inline)) run_of_32 run(enum kind kind, const
 }
 
 /* Adds the products of run i with the inputs at x. Where one scale holds for all, it is applied to their sum. */
-static inline __attribute__((always_inline)) lanes add_run(
+SPECIALISED lanes add_run(
     enum kind kind, const fields *f, long i, const float *x, lanes sum) {
     run_of_32 w = run(kind, f, i);
     lanes inputs = load(x), products[2] = {w.part[0] * inputs};
@@ -268,7 +274,7 @@ static inline __attribute__((always_inline)) lanes add_run(
     return fma_lanes(products[0], splat(w.scale_a), sum);
 }
 
-static inline __attribute__((always_inline)) float dot_packed(
+SPECIALISED float dot_packed(
     enum kind kind, const fields *f, long row, const float *x, long in) {
     const long n = in / RUN, first = row * n, bytes = kind == Q8_0 ? RUN : RUN / 2;
     const char *codes = (const char *)f->codes + first * bytes;
@@ -283,7 +289,7 @@ static inline __attribute__((always_inline)) float dot_packed(
     return sum_of(even + odd);
 }
 
-static inline __attribute__((always_inline)) void add_table_run(
+SPECIALISED void add_table_run(
     enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes *sums) {
     lanes part[PARTS];
     table_run(kind, f, way, i, 1, part);
@@ -295,7 +301,7 @@ static inline __attribute__((always_inline)) void add_table_run(
 
 /* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none.
  * Four sums, since each has to wait for its last addition. */
-static inline __attribute__((always_inline)) lanes dot_group(
+SPECIALISED lanes dot_group(
     enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
     const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes sums[4] = {{0}}, *odd = sums + 4 - PARTS;
@@ -310,7 +316,7 @@ static inline __attribute__((always_inline)) lanes dot_group(
 }
 
 /* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each. */
-static inline __attribute__((always_inline)) lanes dot_groups(
+SPECIALISED lanes dot_groups(
     enum kind kind, const fields *f, enum way way, int zeros, long runs, long row, const float *x, long in) {
     const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
     const float *d = (const float *)f->d + first, *zero = (const float *)f->more + first;
@@ -332,7 +338,7 @@ static inline __attribute__((always_inline)) lanes dot_groups(
 }
 
 /* Adds the products of run i, whose halves have scales of their own, with the inputs at x. */
-static inline __attribute__((always_inline)) void add_halves(
+SPECIALISED void add_halves(
     enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
     const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
     lanes part[PARTS], products[2];
@@ -346,7 +352,7 @@ static inline __attribute__((always_inline)) void add_halves(
 }
 
 /* A row whose groups have sixteen elements. */
-static inline __attribute__((always_inline)) lanes dot_halves(
+SPECIALISED lanes dot_halves(
     enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long n = in / RUN, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes even[2] = {{0}}, odd[2] = {{0}};
@@ -360,7 +366,7 @@ static inline __attribute__((always_inline)) lanes dot_halves(
     return even[0] + even[1] + odd[0] + odd[1];
 }
 
-static inline __attribute__((always_inline)) lanes dot_way(
+SPECIALISED lanes dot_way(
     enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long runs = ((const shared *)f->scales)->runs;
     switch (runs) {
@@ -376,33 +382,27 @@ static inline long columns_of_group(const shared *table) {
     return table->runs ? RUN * table->runs : RUN / 2;
 }
 
-/* Minima of a row, or scaled zero points, times the sums of the inputs of each group. */
+/* Minima of a row times the sums of the inputs of each group. */
 static inline lanes dot_offsets(const fields *f, long row, const float *sums, long n) {
     const shared *table = (const shared *)f->scales;
     const lanes centre = splat(table->centre);
-    const int zeros = table->offset == ZERO;
     const float *d = (const float *)f->d + row * n, *more = (const float *)f->more + row * n;
     lanes total = {0};
     for (long g = 0; g < n; g += LANES) {
         lanes offset = load_some(more + g, n - g), scale = load_some(d + g, n - g);
-        offset = zeros ? scale * (centre - offset) : fma_lanes(scale, centre, offset);
+        offset = fma_lanes(scale, centre, offset);
         total = fma_lanes(offset, load_some(sums + g, n - g), total);
     }
     return total;
 }
 
-/* Whether products use the numbers less `centre`, and make up for what is missing by the sums of the inputs. */
-static inline int has_centre(const shared *table) {
-    return table->offset == MINIMUM || (table->offset == ZERO && (table->way == EVEN || table->way == SHORT));
-}
-
-/* sums: of the inputs of each group, where a table has a centre. */
+/* sums: of the inputs of each group, where a table has minima. */
 static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
     const shared *table = (const shared *)f->scales;
     lanes total;
     const int zeros = table->offset == ZERO;
     if (kind == TABLE_4 && table->way == SHORT) {
-        total = dot_way(TABLE_4, f, SHORT, 0, row, x, in);
+        total = zeros ? dot_way(TABLE_4, f, SHORT, 1, row, x, in) : dot_way(TABLE_4, f, SHORT, 0, row, x, in);
     } else if (kind == TABLE_4) {
         total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
     } else if (table->way == SIGNED) {
@@ -410,7 +410,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
     } else if (table->way == E4M3) {
         total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
     } else if (table->way == EVEN) {
-        total = dot_way(TABLE_8, f, EVEN, 0, row, x, in);
+        total = zeros ? dot_way(TABLE_8, f, EVEN, 1, row, x, in) : dot_way(TABLE_8, f, EVEN, 0, row, x, in);
     } else {
         total = zeros ? dot_way(TABLE_8, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_8, f, LOOK_UP, 0, row, x, in);
     }
@@ -421,7 +421,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
 /* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
 static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
     const shared *table = (const shared *)f->scales;
-    if (kind < TABLE_4 || !has_centre(table)) return NULL;
+    if (kind < TABLE_4 || table->offset != MINIMUM) return NULL;
     const long size = columns_of_group(table), n = rows * in / size;
     float *sums = malloc(sizeof(float) * (size_t)n);
     *lacking = sums == NULL;
@@ -510,7 +510,7 @@ int llorch_expert_product(int kind, const void *codes, const void *d, const void
     return lacking;
 }
 
-static inline __attribute__((always_inline)) void decode(
+SPECIALISED void decode(
     enum kind kind, const fields *f, long first, long n, int half, void *y) {
     for (long i = 0; i < n; i++) {
         run_of_32 w = run(kind, f, first + i);
@@ -526,7 +526,7 @@ static inline __attribute__((always_inline)) void decode(
     }
 }
 
-static inline __attribute__((always_inline)) void decode_table(
+SPECIALISED void decode_table(
     enum kind kind, const fields *f, enum way way, long first, long n, int half, void *y) {
     const shared *table = (const shared *)f->scales;
     const float *d = (const float *)f->d, *more = (const float *)f->more;

@@ -45,9 +45,7 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
 
 
 def _centre(fields: Fields) -> float:
-    """Find the integer next to the mean number that stands for zero; 0 without minima and zero points."""
-    if "zero" in fields:
-        return float(fields["zero"].mean().round())
+    """Find the integer next to the mean number that stands for zero; 0 without minima."""
     if "minimum" not in fields or not (scaled := fields["d"] != 0).any():
         return 0.0
     return float((-fields["minimum"][scaled] / fields["d"][scaled]).mean().round().clamp(0, 255))
