@@ -55,7 +55,7 @@ class Folder:
         """Key of its library: the method, and the layout of the tensors if the method has several."""
         found = settings_of(self.config, self.path)
         method, settings = ("", {}) if found is None else (found[0].removeprefix("intel/"), found[1].values)
-        layout = next((str(settings[key]) for key in _LAYOUTS.get(method, ()) if key in settings), "")
+        layout = next((str(settings[key]) for key in _LAYOUTS.get(method, ()) if settings.get(key)), "")
         return f"{method} {layout.lower()}".rstrip()
 
     def modules(self, ending: str) -> list[str]:

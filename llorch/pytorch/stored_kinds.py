@@ -172,7 +172,7 @@ def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
     """Pack the codes: with the compiled pass where it knows their order, else some rows at a time."""
     codes = matrix.recipe.codes
     if isinstance(codes, CodesOf) and matrix.own_rows is None:
-        compiled = library() if find_compiler() else None  # without one, library() warns of slow tokens
+        compiled = library() if find_compiler() else None  # without a compiler it warns
         packed = None if compiled is None else packed_codes(codes, matrix.parts[codes.part], compiled)
         if packed is not None:
             return packed

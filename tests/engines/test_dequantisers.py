@@ -43,9 +43,15 @@ def test_library_of_folder_is_chosen_by_settings_next_to_config(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("settings", "package"),
-    [({}, "autoawq"), ({"version": "GEMM"}, "autoawq"), ({"version": "GEMV"}, ""), ({"format": "gemv"}, "")],
+    [
+        ({}, "autoawq"),
+        ({"version": "GEMM"}, "autoawq"),
+        ({"version": None, "format": "gemm"}, "autoawq"),
+        ({"version": "GEMV"}, ""),
+        ({"format": "gemv"}, ""),
+    ],
 )
-def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str], package: str, tmp_path: Path):
+def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str | None], package: str, tmp_path: Path):
     config = json.loads((FOLDERS / "awq-gemm" / "config.json").read_text())
     del config["quantization_config"]["version"]
     config["quantization_config"] |= settings

@@ -43,7 +43,8 @@ USUAL = {
     "cpu": replace(SHAPES["qwen2.5-0.5b"], n_layers=1, vocab_size=1000),
 }
 CTX = 64
-TOKENS, MANY_TOKENS = (2, 3), (2, 1024)  # batch and sequence of kernels with gradients
+TOKENS = (2, 3)  # batch and sequence of kernels with gradients
+MANY_TOKENS = {"cuda": (2, 1024), "cpu": (2, 8)}  # torch multiplies bfloat16 slowly on a CPU without AVX512
 
 Clock = Callable[[Callable[[], object]], float]  # seconds that a call takes
 
@@ -162,7 +163,7 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
         return _EXAMPLES[kind](config, at)
     if kind.startswith(TRAINED):
         return trained_examples.EXAMPLES[kind.removeprefix(TRAINED)](
-            config, at, TOKENS if config is ODD else MANY_TOKENS
+            config, at, TOKENS if config is ODD else MANY_TOKENS[at.device.type]
         )
     if (name := kind.removeprefix("packed ")) in KIND_NAMES:
         return _packed(config, at, kind_named(name))

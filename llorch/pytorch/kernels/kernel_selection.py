@@ -40,7 +40,7 @@ PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in i
 def own_leaves(at: Target, *, training: bool = False) -> KernelTable:
     """Choose llorch's kernels for a target: none (torch), all (own), or those that are right and no slower (auto).
 
-    `training`: the kernels that record gradients, and no others; on the CPU those of packed matrices.
+    `training`: the kernels that record gradients, and no others; on the CPU only packed matrices have them.
     CheckpointMismatch where one is wrong that was asked for by name.
     """
     if at.kernels == "torch":

@@ -1,7 +1,8 @@
 """A model in torch whose modules record gradients; kernels for inference do not.
 
 On CUDA, norms, rotations and activations run on the kernels of `llorch.pytorch.kernels.triton.trained`, and packed
-matrices are decoded by those of `llorch.pytorch.kernels.triton.quantised`. On the CPU compiled kernels decode them.
+matrices are decoded by those of `llorch.pytorch.kernels.triton.quantised`. On the CPU compiled kernels decode those of
+dense layers; torch decodes those of experts, and what DoRA needs for its lengths.
 
 On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
 takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to

@@ -20,6 +20,7 @@ from llorch.model import Opened
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.launch import Ranks
 from llorch.pytorch.distributed.parallel import axes_of
+from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
 from llorch.torchrun import own_device
 from llorch.train.data import TrainingData, TrainingOrder, read_data
@@ -80,9 +81,16 @@ class TrainingPlan:
             "total_steps": self.total_steps,
             "warmup_steps": self.settings.warmup_for(self.total_steps),
             "environment": environment(str(self.target.device)),
+            **self._packed_products(),
             **({"dropout": MASKS} if self.settings.dropout else {}),
             **({} if self.ranks.mesh is None else {"mesh": axes_of(self.ranks.mesh)}),
         }
+
+    def _packed_products(self) -> dict[str, bool]:
+        """Tell if compiled kernels multiply packed matrices on the CPU, because torch adds in another order."""
+        if self.settings.weights == "decoded" or self.target.device.type != "cpu":
+            return {}
+        return {"compiled_kernels": library() is not None}
 
 
 def plan_training(settings: TrainSettings, mesh: DeviceMesh | None = None) -> TrainingPlan:

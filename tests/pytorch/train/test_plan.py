@@ -1,8 +1,10 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from runs.training_runs import small_settings
 
+from llorch.pytorch.train import plan as plans
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.trainer import Training
 
@@ -16,3 +18,13 @@ def test_training_reads_no_data_after_its_plan_is_made(tmp_path: Path):
     plan = plan_training(small_settings(tmp_path))
     shutil.rmtree(tmp_path / "data")
     assert Training(plan).run_step().step == 1
+
+
+def test_a_run_over_packed_matrices_is_another_one_without_compiled_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    packed, decoded = (plan_training(small_settings(tmp_path, weights=weights)) for weights in ("packed", "decoded"))
+    before, plain = packed.identity(), decoded.identity()
+    monkeypatch.setattr(plans, "library", lambda: None)
+    assert before | {"compiled_kernels": False} == packed.identity() != before
+    assert plain == decoded.identity()

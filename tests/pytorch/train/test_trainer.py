@@ -209,7 +209,8 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "accumulation": ({"accumulation": 2}, ALL), "label_smoothing": ({"label_smoothing": 0.1}, ALL),
     "template_date": ({"template_date": "2024-02-29"}, ALL),
     "chat_template_kwargs": ({"chat_template_kwargs": {"x": 1}}, ALL),
-    "chunk": ({"chunk": 3}, ALL), "dtype": ({"dtype": "bfloat16"}, ALL), "weights": ({"weights": "packed"}, ALL),
+    "chunk": ({"chunk": 3}, ALL), "dtype": ({"dtype": "bfloat16"}, ALL),
+    "weights": ({"weights": "packed"}, f"{ALL} compiled_kernels"),
     **{name: ({name: 9}, "") for name in ("eval_every", "save_every", "keep")},  # these change no bit
     **{name: ({name: True}, "") for name in ("gradient_checkpointing", "tensorboard")},
 }  # fmt: skip

@@ -33,6 +33,9 @@ TABLES: Mapping[str, tuple[Table, int, str]] = MappingProxyType(
         "MX 8": (Table("TABLE_8", E4M3.tobytes()), 16, ""),
         "FP8": (Table("TABLE_8", E4M3.tobytes(), factor=3.0), 0, ""),
         "INT8": (Table("TABLE_8", INT8.tobytes(), factor=0.1), 0, ""),
+        "E2M1": (Table("TABLE_4", E2M1.tobytes(), has_zeros=True), 32, "zero"),
+        "AWQ 8": (Table("TABLE_8", integers(8).tobytes(), has_zeros=True), 64, "zero"),
+        "W8 asym": (Table("TABLE_8", INT8.tobytes(), has_zeros=True), 0, "zero"),
         "any 8": (Table("TABLE_8", np.geomspace(1e-3, 9, 256, dtype=np.float32).tobytes(), has_zeros=True), 32, "zero"),
     }
 )  # by the format that has such a matrix; columns of a scale, 0: all; the field of offsets

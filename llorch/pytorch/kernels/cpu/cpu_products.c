@@ -9,10 +9,11 @@
 #include "cpu_layer.h"
 #include "cpu_numbers.h"
 
-#ifdef __AVX2__
-#define SPECIALISED static inline __attribute__((always_inline)) /* a copy for each kind of matrix */
+/* One copy for each kind of matrix, except on x86 without AVX2, where gcc takes 40 s to compile the copies. */
+#if defined(__AVX2__) || !defined(__x86_64__)
+#define SPECIALISED static inline __attribute__((always_inline))
 #else
-#define SPECIALISED static inline /* copies would take the compiler 40 s */
+#define SPECIALISED static inline
 #endif
 
 enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TABLE_4, TABLE_8 };
@@ -29,7 +30,7 @@ typedef struct {
     const void *codes, *d, *scales, *more; /* more: dmin of Q4_K, upper of Q6_K, offsets of a table, whose scales are `shared` */
 } fields;
 
-/* A table's part that all rows share. `way` names the instructions that turn codes of eight bits into numbers:
+/* A table's part that all rows share. `way` names the instructions that turn codes into numbers:
  * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. Products with
  * minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums would be
  * subtracted. */
@@ -65,7 +66,7 @@ static inline lanes from_int8(const int8_t *codes) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-/* 32 numbers of codes of four bits. bytes: byte j of the number of each code; the lower two are 0 where they are not `whole`. */
+/* 32 numbers of codes of four bits. bytes: byte j of the number of each code. Not whole: the lower two bytes are 0. */
 SPECIALISED void join_bytes(
     const uint8_t *codes, int whole, const uint8_t (*bytes)[16], lanes *part) {
     const __m128i by_part = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -300,7 +301,7 @@ SPECIALISED void add_table_run(
 }
 
 /* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none.
- * Four sums, since each has to wait for its last addition. */
+ * Four sums run at once, because an addition waits for the addition before it. */
 SPECIALISED lanes dot_group(
     enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
     const long bytes = kind == TABLE_8 ? RUN : RUN / 2;

@@ -97,7 +97,7 @@ class CpuQuantisedLinear(PackedMatrix):
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
     def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-        """Yield some rows at a time, decoded to the dtype of `x` in the memory of the rows before them."""
+        """Yield some rows at a time, decoded to the dtype of `x`. Each tile overwrites the tile before it."""
         step = max(1, TILE // self.in_features)
         room = x.new_empty(min(step, self.out_features), self.in_features)
         for start in range(0, self.out_features, step):
@@ -132,8 +132,10 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
 
     def multiply_back(self, grad: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:
         """Compute grad @ matrix, the gradient of the input; tiles are summed in float32."""
-        made = [product(grad[:, rows].contiguous(), tile.T, None) for rows, tile in self._tiles(grad)]
-        return made[0] if len(made) == 1 else torch.stack(made).sum(0, dtype=torch.float32).to(grad.dtype)
+        total = grad.new_zeros(len(grad), self.in_features, dtype=torch.float32)
+        for rows, tile in self._tiles(grad):
+            total += product(grad[:, rows].contiguous(), tile.T, None)
+        return total.to(grad.dtype)
 
 
 class _DecodedProduct(torch.autograd.Function):
