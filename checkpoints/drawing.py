@@ -62,12 +62,15 @@ def _plotted(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def same_figure(old: str, new: str) -> bool:
-    """Compare two figures except for the last digits of the drawing, which depend on the processor."""
+    """Compare two figures to a unit of the drawing, because rounding errors in them depend on the processor.
+
+    Without AVX512 a point of lesson 17 moves by 0.62 units of 300.
+    """
     old, new = (HASHED.sub("id", PIXELS.sub("", text)) for text in (old, new))
     if NUMBER.sub("#", old) != NUMBER.sub("#", new):
         return False
     return all(
-        math.isclose(float(a), float(b), rel_tol=1e-3, abs_tol=0.05)
+        math.isclose(float(a), float(b), rel_tol=1e-3, abs_tol=1)
         for a, b in zip(NUMBER.findall(old), NUMBER.findall(new), strict=True)
     )
 

@@ -122,7 +122,7 @@ def test_source_by_name_is_folded_below_a_link_to_its_file():
     ("new", "same"),
     [
         ('<path id="m0123456789" d="M 1.004 20"/>', True),  # the last digits, and the name that is made of them
-        ('<path id="mabcdefabcd" d="M 1.2 20"/>', False),
+        ('<path id="mabcdefabcd" d="M 2.2 20"/>', False),
         ('<path id="mabcdefabcd" d="M 1 20 L 3"/>', False),
         ('<path id="mabcdefabcd" d="L 1 20"/>', False),
     ],
