@@ -34,7 +34,7 @@ RUNNERS = {  # backend -> function of the fault, the patch and a folder, which r
 
 @dataclass(frozen=True)
 class Check:
-    """Which comparisons must fail, and which must not.
+    """The comparisons that must fail, and those that must not.
 
     Attributes:
         first: Checkpoint, stage and layer of the first comparison that fails, as far as they are given.
@@ -96,7 +96,7 @@ class InjectedFault:
 
 
 def factor(row: Comparison) -> float:
-    """How many times over its tolerance a comparison is."""
+    """Divide the error of a comparison by its tolerance."""
     tokens = None if np.isnan(row.token_error) else np.array([row.token_error])
     tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
     return Difference(row.error, row.worst, tokens=tokens).over(tolerance)

@@ -82,7 +82,7 @@ def of_packed_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path
 
 @cache
 def live_suite(kind: str, folder: Path) -> ForwardSuite:
-    """What both engines made of a random model with many tokens, a GGUF file or a Hugging Face folder."""
+    """Run both engines on a random model with many tokens, as a GGUF file or a Hugging Face folder."""
     path = folder / f"live-{kind}"
     if kind == "file":
         metadata = GGUF_METADATA | {"tokenizer.ggml.model": "no_vocab", "llama.vocab_size": LIVE_VOCAB}

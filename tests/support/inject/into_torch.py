@@ -133,7 +133,7 @@ def not_the_last(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, pl
 
 
 def never_again(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
-    """What an earlier answer wrote stays."""
+    """Keep the keys and values that an earlier answer wrote."""
     old = cache.keys[layer].clone()
     append(cache, layer, k, v, place)
     cache.keys[layer].copy_(torch.where(old.any(-1, keepdim=True), old, cache.keys[layer]))
@@ -183,7 +183,7 @@ def changed_stage(name: str, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def cut_to_10_bits(x: Tensor) -> Tensor:
-    """As TF32 takes its inputs; other dtypes are left alone."""
+    """Round float32 inputs to TF32; leave other dtypes unchanged."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
 
 

@@ -150,7 +150,7 @@ class SamplerSituation:
         return sampler_variants(self.step, self._shown()[0], weights_of(self.model).config)
 
     def _shown(self) -> tuple[SamplerInputs, np.ndarray]:
-        """What the step reads, and what the engine made of it (at a tie: the lowest id, which design states)."""
+        """Return the inputs of the step and the engine's output; at a tie it is the lowest id, as design.md states."""
         golden = golden_of(self.model)
         evidence, ids = golden.evidence[self.producer], golden.cases["near"].ids
         selected = evidence.selected_logits
