@@ -89,7 +89,7 @@ def test_for_a_rank_that_does_not_answer_the_others_wait_so_long(frozen: int, tm
     assert code == 3
     assert len(said) == 1, said
     assert_tells(said[0], "llorch", "5 s", f"rank {frozen} of 2")
-    assert last_step(tmp_path) == 2
+    assert last_step(tmp_path) in (2, 4)
 
 
 @pytest.mark.slow

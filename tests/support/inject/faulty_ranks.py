@@ -1,8 +1,8 @@
 """Faults on one rank, and llorch as a program with a fault: `FAULT=name:rank python faulty_ranks.py lora train ...`.
 
-Ranks that the program starts import this file and plant the fault, too. A rank is frozen in step 4, or killed in
-step 6: snapshots are written beside the steps, and that of step 2 is whole when that of step 4 begins. A fault happens
-in the first start only.
+Ranks that the program starts import this file and plant the fault, too. A rank is frozen or killed in step 6:
+snapshots are written beside the steps, and that of step 2 is whole only when that of step 4 begins. A fault happens in
+the first start only.
 """
 
 import os
@@ -20,7 +20,7 @@ from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.trainer import Training
 from llorch.torchrun import n_restarts
 
-FROZEN, KILLED = 4, 6
+FAULT_STEP = 6
 
 
 def on_rank(rank: str, where: Any, name: str, faulty: Callable[..., Any]) -> None:
@@ -70,8 +70,8 @@ def _of_another_file(sound: Callable[..., Any], planned: TrainingPlan) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "killed": (Training, "run_step", _sent(signal.SIGKILL, KILLED)),
-    "frozen": (Training, "run_step", _sent(signal.SIGSTOP, FROZEN)),
+    "killed": (Training, "run_step", _sent(signal.SIGKILL, FAULT_STEP)),
+    "frozen": (Training, "run_step", _sent(signal.SIGSTOP, FAULT_STEP)),
     "nan": (step, "batch_loss", _nan),
     "full": (filesystem.FileSystem, "create_stream", _full),
     "missing": (plan, "find", _missing),
