@@ -316,24 +316,27 @@ SPECIALISED lanes dot_group(
     return n == 1 && PARTS == 2 ? sums[0] + sums[1] : (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each. */
+/* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each.
+ * whole: the groups are parts of one, so all have the scale and zero point of the row. */
 SPECIALISED lanes dot_groups(
-    enum kind kind, const fields *f, enum way way, int zeros, long runs, long row, const float *x, long in) {
-    const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
-    const float *d = (const float *)f->d + first, *zero = (const float *)f->more + first;
+    enum kind kind, const fields *f, enum way way, int zeros, long runs, int whole, long row, const float *x, long in) {
+    const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2, step = !whole;
+    const float *d = (const float *)f->d + (whole ? row : first), *zero = (const float *)f->more + (whole ? row : first);
     lanes even = {0}, odd = {0};
     long g = 0;
     for (; g + 2 <= n; g += 2) {
         if (runs == 1) __builtin_prefetch((const char *)f->codes + (first + g) * bytes + AHEAD);
-        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? zero + g : NULL);
-        even = fma_lanes(one, splat(d[g]), even);
-        const float *at = x + RUN * runs * (g + 1);
-        lanes next = dot_group(kind, f, way, (first + g + 1) * runs, runs, at, zeros ? zero + g + 1 : NULL);
-        odd = fma_lanes(next, splat(d[g + 1]), odd);
+        const float *at = zero + g * step;
+        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? at : NULL);
+        even = fma_lanes(one, splat(d[g * step]), even);
+        lanes next = dot_group(
+            kind, f, way, (first + g + 1) * runs, runs, x + RUN * runs * (g + 1), zeros ? at + step : NULL);
+        odd = fma_lanes(next, splat(d[(g + 1) * step]), odd);
     }
     if (g < n) {
-        lanes last = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? zero + g : NULL);
-        even = fma_lanes(last, splat(d[g]), even);
+        const float *at = zero + g * step;
+        lanes last = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? at : NULL);
+        even = fma_lanes(last, splat(d[g * step]), even);
     }
     return even + odd;
 }
@@ -372,10 +375,12 @@ SPECIALISED lanes dot_way(
     const long runs = ((const shared *)f->scales)->runs;
     switch (runs) {
     case 0: return dot_halves(kind, f, way, zeros, row, x, in);
-    case 1: return dot_groups(kind, f, way, zeros, 1, row, x, in);
-    case 2: return dot_groups(kind, f, way, zeros, 2, row, x, in);
-    case 4: return dot_groups(kind, f, way, zeros, 4, row, x, in);
-    default: return dot_groups(kind, f, way, zeros, runs, row, x, in);
+    case 1: return dot_groups(kind, f, way, zeros, 1, 0, row, x, in);
+    case 2: return dot_groups(kind, f, way, zeros, 2, 0, row, x, in);
+    case 4: return dot_groups(kind, f, way, zeros, 4, 0, row, x, in);
+    default:
+        if (RUN * runs == in && runs % 4 == 0) return dot_groups(kind, f, way, zeros, 4, 1, row, x, in);
+        return dot_groups(kind, f, way, zeros, runs, 0, row, x, in);
     }
 }
 
