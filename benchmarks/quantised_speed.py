@@ -8,9 +8,10 @@
 llama.cpp makes the files. Ours runs them with matrices decoded at load and with matrices decoded at every use, each in
 plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggml).
 
-With --folders the torch path runs random folders of each format, 8,192 tokens, beside our Q4_0 and Q8_0 and llama.cpp's
-on the same shape, all in the same rounds. Then each folder is opened in a process of its own: its peak memory above
-that of torch, and the processor time for each gigabyte of its file.
+With --folders the torch path runs random folders of each format beside our Q4_0 and Q8_0 and llama.cpp's on the same
+shape, all in the same rounds. Then each folder is opened in a process of its own: its peak memory above that of torch,
+and the processor time for each gigabyte of its file. --vocabulary 151936 is Qwen2.5's: a folder keeps its embedding in
+floats, which then takes most of the time.
 """
 
 import ctypes
@@ -40,6 +41,7 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # llama.cpp's llama_ftype
 @click.option("--decode", "n_decode", default=4, show_default=True, help="Tokens decoded per round.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--folders", is_flag=True, help="Quantised Hugging Face folders instead.")
+@click.option("--vocabulary", default=8192, show_default=True, help="Tokens that a folder knows.")
 @click.option("--extra-buffers/--no-extra-buffers", default=True, help="Layouts that llama.cpp makes for a processor.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
@@ -51,6 +53,7 @@ def main(
     n_decode: int,
     rounds: int,
     folders: bool,
+    vocabulary: int,
     extra_buffers: bool,
     output: Path | None,
 ) -> None:
@@ -58,7 +61,8 @@ def main(
     samples: dict[str, dict[str, Samples]] = {}
     print(f"{machine()}; {threads} threads")
     if folders:
-        samples["folders"] = of_folders(SHAPES[shape], layers, threads, prompts, n_decode, rounds, extra_buffers)
+        config = SHAPES[shape] | {"num_hidden_layers": layers, "vocab_size": vocabulary}
+        samples["folders"] = of_folders(config, threads, prompts, n_decode, rounds, extra_buffers)
         types = ()
     with random_model(SHAPES[shape] | {"num_hidden_layers": layers}) if types else nullcontext() as folder:
         for name in types:
@@ -75,7 +79,6 @@ def main(
         finish(samples[name], engines_of(Path(name), threads, extra_buffers))
 
 
-N_TOKENS = 8192  # of the folders' vocabulary: else the embedding, which they keep in floats, takes most of the time
 OPENING = """
 import os, sys, time, torch
 from llorch.pytorch.model import load_torch
@@ -90,11 +93,9 @@ print(f"{1000 * size:6.0f} MB, peak {held('VmHWM') - before:6.0f} MB above torch
 
 
 def of_folders(
-    shape: dict[str, object], layers: int, n_threads: int, prompts: Sequence[int], n_decode: int, rounds: int,
-    extra_buffers: bool,
+    config: dict[str, object], n_threads: int, prompts: Sequence[int], n_decode: int, rounds: int, extra_buffers: bool
 ) -> dict[str, Samples]:  # fmt: skip
     """Time the folders beside files of the same shape in the same rounds, then open each alone."""
-    config = shape | {"num_hidden_layers": layers, "vocab_size": N_TOKENS}
     with random_model(config) as folder:
         made = {kind: write_folder(kind, config, folder / f"of-{number}") for number, kind in enumerate(KINDS)}
         files = {name: quantised(folder / "model.gguf", name, n_threads) for name in ("Q4_0", "Q8_0")}
