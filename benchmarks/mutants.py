@@ -42,7 +42,7 @@ from benchmarks.mutations import Edit, edits
 
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "node_modules", "build", "dist")
 PATIENCE = 5.0  # times what the tests take without a bug, and a minute
-LARGEST_FILE = 2 << 30  # bytes that a bug may write
+LARGEST_FILE = 4 << 30  # bytes that a bug may write; a test of large files needs a little over 2 GB
 
 
 @dataclass(frozen=True)
