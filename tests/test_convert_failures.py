@@ -113,7 +113,9 @@ def sparse_model(folder: Path, rows: int, width: int, inter: int, n_layers: int 
     for name, shape in shapes.items():
         begin, end = end, end + 4 * int(np.prod(shape, dtype=np.int64))
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
+    text, largest = json.dumps(header).encode(), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if resource.RLIM_INFINITY != largest < end:
+        pytest.skip(f"NOT RUN: needs a sparse file of {end} bytes, and files may have {largest}")
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
