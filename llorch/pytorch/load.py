@@ -12,6 +12,7 @@ from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
+from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Weight, inventory, undo_interleave
 from llorch.files.tensor_storage import AS_IS, rows_of
@@ -21,7 +22,7 @@ from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, Quantise
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_stored
+from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_stored, stays_half
 
 Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one
 
@@ -45,10 +46,13 @@ def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cu
 
 
 def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """Load a model as `load_dense` does, but keep every matrix packed that has a packed kind."""
+    """Load a model as `load_dense` does, but keep every matrix packed that has a packed kind.
+
+    Matrices in BF16 or F16 stay so where `stays_half` says it.
+    """
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
-        kind = kind_of(weights, row.name) if row.is_matrix else None
+        kind = _kept_kind(weights, row, dtype, device)
         if kind is not None:
             _put_packed(model, weights, row, kind, dtype, device, cut)
         else:
@@ -62,6 +66,15 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
         else:
             model.lm_head.weight = embedding.weight
     return model.eval()
+
+
+def _kept_kind(weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device) -> Kind | None:
+    if not row.is_matrix:
+        return None
+    stored = weights.stored_type(row.name)
+    if isinstance(stored, GGMLType) and stays_half(weights, row.name, dtype, device):
+        return stored
+    return kind_of(weights, row.name)
 
 
 def put(model: nn.Module, path: str, tensor: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from llorch.pytorch.device import DTYPES, Target
 from llorch.pytorch.distributed.sharding_plan import cut_axis, of_a_rank
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.stored_kinds import kind_of, packed_bytes
+from llorch.pytorch.stored_kinds import kind_of, packed_bytes, stays_half
 
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a batch per pass of long prompts
 SLOTS = 256  # caches for generation are whole multiples
@@ -215,7 +215,8 @@ def _kept_bytes(weights: Weights, name: str, target: Target, residency: str, n_r
     n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
     if _stays_packed(weights, name, residency):
         return packed_bytes(weights, name) // n_parts
-    return math.prod(weights.shape(name)) * target.dtype.itemsize // n_parts
+    halved = residency == "packed" and stays_half(weights, name, target.dtype, target.device)
+    return math.prod(weights.shape(name)) * (2 if halved else target.dtype.itemsize) // n_parts
 
 
 def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:

@@ -9,6 +9,9 @@ These matrices are decoded when they are loaded:
     rows whose length 32 does not divide
     scales whose groups have different sizes, or sizes that 16 does not divide
     experts with different tables, or different numbers that apply last
+
+A matrix in BF16 or F16, such as the embedding of a quantised folder, stays so beside packed matrices where the CPU
+computes in float32. In float32 it would take twice the memory, and a product with it twice the time, for the same bits.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -27,7 +30,7 @@ from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import CodesOf, Parts, QuantisedMatrix, Reader
 from llorch.pytorch.kernels.cpu.library import find_compiler, library
 from llorch.pytorch.kernels.cpu.stored_codes import packed_codes
-from llorch.pytorch.kernels.packing import PACKERS, RUN, TABLES, Kind, Table, join_four_bits
+from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS, RUN, TABLES, Kind, Table, join_four_bits
 
 _HALF_RUN = 16  # columns of the smallest group that kernels know
 _SCALE_BYTES = 4
@@ -38,6 +41,14 @@ _KNOWN: MutableMapping[object, dict[str, tuple[Kind | None, int]]] = WeakKeyDict
 def kind_of(weights: Weights, name: str) -> Kind | None:
     """Find the kind that torch keeps a weight as; None: it is decoded. Zero points of a quantised folder are read."""
     return _known(weights, name)[0]
+
+
+def stays_half(weights: Weights, name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a matrix stays in the BF16 or F16 of its file, for kernels that widen it at every use."""
+    if dtype is not torch.float32 or device.type != "cpu" or weights.stored_type(name) not in HALF_TYPES:
+        return False
+    shape, is_alone = weights.shape(name), weights.slots[name].must_equal is None
+    return len(shape) == 2 and shape[1] % RUN == 0 and is_alone and not weights.is_changed(name)
 
 
 def block_size(weights: Weights, name: str) -> int:

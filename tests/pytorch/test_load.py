@@ -15,7 +15,7 @@ from llorch.files.quant import GGMLType
 from llorch.pytorch import load
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.kernels.packing import PACKERS
+from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.verify.expectations.quantised_models import MODELS, write_model
@@ -68,6 +68,19 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(ggml_type, tmp_path):
         float((logits(model, torch.float32) - logits(loaded(path, load_dense, torch.float32), torch.float32)).norm())
         < 1e-4
     )
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda kind: kind.name)
+def test_matrices_of_two_bytes_stay_so_in_float32_alone(ggml_type, tmp_path):
+    path = tmp_path / "half.gguf"
+    convert(builtin_path("micro-llama"), path, ggml_type=ggml_type)
+    kept, dense = (loaded(path, way, torch.float32) for way in (load_packed, load_dense))
+    assert not [name for name, parameter in kept.named_parameters() if parameter.ndim > 1]
+    for leaf in (leaf for leaf in kept.modules() if isinstance(leaf, QuantisedLinear | QuantisedEmbedding)):
+        assert (leaf.ggml_type, leaf.fields["codes"].dtype) == (ggml_type, HALF_TYPES[ggml_type])
+    assert torch.equal(logits(kept, torch.float32), logits(dense, torch.float32))
+    for dtype in (torch.bfloat16, torch.float64):
+        assert not any(isinstance(leaf, QuantisedLinear) for leaf in loaded(path, load_packed, dtype).modules())
 
 
 def test_rows_of_q_and_k_in_another_order_give_other_logits(tmp_path, monkeypatch):

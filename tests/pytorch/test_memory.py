@@ -1,5 +1,6 @@
 """Memory of the torch path: predicted from shapes, refused before loading, with a way out that fits."""
 
+import math
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from builders.quantised_folders import FOLDERS
 from runs.command_line import REPOSITORY, invoke
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
@@ -18,6 +20,7 @@ from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.memory import free_memory, predict, require_memory, room_of_pages
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.serving.paged_cache import PagedCache
+from llorch.pytorch.stored_kinds import packed_bytes
 from llorch.verify.expectations.quantised_models import write_model
 
 
@@ -70,6 +73,17 @@ def test_packed_matrices_count_as_the_file_packs_them(packed: Weights):
     file = sum(packed.stored_bytes(name) for name in packed)
     assert predict(packed, at, "packed", 1, 64).weights == file
     assert predict(packed, at, "decoded", 1, 64).weights > 5 * file
+
+
+def test_matrices_in_half_precision_count_as_the_file_has_them():
+    weights = open_weights(FOLDERS / "gptq-4bit")  # embedding and head in F16
+    size = {name: math.prod(weights.shape(name)) for name in weights}
+    wide = sum(4 * n for name, n in size.items() if len(weights.shape(name)) == 1)
+    coded = sum(packed_bytes(weights, name) for name in weights)
+    at = target("cpu", "float32")
+    assert (
+        predict(weights, at, "packed", 1, 64).weights == coded + wide + 2 * size["embed_tokens"] + 2 * size["lm_head"]
+    )
 
 
 def test_more_tokens_and_sequences_need_more(story: Weights):

@@ -19,7 +19,7 @@ from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
-from llorch.pytorch.kernels.packing import Table, decode
+from llorch.pytorch.kernels.packing import HALF_TYPES, Table, decode
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.stored_kinds import block_size, group_order, in_group_order, kind_of, pack_stored, packed_bytes
@@ -27,6 +27,10 @@ from llorch.pytorch.stored_kinds import block_size, group_order, in_group_order,
 
 def quantised(weights: Weights) -> list[str]:
     return [name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix)]
+
+
+def in_half_precision(weights: Weights) -> list[str]:
+    return [name for name in weights if len(weights.shape(name)) == 2 and weights.stored_type(name) in HALF_TYPES]
 
 
 @cache
@@ -88,7 +92,7 @@ def test_predicted_bytes_hold_all_fields_and_few_more(folder):
 def test_a_model_with_packed_matrices_computes_the_logits_of_the_decoded_one(folder):
     packed, decoded = (load_torch(FOLDERS / folder, residency=residency) for residency in ("packed", "decoded"))
     codes = {name for name, _ in packed.module.named_buffers() if name.endswith(".codes")}
-    assert len(codes) == len(quantised(packed.weights))
+    assert len(codes) == len(quantised(packed.weights)) + len(in_half_precision(packed.weights))
     ids = [3, 1, 4, 1, 5]
     got, want = (model.forward(ids) for model in (packed, decoded))
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)

@@ -16,6 +16,8 @@ as many rows as the weight; bits are moved, none is added, so that a weight take
            upper   uint8    in / 4       the upper two bits, see below
            scales  int8     in / 16      x = d * scale * (code - 32)
            d       float16  in / 256
+    BF16   codes   bfloat16 in           the numbers, which the float32 kernels of the CPU widen
+    F16    codes   float16  in           the same
     Table  codes   uint8    in / 2, in   four bits, see below, or eight bits in the order of the elements
            d       float32  groups       x = d * (values[code] - zero) + minimum
            zero    float32  groups       absent where it is 0
@@ -60,6 +62,7 @@ class Table(Scheme):
 
 
 Kind = GGMLType | Table  # of a packed matrix
+HALF_TYPES = MappingProxyType({GGMLType.BF16: torch.bfloat16, GGMLType.F16: torch.float16})  # numbers of 2 bytes
 TABLES: Mapping[str, int] = MappingProxyType({"TABLE_4": 16, "TABLE_8": 256})  # numbers of a table
 _SCAN = 1 << 18  # codes that are compared in one go: the mask stays in the processor cache
 RUN = 32  # elements that share a scale, or their number divides that of those
@@ -67,6 +70,8 @@ RUN = 32  # elements that share a scale, or their number divides that of those
 
 def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
     """Take the blocks of a matrix, as in its file, apart into fields; rows in the order that is wanted."""
+    if ggml_type in HALF_TYPES:
+        return {"codes": raw.contiguous().view(HALF_TYPES[ggml_type])}
     blocks = raw.unflatten(1, (-1, BLOCK_SIZES[ggml_type][1]))  # (out, blocks, block_bytes)
     return {name: field.contiguous() for name, field in PACKERS[ggml_type](blocks).items()}
 
@@ -78,7 +83,7 @@ def decode(fields: Fields, ggml_type: Kind) -> Float32[Tensor, "*rows in"]:
 
 def width(fields: Fields, ggml_type: Kind) -> int:
     """Return the number of elements of one row."""
-    return fields["codes"].shape[-1] * (1 if ggml_type.name in ("Q8_0", "TABLE_8") else 2)
+    return fields["codes"].shape[-1] * (2 if ggml_type.name in ("Q4_0", "Q4_K", "Q6_K", "TABLE_4") else 1)
 
 
 @cache
@@ -187,6 +192,10 @@ def _decode_q6_k(fields: Fields) -> Tensor:
     return _scaled(codes.view(torch.int8) - 32, _scaled(fields["scales"], fields["d"].float()))
 
 
+def _decode_half(fields: Fields) -> Tensor:
+    return fields["codes"].float()
+
+
 def _decode_table(fields: Fields, table: Table) -> Tensor:
     codes = four_bits(fields["codes"]) if table.name == "TABLE_4" else fields["codes"]
     numbers = values_of(table, codes.device)[codes.int()].unflatten(-1, (fields["d"].shape[-1], -1))
@@ -242,8 +251,9 @@ def _join_six_bits(scale: UInt8[Tensor, "out runs"], minimum: UInt8[Tensor, "out
 PACKERS: Mapping[GGMLType, Callable[[Tensor], dict[str, Tensor]]] = MappingProxyType(
     {GGMLType.Q8_0: _pack_q8_0, GGMLType.Q4_0: _pack_q4_0, GGMLType.Q4_K: _pack_q4_k, GGMLType.Q6_K: _pack_q6_k}
 )
-DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType(
-    {GGMLType.Q8_0: _decode_q8_0, GGMLType.Q4_0: _decode_q4_0, GGMLType.Q4_K: _decode_q4_k, GGMLType.Q6_K: _decode_q6_k}
-)
+DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType({
+    GGMLType.Q8_0: _decode_q8_0, GGMLType.Q4_0: _decode_q4_0, GGMLType.Q4_K: _decode_q4_k, GGMLType.Q6_K: _decode_q6_k,
+    GGMLType.BF16: _decode_half, GGMLType.F16: _decode_half,
+})  # fmt: skip
 
 KIND_NAMES = (*(kind.name for kind in PACKERS), *TABLES)

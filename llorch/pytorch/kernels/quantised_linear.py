@@ -18,7 +18,7 @@ from llorch.pytorch.kernels.packing import Fields, Kind, decode, width
 Multiply = Callable[[Tensor, Fields, Kind, Tensor | None], Tensor]
 MultiplyBack = Callable[[Tensor, Fields, Kind], Tensor]
 
-_INTEGERS = {torch.float16: torch.int16, torch.float32: torch.int32}
+_INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for the product to be efficient
 
 

@@ -23,7 +23,7 @@ from llorch.pytorch.kernels import TRAINED, kernel_check, kernel_selection
 from llorch.pytorch.kernels import table as all_leaves
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, tried
 from llorch.pytorch.kernels.kernel_selection import try_apart, verdicts
-from llorch.pytorch.kernels.packing import KIND_NAMES
+from llorch.pytorch.kernels.packing import HALF_TYPES, KIND_NAMES
 from llorch.pytorch.kernels.table import leaves_for
 
 own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the results of the function
@@ -281,7 +281,7 @@ def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_dev
 
 
 def test_training_on_the_cpu_gets_the_kernels_of_packed_matrices():
-    kinds = {*WITH_GRADIENTS[3:]}
+    kinds = {*WITH_GRADIENTS[3:], *(f"{TRAINED}packed {kind.name}" for kind in HALF_TYPES)}
     assert own_leaves(target("cpu", "float32"), training=True).keys() == kinds
     assert not kinds & own_leaves(target("cpu", "float32")).keys()
     assert own_leaves(target("cpu", "float32", "torch"), training=True) == {}

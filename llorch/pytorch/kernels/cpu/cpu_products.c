@@ -16,7 +16,7 @@
 #define SPECIALISED static inline
 #endif
 
-enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TABLE_4, TABLE_8 };
+enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TABLE_4, TABLE_8, F16 };
 enum { AHEAD = 4096 }; /* bytes to fetch early: the processor does not look beyond a page by itself */
 
 /* 32 elements of a row: codes times their scale, less a minimum. */
@@ -51,6 +51,26 @@ static inline float from_f16(const void *array, long i) {
     memcpy(&x, (const char *)array + 2 * i, 2);
     return (float)x;
 #endif
+}
+
+static inline lanes widen_f16(const uint16_t *x) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = from_f16(x, i);
+    return v;
+#endif
+}
+
+static inline float dot_f16(const uint16_t *w, const float *x, long in) {
+    lanes sums[PARTS] = {{0}};
+    for (long i = 0; i < in; i += RUN)
+        for (int k = 0; k < PARTS; k++)
+            sums[k] = fma_lanes(widen_f16(w + i + LANES * k), load(x + i + LANES * k), sums[k]);
+    return sum_of_all(sums);
 }
 
 static inline lanes from_int8(const int8_t *codes) {
@@ -427,7 +447,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
 /* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
 static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
     const shared *table = (const shared *)f->scales;
-    if (kind < TABLE_4 || table->offset != MINIMUM) return NULL;
+    if ((kind != TABLE_4 && kind != TABLE_8) || table->offset != MINIMUM) return NULL;
     const long size = columns_of_group(table), n = rows * in / size;
     float *sums = malloc(sizeof(float) * (size_t)n);
     *lacking = sums == NULL;
@@ -443,6 +463,7 @@ static inline float dot(int kind, const fields *f, long row, const float *x, con
     switch (kind) {
     case F32: return dot_f32((const float *)f->codes + row * in, x, in);
     case BF16: return dot_bf16((const uint16_t *)f->codes + row * in, x, in);
+    case F16: return dot_f16((const uint16_t *)f->codes + row * in, x, in);
     case Q8_0: return dot_packed(Q8_0, f, row, x, in);
     case Q4_0: return dot_packed(Q4_0, f, row, x, in);
     case Q4_K: return dot_packed(Q4_K, f, row, x, in);
@@ -564,6 +585,10 @@ void llorch_decode_runs(int kind, const void *codes, const void *d, const void *
                         void *y, long first, long n) {
     const fields f = {codes, d, scales, more};
     switch (kind) {
+    case BF16: copy_as(1, (const uint16_t *)codes + RUN * first, half, y, RUN * n); break;
+    case F16:
+        for (long i = 0; i < RUN * n; i += LANES) store_as(half, y, i, widen_f16((const uint16_t *)codes + RUN * first + i));
+        break;
     case Q8_0: decode(Q8_0, &f, first, n, half, y); break;
     case Q4_0: decode(Q4_0, &f, first, n, half, y); break;
     case Q4_K: decode(Q4_K, &f, first, n, half, y); break;

@@ -18,7 +18,9 @@ from llorch.pytorch.kernels.cpu.linear import TILE, product
 from llorch.pytorch.kernels.packing import RUN, TABLES, Fields, Kind, Table, values_of, width
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 
-KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
+KINDS = {  # `kind` in cpu_products.c
+    GGMLType.BF16: 1, GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5, GGMLType.F16: 8,
+}  # fmt: skip
 TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
 _LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT = range(5)  # `way` in cpu_products.c
 HALF = {torch.float32: 0, torch.bfloat16: 1}
@@ -112,7 +114,7 @@ class CpuQuantisedLinear(PackedMatrix):
         if buffers["codes"] is not self._found_for:
             more = next((buffers[name] for name in _MORE if name in buffers), None)
             scales = buffers.get("scales") if self._shared is None else self._shared
-            self._found = tuple(map(pointer, (buffers["codes"], buffers["d"], scales, more)))
+            self._found = tuple(map(pointer, (buffers["codes"], buffers.get("d"), scales, more)))
             self._found_for = buffers["codes"]
         return self._kind, *self._found, HALF[dtype]
 
