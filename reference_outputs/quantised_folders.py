@@ -146,9 +146,6 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 def golden_of(name: str, stored: Golden) -> tuple[Golden, str]:
     """Dequantise the stored folder by the library of its row; keep the stored golden where that library is missing."""
     row = dequantise.row_of(name)
-    if row is None:
-        reason = dequantise.WITHOUT.get(name, "its weights are not quantised")
-        return {"dequantiser": None, "reason": reason}, f"none: {reason}"
     if reason := missing(row.packages):
         return {key: value for key, value in stored.items() if key != "writer"}, f"NOT RUN, {reason}"
     weights = row.run(FOLDER / name)
@@ -199,8 +196,7 @@ def readme(goldens: dict[str, Golden]) -> str:
     """Fill the table of folders into the page."""
     lines = ["| folder | written by | dequantised by | rounded to |", "|---|---|---|---|"]
     for name, golden in goldens.items():
-        by = golden.get("dequantiser") or f"none: {golden.get('reason')}"
-        lines.append(f"| `{name}` | {golden['writer']} | {by} | {golden.get('rounds_to', '')} |")
+        lines.append(f"| `{name}` | {golden['writer']} | {golden['dequantiser']} | {golden['rounds_to']} |")
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     before, after = page.split("<!-- table -->\n")[0], page.split("<!-- end of the table -->\n")[-1]
     return f"{before}<!-- table -->\n" + "\n".join(lines) + f"\n<!-- end of the table -->\n{after}"

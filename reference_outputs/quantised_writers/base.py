@@ -10,12 +10,14 @@ from safetensors.torch import save_file
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, object]
 
-SIZES = {  # hidden, feed-forward: no multiples of 128; both multiples; a weight of more than 256 blocks of 64
+SIZES = {  # hidden, feed-forward: no multiples of 128; both multiples; a weight of more than 256 blocks of 64; 9 groups
     "tiny": (32, 64),
     "small": (64, 160),
     "wide": (128, 128),
     "nested": (128, 192),
     "experts": (64, 64),
+    "even": (64, 128),
+    "long": (32, 288),
 }
 N_EXPERTS, N_CHOSEN = 4, 2
 N_HEADS, N_KV_HEADS, VOCAB = 4, 2, 24

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantised_writers.base import VOCAB, config, float_tensors, write
+from quantised_writers.base import VOCAB, Tensors, config, float_tensors, write
 
 Library = Callable[[Path, Path], None]  # float folder, folder to write
 EVERY_LINEAR = ["Linear"]
@@ -84,6 +84,32 @@ FP8_CACHE: dict[str, object] = {
 }
 
 
+def autoawq(group: int) -> Library:
+    """Quantise with AutoAWQ to its gemv layout."""
+    return lambda source, made: autoawq_model(source, group)[0].save_quantized(str(made))
+
+
+def autoawq_model(source: Path, group: int) -> tuple[Any, Tensors]:
+    """Return the model that AutoAWQ quantised, and the float16 weights that its quantiser gave to its packer.
+
+    AutoAWQ only quantises and packs here. Its search for scales would depend on the order of sums.
+    """
+    from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports]
+    from awq.quantize.quantizer import AwqQuantizer  # pyright: ignore[reportMissingImports]
+
+    class WithoutSearch(AwqQuantizer):
+        def init_quant(self, **_: object) -> tuple[Any, dict[str, Any], list[Any]]:
+            return self.awq_model.get_model_layers(self.model), {}, []
+
+        quantize = AwqQuantizer.pack
+
+    awq_model = AutoAWQForCausalLM.from_pretrained(str(source), torch_dtype=torch.float16, device_map="cpu")
+    linears = {name: each for name, each in awq_model.model.named_modules() if name.endswith("_proj")}
+    settings = {"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMV"}
+    awq_model.quantize(None, quant_config=settings, quantizer_cls=WithoutSearch)
+    return awq_model, {f"{name}.weight": each.weight.data for name, each in linears.items()}
+
+
 def bitsandbytes(**settings: Any) -> Library:
     """Quantise with bitsandbytes through transformers."""
 
@@ -133,7 +159,11 @@ def torchao(name: str) -> Library:
     return run
 
 
+AUTOAWQ = ("autoawq", "transformers==4.51.3")  # AutoAWQ was last tested with it
 FOLDERS: dict[str, tuple[str, tuple[str, ...], Library]] = {  # size, packages, library
+    **{f"awq-gemv{name}": (size, AUTOAWQ, autoawq(group)) for name, size, group in (
+        ("", "long", 32), ("-g64", "even", 64),
+    )},
     **{f"ct-{name}": (size, ("llmcompressor", "compressed-tensors"), library) for name, size, library in (
         ("w4a16", "small", llmcompressor({"group_0": integers(4)})),
         ("w4a16-g128", "wide", llmcompressor("W4A16")),

@@ -89,25 +89,18 @@ def gptq_with_biases() -> Folder:
     return settings, tensors
 
 
-def awq(group: int, *, version="gemm", size="small", auto=False) -> Folder:
-    """Write AWQ tensors: gemm packs along the outputs in AWQ's order, gemv packs along the inputs in natural order."""
+def awq(group: int, *, size="small", auto=False) -> Folder:
+    """Write AWQ gemm tensors, packed along the outputs in AWQ's order."""
 
     def pack(name: str, weight: Array) -> Tensors:
         width = weight.shape[1]
         group_of = np.arange(width) // group
         codes, scales, zero = grouped(weight, group_of, 4, symmetric=False, scale_dtype=torch.float16)
-        if version == "gemv":
-            step = {128: 1, 64: 2, 32: 4}[group]  # AutoAWQ rounds the number of words of zero points up
-            words = step * -(-(width // group) // (8 * step))
-            zeros = np.pad(zero, ((0, 0), (0, words * 8 - width // group)))
-            filled = torch.zeros(len(scales), words * 8, dtype=torch.float16)
-            filled[:, : scales.shape[1]] = scales
-            return {"qweight": stream(codes, 4), "qzeros": stream(zeros, 4), "scales": filled}
         ordered = lambda a: a.T.reshape(a.shape[1], -1, 8)[:, :, AWQ_ORDER].reshape(a.shape[1], -1)  # noqa: E731
         return {"qweight": stream(ordered(codes), 4), "qzeros": stream(ordered(zero), 4), "scales": scales.T}
 
     quantisation: Config = {
-        "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": version,
+        "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
     }  # fmt: skip
     return replaced(size, auto_round(4, group, False, "auto_awq") if auto else quantisation, pack, "float16")
@@ -323,7 +316,6 @@ FOLDERS: dict[str, Callable[[], Folder]] = {
     "gptq-v2-4bit-asym-act-order": lambda: gptq(4, 32, symmetric=False, act_order=True, version=2),
     "gptq-4bit-qwen2": gptq_with_biases,
     "awq-gemm": lambda: awq(32),
-    "awq-gemv": lambda: awq(32, version="gemv"),
     "auto-round-gptq": lambda: gptq(4, 32, size="tiny", auto=True),
     "auto-round-awq": lambda: awq(32, size="tiny", auto=True),
     "fp8-block-partial": lambda: fp8(128),

@@ -11,12 +11,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 from llorch.engines.dequantisers import all_dequantised
+from quantised_writers import by_libraries
+from quantised_writers.base import config, float_tensors, write
 
 Weights = dict[str, torch.Tensor]
 
@@ -51,6 +54,14 @@ def gptqmodel_file(folder: Path) -> Weights:
     quantisation = settings(folder)["quantization_config"]
     weights = convert_gptq_file(folder / "model.safetensors", torch.float32, quantisation, "cpu")
     return {f"{name}.weight": weights[f"{name}.weight"] for name in modules(folder, "qweight")}
+
+
+def autoawq_quantiser(folder: Path) -> Weights:
+    """Let AutoAWQ quantise the float weights of a folder again, and return the numbers that it packs."""
+    size, group = by_libraries.FOLDERS[folder.name][0], settings(folder)["quantization_config"]["group_size"]
+    with TemporaryDirectory() as temporary:
+        write(Path(temporary), config(size), float_tensors(size))
+        return by_libraries.autoawq_model(Path(temporary), group)[1]
 
 
 def llamacpp(folder: Path) -> Weights:
@@ -138,6 +149,11 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
     "gptq": GPTQ,
     "auto-round-gptq": GPTQ,
     "awq-gemm": AWQ,
+    "awq-gemv": Dequantiser(
+        autoawq_quantiser, by_libraries.AUTOAWQ, "AwqQuantizer.pseudo_quantize_tensor of the same float weights",
+        rounds_to="float16",
+        note="AutoAWQ and gptqmodel read gemv files in CUDA kernels only; these are the numbers that AutoAWQ packed",
+    ),
     "auto-round-awq": AWQ,
     "fp8": LLAMACPP,
     "mxfp8": Dequantiser(
@@ -167,9 +183,8 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
     "mlx": MLX,
     "torchao": TORCHAO,
 }  # fmt: skip
-WITHOUT = {"awq-gemv": "AutoAWQ and gptqmodel read gemv files in CUDA kernels only"}
 
 
-def row_of(name: str) -> Dequantiser | None:
+def row_of(name: str) -> Dequantiser:
     """Return the dequantiser of a folder."""
-    return next((row for key, row in BY_NAME.items() if name.startswith(key)), None)
+    return next(row for key, row in BY_NAME.items() if name.startswith(key))

@@ -126,7 +126,6 @@ def dense(folder: Path) -> Logits:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     row = row_of(folder.name)
-    assert row
     config = AutoConfig.from_pretrained(folder)
     delattr(config, "quantization_config")
     tensors = load_file(folder / "model.safetensors") | row.run(folder)
