@@ -28,13 +28,13 @@ _BITS = (2, 3, 4, 8)
 _SCALES = ("F16", "BF16", "F32")
 
 
-def read_gptq(source: Source) -> None:
-    """Find the matrices of a GPTQ folder."""
+def read_gptq(source: Source, *, default: str = "gptq") -> None:
+    """Find the matrices of a GPTQ folder; `default` is its version if the settings have none."""
     settings = source.settings
     settings.refuse("pack_dtype", unless=("int32",), default="int32")
     desc_act, symmetric = settings.boolean("desc_act", default=False), settings.boolean("sym", default=True)
     key = "checkpoint_format" if settings.has("checkpoint_format") or not settings.has("format") else "format"
-    version = settings.text(key, default="gptq")
+    version = settings.text(key, default=default)
     if version not in ("gptq", "gptq_v2"):
         raise settings.error("Unsupported", key, "'gptq' or 'gptq_v2'", version)
     for module in source.modules("qweight"):

@@ -3,7 +3,7 @@
     MLX        affine codes with scale and bias, embeddings too; settings of single modules; mxfp4, nvfp4, mxfp8;
                the experts of a layer in one tensor (`switch_mlp`)
     ModelOpt   NVFP4 whose scales are multiplied by that of the matrix; FP8
-    AutoRound  the tensors of GPTQ or AWQ
+    AutoRound  the tensors of GPTQ or AWQ; the packing `auto_round` has those of the second version of GPTQ
     BitNet     codes -1, 0, 1; row i of the first quarter lies in the lowest two bits
     torchao    signed bytes or E4M3 with a scale a row
 
@@ -143,13 +143,18 @@ def read_auto_round(source: Source) -> None:
     """Find the matrices of an AutoRound folder, which has those of GPTQ or AWQ."""
     packing = source.settings.text("packing_format", default="auto_round:auto_gptq")
     match packing.removeprefix("auto_round:"):
-        case "auto_gptq" | "gptq" | "auto_round":
+        case "auto_gptq" | "gptq" | "auto":
             read_gptq(source)
+        case "auto_round" | "gptqmodel":
+            read_gptq(source, default="gptq_v2")
         case "auto_awq" | "awq":
             read_awq(source)
         case _:
             raise source.settings.error(
-                "Unsupported", "packing_format", "'auto_round:auto_gptq' or 'auto_round:auto_awq'", packing
+                "Unsupported",
+                "packing_format",
+                "'auto_round', 'auto_round:auto_gptq', 'auto_round:gptqmodel' or 'auto_round:auto_awq'",
+                packing,
             )
 
 

@@ -81,6 +81,17 @@ def test_one_module_may_have_settings_of_its_own(tmp_path: Path):
         )
 
 
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel"])
+def test_packing_of_auto_round_without_auto_gptq_is_the_second_version(packing: str, tmp_path: Path):
+    settings = said(quant_method="auto-round", packing_format=packing, checkpoint_format=None)
+    made = changed(tmp_path, "gptq-v2-4bit-asym-act-order", settings)
+    for name in ("q_proj", "down_proj"):
+        np.testing.assert_array_equal(
+            open_weights(made)[f"layers.0.{name}"],
+            open_weights(FOLDERS / "gptq-v2-4bit-asym-act-order")[f"layers.0.{name}"],
+        )
+
+
 @pytest.mark.parametrize("block", [(32, 128), (128, 32), (48, 20)])
 def test_blocks_need_not_be_square(block: tuple[int, int], tmp_path: Path):
     def scales(tensors: Tensors) -> None:
@@ -259,6 +270,8 @@ REFUSALS = [
         f"{Q}._weight_qdata", got="U8"),
     row("no whole words", opened("gptq-3bit", tensors=cut_rows(f"{Q}.qweight", 2)), "Inconsistent", f"{Q}.qweight",
         "bits"),
+    row("an unknown packing", opened("auto-round-gptq", said(packing_format="auto_round:mlx")), "Unsupported",
+        "packing_format", got="auto_round:mlx"),
     row("AWQ of other bits", opened("awq-gemm", said(bits=8)), "Unsupported", "bits", got=8),
     row("nothing is quantised", floats_as_gptq, "Inconsistent", "quant_method"),
 ]  # fmt: skip
