@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import across, awq, integers, stream
 from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
@@ -32,37 +33,39 @@ def read_gptq(source: Source, *, default: str = "gptq") -> None:
     """Find the matrices of a GPTQ folder; `default` is its version if the settings have none."""
     settings = source.settings
     settings.refuse("pack_dtype", unless=("int32",), default="int32")
-    desc_act, symmetric = settings.boolean("desc_act", default=False), settings.boolean("sym", default=True)
     key = "checkpoint_format" if settings.has("checkpoint_format") or not settings.has("format") else "format"
     version = settings.text(key, default=default)
     if version not in ("gptq", "gptq_v2"):
         raise settings.error("Unsupported", key, "'gptq' or 'gptq_v2'", version)
     for module in source.modules("qweight"):
-        bits, group_size = _of_module(source, module)
-        if bits not in _BITS:
+        own = _of_module(source, module)
+        if (bits := own.integer("bits")) not in _BITS:
             raise settings.error("Unsupported", "bits", "2, 3, 4 or 8", bits)
-        _add_gptq(source, module, bits, group_size, ordered=desc_act, less_one=version == "gptq", symmetric=symmetric)
+        _add_gptq(source, module, own, less_one=version == "gptq")
 
 
-def _of_module(source: Source, module: str) -> tuple[int, int]:
-    """Bits and group size of a module; `dynamic` may say others for it than for the rest."""
+def _of_module(source: Source, module: str) -> Fields:
+    """Return the settings of a module, which `dynamic` of gptqmodel or `extra_config` of AutoRound may override."""
     settings = source.settings
-    bits, group_size = settings.integer("bits"), settings.integer("group_size")
-    section = settings.section("dynamic")
-    for pattern, values in ({} if section is None else section.values).items():
-        try:
-            matched = re.match(pattern.removeprefix("+:"), module)
-        except re.error:
-            raise settings.error("Malformed", "dynamic", "regular expressions", pattern) from None
-        if matched and not pattern.startswith("-:") and isinstance(values, Mapping):
-            own = type(settings)(values, settings.path)
-            return own.integer("bits", default=bits), own.integer("group_size", default=group_size)
-    return bits, group_size
+    for key, matches in (("dynamic", re.match), ("extra_config", re.search)):
+        section = settings.section(key)
+        given = {} if section is None else section.values
+        if key == "extra_config" and module in given:  # a name goes before expressions
+            given = {module: given[module], **given}
+        for pattern, values in given.items():
+            try:
+                matched = matches(pattern.removeprefix("+:"), module)
+            except re.error:
+                raise settings.error("Malformed", key, "regular expressions", pattern) from None
+            if matched and not pattern.startswith("-:") and isinstance(values, Mapping):
+                own = {name: value for name, value in values.items() if value is not None}
+                return Fields({**settings.values, **own}, settings.path)
+    return settings
 
 
-def _add_gptq(
-    source: Source, module: str, bits: int, group_size: int, *, ordered: bool, less_one: bool, symmetric: bool
-) -> None:
+def _add_gptq(source: Source, module: str, own: Fields, *, less_one: bool) -> None:
+    bits, group_size = own.integer("bits"), own.integer("group_size")
+    ordered, symmetric = own.boolean("desc_act", default=False), own.boolean("sym", default=True)
     n_words, n_out = source.shape(module, "qweight")
     n_in = n_words * 32 // bits
     if n_in * bits != n_words * 32 or n_out * bits % 32:
@@ -150,8 +153,9 @@ def read_awq(source: Source) -> None:
     version = settings.text(key, default="gemm").lower()
     if version not in ("gemm", "gemv"):
         raise settings.error("Unsupported", key, "'gemm' or 'gemv'", version)
-    group_size = settings.integer("group_size" if settings.has("group_size") else "q_group_size")
+    group_key = "group_size" if settings.has("group_size") else "q_group_size"
     for module in source.modules("qweight"):
+        group_size = _of_module(source, module).integer(group_key)
         (_add_gemm if version == "gemm" else _add_gemv)(source, module, group_size)
     source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
 

@@ -16,7 +16,8 @@ from llorch.files.packed import Scheme
 from llorch.files.quantised import QuantisedFolder
 from llorch.model import load
 
-Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
 UP_STACK = "model.layers.0.mlp.switch_mlp.up_proj"
 
@@ -69,16 +70,41 @@ def test_settings_may_lie_beside_the_configuration(tmp_path: Path):
     np.testing.assert_array_equal(source.array(f"{Q}.weight"), open_weights(FOLDERS / "gptq-4bit")["layers.0.q_proj"])
 
 
-def test_one_module_may_have_settings_of_its_own(tmp_path: Path):
-    names = json.loads((FOLDERS / "gptq-4bit" / "config.json").read_text())
-    stored = tensors_of(FOLDERS / "gptq-4bit")
-    wide = {name: one for name, one in tensors_of(FOLDERS / "gptq-8bit").items() if name.startswith(f"{Q}.")}
-    names["quantization_config"]["dynamic"] = {"+:.*q_proj": {"bits": 8}, "-:.*k_proj": {"bits": 2}}
-    folder = written(tmp_path / "mixed", names, {**stored, **wide})
-    for name, origin in (("q_proj", "gptq-8bit"), ("k_proj", "gptq-4bit")):
-        np.testing.assert_array_equal(
-            open_weights(folder)[f"layers.0.{name}"], open_weights(FOLDERS / origin)[f"layers.0.{name}"]
-        )
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dynamic": {"+:.*q_proj": {"bits": 8}, ".*up_proj": {"sym": False}, "-:.*k_proj": {"bits": 2}}},
+        {"quant_method": "auto-round",
+         "extra_config": {"[qk]_proj": {"bits": 2}, Q: {"bits": 8, "act_bits": None}, K: {"bits": 4},
+                          "mlp.up_proj$": {"sym": False}}},
+    ],
+    ids=["gptqmodel", "AutoRound"],
+)  # fmt: skip
+def test_one_module_may_have_settings_of_its_own(settings: dict[str, object], tmp_path: Path):
+    origins = {Q: "gptq-8bit", K: "gptq-4bit", UP: "gptq-4bit-asym"}
+
+    def mix(tensors: Tensors) -> None:
+        for module, origin in origins.items():
+            tensors |= {
+                name: one for name, one in tensors_of(FOLDERS / origin).items() if name.startswith(f"{module}.")
+            }
+
+    made = open_weights(changed(tmp_path, "gptq-4bit", said(**settings), mix)).source
+    for module, origin in origins.items():
+        wanted = open_weights(FOLDERS / origin).source.array(f"{module}.weight")
+        np.testing.assert_array_equal(made.array(f"{module}.weight"), wanted, err_msg=module)
+
+
+def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(tmp_path: Path):
+    def halve(tensors: Tensors) -> None:
+        for part in ("qzeros", "scales"):
+            dtype, (groups, width), data = tensors[f"{DOWN}.{part}"]
+            tensors[f"{DOWN}.{part}"] = (dtype, [1, width], data[: len(data) // groups])
+
+    settings = said(extra_config={DOWN: {"group_size": 64}})
+    made = open_weights(changed(tmp_path, "auto-round-awq", settings, halve)).source.array(f"{DOWN}.weight")
+    wanted = open_weights(FOLDERS / "auto-round-awq").source.array(f"{DOWN}.weight")
+    np.testing.assert_array_equal(made[:, :32], wanted[:, :32])
 
 
 @pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel"])
