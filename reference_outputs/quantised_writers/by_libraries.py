@@ -110,6 +110,22 @@ def autoawq_model(source: Path, group: int) -> tuple[Any, Tensors]:
     return awq_model, {f"{name}.weight": each.weight.data for name, each in linears.items()}
 
 
+def autoround(bits: int) -> Library:
+    """Quantise with AutoRound to asymmetric integers, without its search for rounding."""
+
+    def run(source: Path, made: Path) -> None:
+        from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.float32)
+        no_tokenizer = SimpleNamespace(save_pretrained=lambda *_, **__: ())
+        method = {"bits": bits, "group_size": 32, "sym": False, "iters": 0, "disable_opt_rtn": True}
+        AutoRound(model, no_tokenizer, device_map="cpu", **method).quantize_and_save(str(made), format="auto_round")
+        shutil.copytree(next(made.iterdir()), made, dirs_exist_ok=True)  # it saves to a folder named after the settings
+
+    return run
+
+
 def bitsandbytes(**settings: Any) -> Library:
     """Quantise with bitsandbytes through transformers."""
 
@@ -164,6 +180,7 @@ FOLDERS: dict[str, tuple[str, tuple[str, ...], Library]] = {  # size, packages, 
     **{f"awq-gemv{name}": (size, AUTOAWQ, autoawq(group)) for name, size, group in (
         ("", "long", 32), ("-g64", "even", 64),
     )},
+    "auto-round-2bit-asym": ("tiny", ("auto-round", "transformers==4.51.3"), autoround(2)),
     **{f"ct-{name}": (size, ("llmcompressor", "compressed-tensors"), library) for name, size, library in (
         ("w4a16", "small", llmcompressor({"group_0": integers(4)})),
         ("w4a16-g128", "wide", llmcompressor("W4A16")),

@@ -64,6 +64,22 @@ def autoawq_quantiser(folder: Path) -> Weights:
         return by_libraries.autoawq_model(Path(temporary), group)[1]
 
 
+def autoround(folder: Path) -> Weights:
+    """Multiply the identity by AutoRound's own module, with scales in float32."""
+    from auto_round_extension.torch.qlinear_torch import QuantLinear  # pyright: ignore[reportMissingImports]
+
+    quantisation, weights = settings(folder)["quantization_config"], {}
+    for name, tensors in modules(folder, "qweight").items():
+        width = tensors["qweight"].shape[0] * 32 // quantisation["bits"]
+        shape = (width, tensors["scales"].shape[1])
+        module: Any = QuantLinear(quantisation["bits"], quantisation["group_size"], *shape, bias=False)
+        module.load_state_dict(tensors, strict=False)
+        module.scales = module.scales.float()
+        with torch.no_grad():
+            weights[f"{name}.weight"] = module(torch.eye(width)).T
+    return weights
+
+
 def llamacpp(folder: Path) -> Weights:
     """Call `dequant_model` of llama.cpp's converter, from the sources at LLORCH_LLAMACPP."""
     root = os.environ["LLORCH_LLAMACPP"]
@@ -155,6 +171,9 @@ BY_NAME: dict[str, Dequantiser] = {  # the first row whose key begins the name o
         note="AutoAWQ and gptqmodel read gemv files in CUDA kernels only; these are the numbers that AutoAWQ packed",
     ),
     "auto-round-awq": AWQ,
+    "auto-round-2bit-asym": Dequantiser(
+        autoround, ("auto-round",), "auto_round_extension.torch.qlinear_torch.QuantLinear of the identity, float32"
+    ),
     "fp8": LLAMACPP,
     "mxfp8": Dequantiser(
         all_dequantised, ("transformers",), "integrations.finegrained_fp8.Fp8Dequantize, float32"
