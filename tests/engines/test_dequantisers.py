@@ -22,7 +22,7 @@ def package_of(folder: Path) -> str:
     ("name", "package"),
     [
         ("gptq-4bit", "gptqmodel"), ("auto-round-gptq", "gptqmodel"), ("awq-gemm", "autoawq"),
-        ("auto-round-awq", "autoawq"), ("awq-gemv", ""),
+        ("auto-round-awq", "autoawq"), ("auto-round-2bit-asym", ""), ("awq-gemv", ""),
         ("ct-mixed", "compressed-tensors"), ("bnb-nf4", "bitsandbytes"),
         ("mlx-mxfp4", "mlx"), ("torchao-int8", "torchao"), ("bitnet-autobitlinear", "transformers"),
         ("bitnet-bitlinear", ""), ("fp8-block-partial", ""), ("modelopt-nvfp4", ""),
