@@ -22,7 +22,7 @@ import numpy as np
 from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import across, awq, integers, stream
-from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, StoredPart, floats_of
 from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
 
 _BITS = (2, 3, 4, 8)
@@ -160,6 +160,14 @@ def read_awq(source: Source) -> None:
     source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
 
 
+def _wrong_padding(scales: StoredPart, groups: int) -> str | None:
+    """Say that a gemv matrix has scales of more groups than its settings give; AutoAWQ fills the rest with zeros."""
+    wrong = scales.floats()[:, groups:]
+    if not wrong.any():
+        return None
+    return f"{scales.name}: expected 0 from column {groups} on (group_size), got {wrong[wrong != 0][0]:g}"
+
+
 def _add_gemm(source: Source, module: str, group_size: int) -> None:
     n_in, n_words = source.shape(module, "qweight")
     n_out = n_words * 8
@@ -200,5 +208,6 @@ def _add_gemv(source: Source, module: str, group_size: int) -> None:
         zero=lambda parts, rows: stream(parts["qzeros"].array[rows], 4, groups).astype(np.float32),
         scale=lambda parts, rows: scales(parts, rows)[:, :groups],
         group=size,
+        check=lambda parts: _wrong_padding(parts["scales"], groups),
     )
     source.add(module, f"AWQ 4-bit (gemv), {_columns(size, n_in)}", (n_out, n_in), parts, recipe)

@@ -249,6 +249,8 @@ REFUSALS = [
     row("a stack of fewer experts", opened("mlx-4bit-experts", tensors=cut(f"{UP_STACK}.biases", 0)), "Shape",
         f"{UP_STACK}.biases"),
     row("groups that do not divide", opened("awq-gemm", said(group_size=48)), "Inconsistent", "group_size", got=48),
+    row("a gemv matrix of more groups", opened("awq-gemv", said(group_size=-1)), "Inconsistent",
+        "model.layers.0.self_attn.o_proj.scales", "group_size", expected=0, got=0.00665665),
     row("a group size of 0", opened("mlx-4bit", said(group_size=0)), "OutOfRange", "group_size", got=0),
     row("another group size", opened("gptq-4bit", said(group_size=16)), "Shape", f"{DOWN}.qzeros"),
     row("rows for groups", opened("ct-w4a16", of_group(strategy="channel")), "Shape", f"{DOWN}.weight_scale",
