@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,8 +137,9 @@ def without_privileges() -> Iterator[None]:
 @pytest.mark.parametrize("target", ["m.gguf", "folder"])
 def test_a_folder_that_may_not_be_written_is_named(tmp_path_factory: pytest.TempPathFactory, target: str):
     place = tmp_path_factory.mktemp("readonly")
-    for folder in takewhile(lambda folder: not folder.stat().st_mode & 0o001, (place, *place.parents)):
-        folder.chmod(0o755)  # so that anybody gets here
+    for folder in (place, *place.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(0o755)  # so that anybody gets here
     place.chmod(0o555)
     (source := place.parent / f"{target}-source.gguf").write_bytes(builtin_path("micro-llama").read_bytes())
     with pytest.raises(PermissionError) as caught, without_privileges():

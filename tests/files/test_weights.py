@@ -18,6 +18,7 @@ from builders.tiny_models import (
 from gguf import MODEL_ARCH, get_tensor_name_map
 from runs.refusals import assert_tells, refuses
 
+from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
 from llorch.files.matrix import Matrix
 from llorch.files.tensor_names import interleave, inventory, undo_interleave
@@ -273,3 +274,9 @@ def test_a_vector_that_llama_cpp_would_abort_at_has_no_ggml_numerics(tmp_path: P
     with refuses("Unsupported", "blk.1.ffn_norm.weight", "type F16", "in F32"):
         weights.using(GGML)
     assert weights.using(packed=True).array("layers.1.ffn_norm").dtype == np.float32
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_widened_array_is_made_once_where_it_is_kept(keep: bool):
+    wide = open_weights(builtin_path("micro-qwen2")).astype(np.float64, keep=keep)
+    assert (wide["layers.0.q_proj"] is wide["layers.0.q_proj"]) == keep

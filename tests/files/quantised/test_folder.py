@@ -308,3 +308,10 @@ REFUSALS = [
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_folder_that_cannot_be_meant_is_refused(refusal: Refusal, tmp_path: Path):
     refusal.check(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "n_left_out"), [("ct-fp8-static-kv", 9), ("ct-fp8-block", 0)])
+def test_scales_that_exact_numerics_leave_out_are_counted(name: str, n_left_out: int, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO"):
+        open_weights(FOLDERS / name)
+    assert [f": {n_left_out} scales" in text for text in caplog.messages] == [True] * bool(n_left_out)
