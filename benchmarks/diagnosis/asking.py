@@ -19,8 +19,8 @@ from benchmarks.diagnosis.port import model_path
 from benchmarks.diagnosis.reenacted import Report
 from benchmarks.diagnosis.styles import Written
 from benchmarks.diagnosis.witnesses import Witness, path_of
-from llorch.cli.dumped import read_stages
 from llorch.diagnosis.diagnose import diagnose
+from llorch.diagnosis.guards import read_comparable
 from llorch.diagnosis.verdict import Diagnosis, Finding
 from llorch.dumps.ids import FIRST_TOKEN_TWICE
 from llorch.dumps.stage_dump import StageDump
@@ -91,7 +91,7 @@ def ask(model: str, written: Written) -> Heard:
     ids, first = (written.tokens.ids, written.tokens.first_position) if written.tokens else (None, None)
     try:
         weights = weights_of(model)
-        dump = read_stages(written.path, weights, written.mapping, ids, first)
+        dump = read_comparable(written.path, weights, mapping=written.mapping, ids=ids, first_position=first)
         made = diagnose(weights, dump, model=model)
     except Exception as error:  # a crash is a wrong answer, and no reason not to ask on
         refused = f"{type(error).__name__}: {error}"

@@ -33,12 +33,11 @@ def plan_check(
 def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     """Compare llorch's stages with the stages of a dump, report the comparisons, and return the exit code."""
     with progress(f"verifying {plan.spec}") as tell:
-        stages = plan.stages()
-        rows, not_run = dump_rows(plan.weights(), stages, model=plan.spec, say=tell)
+        rows, not_run = dump_rows(plan.weights, plan.dump, model=plan.spec, say=tell)
     checkpoints = sorted({row.checkpoint for row in rows})
     judged = JudgedModel(plan.spec, rows, not_run, checkpoints=checkpoints, dump=str(plan.path))
     if not as_json:
-        for note in stages.notes:
+        for note in plan.dump.notes:
             say(f"note: {note}")
         print_model(console(), judged, detail=detail)
     return reported([judged], {}, plan.threads, strict=False, as_json=as_json)

@@ -102,8 +102,7 @@ def _diagnosed(
 
     plan = plan_dump(dump, model, mapping=mapping, prompt=prompt, tokens=tokens, first_position=first_position)
     with progress(f"diagnosing {dump}") as tell:
-        stages = plan.stages()
-        return diagnose(plan.weights(), stages, model=model, say=tell)
+        return diagnose(plan.weights, plan.dump, model=model, say=tell)
 
 
 def _of_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":

@@ -103,13 +103,15 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
 def _side(
     path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int | None
 ) -> "Side":
-    from llorch.cli.dumped import read_stages
     from llorch.dumps.index import open_raw
     from llorch.verify.diff import Side
 
     if weights is None:
         return Side.of_names(open_raw(path))
-    return Side.of_stages(read_stages(path, weights, mapping, tokens, first_position))
+    from llorch.diagnosis.guards import read_comparable
+
+    dump = read_comparable(path, weights, mapping=mapping, ids=tokens, first_position=first_position)
+    return Side.of_stages(dump)
 
 
 def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:

@@ -1,10 +1,12 @@
-"""Guards: check that the numbers of a dump can be compared with llorch's at all.
+"""Guards: check that the numbers of a dump can be compared with llorch's at all. `read_comparable` reads such a dump.
 
 Typical invalid comparisons use two prompts, a row before a norm and a row after it, or other weights. Guards do not
 judge the engine's mistakes: an array counts as misnamed only if the arrays made from it prove it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -13,13 +15,52 @@ from llorch.config import ModelConfig
 from llorch.diagnosis.search.norm_places import check_norms, relative_distance
 from llorch.diagnosis.weight_hashes import check_weights
 from llorch.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
+from llorch.dumps.index import open_raw
+from llorch.dumps.mapping import read_mapping
+from llorch.dumps.raw import with_earlier
 from llorch.dumps.stage_dump import Seen, StageDump
+from llorch.dumps.stage_mapping import stage_dump
 from llorch.errors import GuardFailed
 from llorch.files import Weights
 from llorch.ops.embedding import embedding
 from llorch.stages import Stage, keys
 
 _CLOSE = 0.1  # relative error of the same rows, whatever their dtype
+
+
+def read_comparable(
+    path: Path,
+    weights: Weights,
+    *,
+    mapping: Path | None = None,
+    ids: Sequence[int] | None = None,
+    first_position: int | None = None,
+) -> StageDump:
+    """Read a dump as stages of a model, and refuse it if its numbers cannot be compared with the model's.
+
+    Args:
+        path: File or folder of the dump.
+        weights: Weights of the model, as the file has them.
+        mapping: File that maps the dump's names to stages.
+        ids: The tokens of all passes, as the user knows them; None: the dump must have them.
+        first_position: Position of the first of them, as the user knows it.
+
+    Returns:
+        The stages, with the oddities that the guards found among its notes.
+
+    Raises:
+        FileNotFoundError: There is no dump, or no mapping.
+        FormatError: The dump or the mapping cannot be read.
+        GuardFailed: See `require_comparable`.
+    """
+    raw = with_earlier(open_raw(path), ids)
+    names = None if mapping is None else read_mapping(mapping)
+    needed = None if raw.passes else ids  # if the dump has ids, `require_comparable` compares the given ones with them
+    dump = stage_dump(
+        raw, weights.config, mapping=names, ids=needed, first_position=first_position or 0, weights=weights
+    )
+    notes = require_comparable(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
+    return replace(dump, notes=(*dump.notes, *notes))
 
 
 def require_comparable(
