@@ -1,9 +1,8 @@
 """Every stage of a dump compared with llorch's: local error, inherited error, and the tolerance of a right engine."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,8 +21,8 @@ _UNKNOWN = Difference(math.nan, math.nan)
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Array of the engine, and llorch's."""
+class ArrayPair:
+    """Array of the engine, and llorch's array of the same stage and tokens."""
 
     theirs: np.ndarray
     ours: np.ndarray
@@ -50,7 +49,7 @@ class Beside:
             return True
         return bool((np.isfinite(self.theirs) & np.isfinite(self.ours)).any())
 
-    def where_finite(self) -> "Beside":
+    def where_finite(self) -> "ArrayPair":
         """Set entries to 0 where both arrays are not finite: a mistake may produce just such values."""
         if self.masked or self.theirs.shape != self.ours.shape:
             return self
@@ -58,9 +57,9 @@ class Beside:
         return replace(self, theirs=np.where(nothing, 0, self.theirs), ours=np.where(nothing, 0, self.ours))
 
 
-def beside(
+def pair_of(
     replay: Replay, seen: Seen, name: str, ours: np.ndarray, chosen_by: tuple[np.ndarray, np.ndarray] | None = None
-) -> Beside:
+) -> ArrayPair:
     """Pair a dumped stage with the same tokens of llorch's; scores and variances tell the ties of a choice."""
     stage, _ = replay.stages[name]
     theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen)
@@ -68,72 +67,92 @@ def beside(
         theirs = ExpertSelection(ours, *(rows(array, stage, seen) for array in chosen_by)).settled(theirs)
     if stage.is_choice:  # their order says nothing
         theirs, ours = np.sort(theirs, axis=-1), np.sort(ours, axis=-1)
-    return Beside(theirs, ours, stage.masked, token_axis(stage))
+    return ArrayPair(theirs, ours, stage.masked, token_axis(stage))
+
+
+@dataclass
+class _ReplayRun:
+    """llorch's run of the passes of a dump, one part of the model after the other.
+
+    Attributes:
+        replay: The replay of the dump.
+        past: Caches before the pass.
+        engine_fed: Arrays of the dump replace llorch's; False for a run of llorch alone.
+        made: Arrays of the last part, as llorch computed them.
+        passed: Arrays of the last part, as later stages get them.
+    """
+
+    replay: Replay
+    past: Past
+    engine_fed: bool = True
+    made: dict[str, np.ndarray] = field(default_factory=dict)
+    passed: Arrays = field(default_factory=dict)
+
+    def compute(self, n_pass: int, part: int) -> None:
+        """Run a part of the model on the output of the part before it."""
+        x = np.empty(0) if part == EMBED else self.passed[self.replay.input_of(part)]
+        self.made = {}
+        keep = self.made.__setitem__
+        with np.errstate(all="ignore"):  # an engine's own numbers may lead anywhere
+            self.passed = self.replay.run(n_pass, keep, self.past, first=part, last=part, x=x, fed=self.engine_fed)
+
+    def end_pass(self) -> None:
+        """Keep the caches for the next pass, and drop the arrays."""
+        self.past, self.made, self.passed = self.past.next(), {}, {}
 
 
 class DumpJudge:
-    """Judges the passes of a dump, one after the other; keeps what the caches held before each, in both ways."""
+    """Judges the passes of a dump, one after the other.
+
+    Three runs go side by side. Two take the engine's arrays, with the caches as the dump shows them and with caches of
+    appended rows; the third is llorch's alone.
+    """
 
     def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
         """Prepare; nothing is computed yet."""
-        self.replay, self.pasts = replay, list[tuple[Past, ...]]()
+        self.replay, self.pasts = replay, list[tuple[Past, ...]]()  # caches of the fed runs before each pass
         self.not_run: list[tuple[int, str]] = []  # pass and stage key of what the dump cannot be judged by
         self._say, self._engine = say, EngineArithmetic(replay.dump)
+        as_shown, appended, alone = (first_past(replay, as_given=as_given) for as_given in (True, False, True))
+        self._fed = _ReplayRun(replay, as_shown), _ReplayRun(replay, appended)
+        self._own = _ReplayRun(replay, alone, engine_fed=False)
+        self._held = first_variances(replay, as_shown), dict[str, np.ndarray]()  # of caches and states; states
 
     def results(self) -> Iterator[StageResult]:
         """Yield every stage of every pass, in the order of the run."""
-        pasts = [first_past(self.replay), first_past(self.replay, as_given=False)]
-        alone, held = first_past(self.replay), (first_variances(self.replay, pasts[0]), dict[str, np.ndarray]())
         unknown = zip(unknown_stages(self.replay), unknown_stages(self.replay, fed=False), strict=True)
         for n_pass, (here, in_own_run) in enumerate(unknown):
-            self.pasts.append(tuple(pasts))
-            for result in self._of_pass(n_pass, pasts, alone, held):
+            self.pasts.append(tuple(run.past for run in self._fed))
+            for result in self._results_of_pass(n_pass):
                 if result.key in here:
                     self.not_run.append((n_pass, result.key))
                 else:
                     yield replace(result, total=_UNKNOWN) if result.key in in_own_run else result
-            pasts, alone = [past.next() for past in pasts], alone.next()
+            for run in (*self._fed, self._own):
+                run.end_pass()
 
-    def _of_pass(
-        self, n_pass: int, pasts: Sequence[Past], alone: Past, held: tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
-    ) -> Iterator[StageResult]:
+    def _results_of_pass(self, n_pass: int) -> Iterator[StageResult]:
         """Yield the results of one pass, part by part of the model."""
-        expected = Expectations(self.replay, n_pass, self._engine, *held)
-        xs, x_alone = [np.empty(0) for _ in pasts], np.empty(0)
+        expected = Expectations(self.replay, n_pass, self._engine, *self._held)
         for part in range(EMBED, self.replay.config.n_layers + 1):
             self._say(f"pass {n_pass + 1} of {len(self.replay.dump.passes)}, {self._part(part)}")
-            made, own = [dict[str, np.ndarray]() for _ in pasts], dict[str, np.ndarray]()
-            runs = list(zip(xs, made, pasts, strict=True))
-            passed = [self._run(n_pass, part, *run, engine_fed=True) for run in runs]
-            own_passed = self._run(n_pass, part, x_alone, own, alone, engine_fed=False)
-            for name, allowed in expected.of_part(part, made[0], passed[0]):
+            for run in (*self._fed, self._own):
+                run.compute(n_pass, part)
+            for name, allowed in expected.of_part(part, self._fed[0].made, self._fed[0].passed):
                 seen = self.replay.dump.seen.get((n_pass, name))
                 if seen is not None:
-                    chosen_by = [expected.chosen_by(name, each) for each in passed]
-                    arrays = [each[name] for each in made], own[name], chosen_by
-                    yield self._result(n_pass, name, *arrays, allowed(seen))
-            if part < self.replay.config.n_layers:
-                behind = self.replay.input_of(part + 1)
-                xs, x_alone = [each[behind] for each in passed], own_passed[behind]
+                    yield self._result(n_pass, name, seen, expected, allowed(seen))
 
     def _part(self, part: int) -> str:
         n_layers = self.replay.config.n_layers
         return f"layer {part + 1} of {n_layers}" if 0 <= part < n_layers else "outside the layers"
 
-    def _run(
-        self, n_pass: int, part: int, x: np.ndarray, made: dict[str, np.ndarray], past: Past, *, engine_fed: bool
-    ) -> Arrays:
-        with np.errstate(all="ignore"):  # an engine's own numbers may lead anywhere
-            return self.replay.run(n_pass, made.__setitem__, past, first=part, last=part, x=x, fed=engine_fed)
-
-    def _result(
-        self, n_pass: int, name: str, ours: Sequence[np.ndarray], own: np.ndarray, chosen_by: Sequence[Any],
-        allowed: Expected,
-    ) -> StageResult:  # fmt: skip
+    def _result(self, n_pass: int, name: str, seen: Seen, expected: Expectations, allowed: Expected) -> StageResult:
         """Judge a stage with the cache that is nearer to what the engine did."""
-        stage, layer = self.replay.stages[name]
-        seen, judged = self.replay.dump.seen[n_pass, name], self._engine.judged(n_pass, name)
-        pairs = [beside(self.replay, seen, name, *each) for each in zip(ours, chosen_by, strict=True)]
+        (stage, layer), judged = self.replay.stages[name], self._engine.judged(n_pass, name)
+        pairs = [
+            pair_of(self.replay, seen, name, run.made[name], expected.chosen_by(name, run.passed)) for run in self._fed
+        ]
         found = [(here if np.isfinite(here.ours).all() else here.where_finite()).difference for here in pairs]
         local, here = min(zip(found, pairs, strict=True), key=lambda pair: pair[0].over(allowed.local))
         wrong = not local.within(allowed.local)
@@ -145,7 +164,7 @@ class DumpJudge:
             name=seen.name,
             local=local,
             limit=allowed.local,
-            total=beside(self.replay, seen, name, own).difference,
+            total=pair_of(self.replay, seen, name, self._own.made[name]).difference,
             total_limit=allowed.total,
             arithmetic=judged.name or "float32",
             verdict=WRONG if wrong else HONEST if judged.name else RIGHT,

@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 
 from llorch.comparison import Difference, Tolerance, times_over
-from llorch.diagnosis.judged import Beside, beside
+from llorch.diagnosis.judged import ArrayPair, pair_of
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
 from llorch.diagnosis.search.hypotheses import FAMILIES, Hypothesis, SettingFamily, honest, known_mistakes
@@ -147,7 +147,7 @@ class Trials:
             made = self.made(result, change, past)
             if made is None:
                 continue
-            here = beside(self.replay, seen, result.key, made)
+            here = pair_of(self.replay, seen, result.key, made)
             if not here.has_numbers:
                 continue
             here = here.where_finite()
@@ -158,7 +158,7 @@ class Trials:
                 trials.append(Trial(hypotheses, places, max(share, 0.0), self._left(result, found, here)))
         return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
 
-    def _left(self, result: StageResult, found: Difference, here: Beside) -> float:
+    def _left(self, result: StageResult, found: Difference, here: ArrayPair) -> float:
         """Return the factor by which the tolerance of the right numbers is exceeded.
 
         If the tolerances per token have another shape, use the tolerance of the whole array. In a wrong row near zero,
@@ -183,7 +183,7 @@ class Trials:
         if at not in self._sizes:
             right = self.made(result)
             seen = self.replay.dump.seen[at]
-            self._sizes[at] = None if right is None else beside(self.replay, seen, result.key, right).sizes
+            self._sizes[at] = None if right is None else pair_of(self.replay, seen, result.key, right).sizes
         return self._sizes[at]
 
     def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:

@@ -205,7 +205,7 @@ def named_by(observed: np.ndarray, made: Variants, tolerance: Tolerance) -> list
 
 
 def _where_finite(observed: np.ndarray, wrong: np.ndarray, *, masked: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Leave out what neither has as a number, as `Beside.where_finite` of the diagnosis does."""
+    """Leave out what neither has as a number, as `ArrayPair.where_finite` of the diagnosis does."""
     if masked or observed.shape != wrong.shape:
         return observed, wrong
     nothing = ~np.isfinite(observed) & ~np.isfinite(wrong)
