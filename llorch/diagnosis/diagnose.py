@@ -53,7 +53,7 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     Returns:
         The diagnosis.
     """
-    judge, results = looked_at(weights, dump, say)
+    judge, results = judge_stages(weights, dump, say)
     dump, trials = judge.replay.dump, Trials(judge.replay, judge.pasts)
     found, left_open = _without_open(list(_findings(results, trials, say)), results, judge.replay)
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
@@ -67,15 +67,15 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     """Yield the findings of `diagnose` alone, each computed when it is asked for: the first takes a fraction of all."""
-    judge, results = looked_at(weights, dump, lambda line: None)
+    judge, results = judge_stages(weights, dump, lambda line: None)
     trials = Trials(judge.replay, judge.pasts)
     for finding in _findings(results, trials, lambda line: None):
         yield from _without_open([finding], results, judge.replay)[0]
     yield from _arithmetic(results)
 
 
-def looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[DumpJudge, list[StageResult]]:
-    """Judge a dump as it is, or with YaRN's gain where the engine has that in another place."""
+def judge_stages(weights: Weights, dump: StageDump, say: Say) -> tuple[DumpJudge, list[StageResult]]:
+    """Judge every stage of a dump, as it is or with YaRN's gain moved if the engine has it in another place."""
     judge = DumpJudge(Replay(weights, dump), say)
     results = list(judge.results())
     wrong = any(result.verdict == WRONG for result in results)

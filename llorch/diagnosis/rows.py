@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from llorch.diagnosis.diagnose import looked_at
+from llorch.diagnosis.diagnose import judge_stages
 from llorch.diagnosis.judged import Say
 from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.dumps.stage_dump import StageDump
@@ -30,7 +30,7 @@ def dump_rows(
         Also the reasons why stages were not run.
     """
     engine, backend = dump.features.engine or "dump", GGML if weights.numerics.rounds_activations else FLOAT64
-    judge, results = looked_at(weights, dump, say)
+    judge, results = judge_stages(weights, dump, say)
     rows = [row for result in results for row in _rows_of(result, engine, model, backend)]
     names = ", ".join(dict.fromkeys(name for _, name in judge.not_run))
     return rows, [f"{names}: {EARLIER_PASSES}"] if names else []
