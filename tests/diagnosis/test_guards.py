@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from builders.raw_dumps import golden_trace, raw_dump, weights_of
 from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import BUILTIN
-from llorch.diagnosis.guards import require_comparable
+from llorch.diagnosis.guards import read_comparable, require_comparable
 from llorch.dumps.raw import RawDump, digest
 from llorch.dumps.stage_dump import Features, Seen, StageDump
 from llorch.dumps.stage_mapping import stage_dump
+from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.errors import GuardFailed
 from llorch.files.tensor_names import inventory
 from llorch.ops.linear import linear
@@ -255,3 +257,45 @@ def test_passes_that_do_not_follow_are_refused_before_their_caches_are_read():
     raw = RawDump("dump", raw_dump({"embed": TRACE["embed"]}).arrays, (Tokens(IDS), Tokens((3,))))
     with refuses(GuardFailed, where="dump: positions", expected=("pass 1", 12)):
         stage_dump(raw, WEIGHTS.config)
+
+
+def written(folder: Path, arrays: Arrays, *, weights: Mapping[str, str] | None = None) -> Path:
+    with DumpWriter(folder, weights=weights or {}) as writer:
+        writer.begin(IDS)
+        for name, array in arrays.items():
+            writer.add(name, array)
+    return folder
+
+
+def test_read_comparable_notes_what_the_readers_and_the_guards_found(tmp_path: Path):
+    path = written(tmp_path / "dump", {LAST: OUT, "final_norm": OUT, "mine": OUT})
+    (tmp_path / "names.toml").write_text('[names]\n"mine" = "l0.attn_norm"\n')
+    dump = read_comparable(path, WEIGHTS, ids=IDS, first_position=0)
+    assert_tells(" | ".join(dump.notes), "left out 1 arrays", "norm: final_norm")
+    mapped = read_comparable(path, WEIGHTS, mapping=tmp_path / "names.toml")
+    assert (0, "l0.attn_norm") in mapped.seen
+
+
+def test_read_comparable_takes_the_ids_and_the_position_that_a_dump_lacks(tmp_path: Path):
+    arrays: dict[str, Any] = {"l0.q_proj": TRACE["l0.q_proj"]}
+    np.savez(tmp_path / "dump.npz", **arrays)
+    dump = read_comparable(tmp_path / "dump.npz", WEIGHTS, ids=IDS, first_position=3)
+    assert dump.passes == (Tokens(IDS, 3),)
+
+
+@pytest.mark.parametrize(
+    ("guard", "expected", "hashes", "given"),
+    [
+        ("ids", "given tokens", {}, {"ids": (1, 2)}),
+        ("positions", "given position 4", {}, {"ids": IDS, "first_position": 4}),
+        ("weights", "numbers of", {"blk.0.attn_q.weight": "0" * 64}, {}),
+    ],
+    ids=["ids", "positions", "weights"],
+)
+def test_read_comparable_refuses_what_contradicts_the_dump(
+    guard: str, expected: str, hashes: dict[str, str], given: dict[str, Any], tmp_path: Path
+):
+    path = written(tmp_path / "dump", {"l0.q_proj": TRACE["l0.q_proj"]}, weights=hashes)
+    with pytest.raises(GuardFailed, match=f"^{re.escape(str(path))}: {guard}: expected .*{expected}") as caught:
+        read_comparable(path, WEIGHTS, **given)
+    assert caught.value.guard == guard
