@@ -20,8 +20,9 @@ N_RUNS = CHAINED + 1  # of variances
 
 def first_past(replay: Replay, *, as_given: bool = True) -> Past:
     """Read the caches as they were before the first pass, from what that pass shows; zeros for the rest."""
-    past = Past(replay.config, replay.weights.dtype, as_given=as_given, rounding=replay.weights.cache_rounding)
-    return past.beginning({layer: _held(replay, layer) for layer in range(replay.config.n_layers)})
+    held = {layer: _held(replay, layer) for layer in range(replay.config.n_layers)}
+    rounding = replay.weights.cache_rounding
+    return Past(replay.config, replay.weights.dtype, held=held, as_given=as_given, rounding=rounding)
 
 
 def first_variances(replay: Replay, past: Past) -> dict[str, np.ndarray]:

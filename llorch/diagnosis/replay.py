@@ -277,28 +277,32 @@ class Past:
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True,
+        self, config: ModelConfig, dtype: type[np.floating], *,
+        held: dict[int, tuple[np.ndarray, np.ndarray]] | None = None, as_given: bool = True,
         rounding: CacheRounding = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Create empty caches; `rounding` is that of `KVCache`."""
+        """Create the caches before the first pass.
+
+        Args:
+            config: Configuration of the model.
+            dtype: Dtype of keys and values.
+            held: Keys and values of earlier tokens by layer; None: there are no earlier tokens.
+            as_given: The caches hold what attention got; False: they hold the appended rows.
+            rounding: Rounding of the caches, see `KVCache`.
+        """
         self._rounding = rounding
-        empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
+        if held is None:
+            empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
+            held = dict.fromkeys(range(config.n_layers), (empty, empty))
         self._of_one_layer = replace(config, n_layers=1, layers=())
-        self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
+        self.as_given, self._first, self._before = as_given, held, held
         self._states = {
             i: DeltaState.empty(config.delta_net, dtype)
             for i in range(config.n_layers)
             if config.delta_net is not None and config.layer(i).mixer == "delta_net"
         }
-        self._first = self._before
         self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._states_after: dict[int, DeltaState] = {}
-
-    def beginning(self, held: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
-        """Return the caches before the first pass of a dump, with the keys and values that they held by then."""
-        made = self._with(held, self._states)
-        made._first = held
-        return made
 
     def before(self, layer: int) -> dict[str, np.ndarray]:
         """Return keys and values before this pass, (kv_heads, tokens, head_dim), and the state of a delta net."""
@@ -326,7 +330,7 @@ class Past:
         return self._after[layer]
 
     def note(self, layer: int, passed: Arrays) -> None:
-        """Record the keys and values that attention got, if the caches hold them as given."""
+        """Take the keys and values that attention got in a layer for its cache, unless the engine keeps another one."""
         if self.as_given and layer not in self._states:
             self._after[layer] = passed[key("k_cache", layer)], passed[key("v_cache", layer)]
 
