@@ -26,7 +26,7 @@ from llorch.cli.options import (
 )
 from llorch.cli.outcome import error_line
 from llorch.cli.output import say
-from llorch.cli.run import added, refuse_misplaced
+from llorch.cli.run import load_adapter, refuse_misplaced
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -105,7 +105,7 @@ def command(
     talk = Talk(loaded, before, settings, max_tokens=max_tokens)
     threads = use_threads(loaded.config)
     if adapter is not None:
-        talk.adapter = added(loaded, adapter, any_base=any_base)
+        talk.adapter = load_adapter(loaded, adapter, any_base=any_base)
     live = sys.stdin.isatty()
     plain = "" if loaded.chats.has_template else " (no chat template: messages are joined by blank lines)"
     room = f"{loaded.config.max_position_embeddings} tokens of context"

@@ -166,18 +166,20 @@ def _print_quality(about: dict[str, Any], judged: "ModelDifference | Prediction"
     cut = f"{about['windows']} windows of {about['context']} tokens, {judged.n_scored} scored, {unused} unused"
     out.print(f"{about['text']}: {cut}")
     rows = table("figure", ">value", ">+-")
-    for what, figure in (_comparison if isinstance(judged, ModelDifference) else _prediction)(judged):  # type: ignore[arg-type]
+    for what, figure in (_comparison_lines if isinstance(judged, ModelDifference) else _prediction_lines)(judged):  # type: ignore[arg-type]
         times = 100 if what.endswith("(%)") else 1
         value, error = (figure, None) if isinstance(figure, int | float) else (figure.value, figure.error)
         rows.add_row(what, f"{times * value:.7g}", "" if error is None else f"{times * error:.2g}")
     print_table(out, rows)
 
 
-def _prediction(judged: "Prediction") -> list[Line]:
+def _prediction_lines(judged: "Prediction") -> list[Line]:
+    """List the printed figures of one model: name and value."""
     return [("perplexity", judged.perplexity), ("loss (nats)", judged.loss)]
 
 
-def _comparison(judged: "ModelDifference") -> list[Line]:
+def _comparison_lines(judged: "ModelDifference") -> list[Line]:
+    """List the printed figures of a model against a reference: name and value."""
     return [
         ("perplexity of the reference", judged.reference_perplexity),
         ("perplexity of the model", judged.perplexity),

@@ -129,7 +129,7 @@ def command(
         if messages is not None:  # every rank writes the same date
             loaded.chats.settings = replace(template, time=of_first(mesh, lambda: template.time or datetime.now()))
         threads = use_threads(loaded.config)
-        name = None if adapter is None else added(loaded, adapter, any_base=any_base)
+        name = None if adapter is None else load_adapter(loaded, adapter, any_base=any_base)
         tokens = loaded.generate(
             text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
             adapter=name,
@@ -199,8 +199,8 @@ def _use_parts(impl: str | None, *, can: bool) -> None:
     click.get_current_context().with_resource(implementation.installed(parts, live=True))
 
 
-def added(loaded: Any, adapter: Path, *, any_base: bool) -> str:
-    """Put an adapter beside a model, say what is known of its base, and give its name."""
+def load_adapter(loaded: Any, adapter: Path, *, any_base: bool) -> str:
+    """Load an adapter into a model, print the check of its base, and return the name of the adapter."""
     say(f"{adapter}: {loaded.add_adapter('adapter', adapter, any_base=any_base)}")
     return "adapter"
 

@@ -73,7 +73,7 @@ def rows_of(made: Quantisation) -> Mapping[str, str]:
     """Give the lines of the table that follow those of the types."""
     floats = Counter(_without_numbers(name) for name in made.not_quantised)
     rows = {"method": made.method, "bits per weight, all matrices": f"{made.bits_per_weight:.2f}"}
-    rows["not quantised"] = ", ".join(_times(name, count) for name, count in floats.items()) or "none"
+    rows["not quantised"] = ", ".join(_with_count(name, count) for name, count in floats.items()) or "none"
     if made.not_read is not None:
         return rows | {"activations, KV cache": f"unknown: {made.not_read}"}
     return rows | {
@@ -114,10 +114,12 @@ def _sizes(matrices: list[Matrix]) -> tuple[int, int, float]:
 
 
 def _counted(texts: Iterable[str]) -> list[str]:
-    return [_times(text, count) for text, count in Counter(texts).items()]
+    """List each text once, with the number of its occurrences."""
+    return [_with_count(text, count) for text, count in Counter(texts).items()]
 
 
-def _times(text: str, count: int) -> str:
+def _with_count(text: str, count: int) -> str:
+    """Append the number of occurrences to a text, unless it occurs once."""
     return text if count == 1 else f"{text} ({count} times)"
 
 

@@ -408,6 +408,7 @@ def _expected_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts_settings(experts: Experts | None) -> dict[str, Any]:
+    """Return the settings of a transformers config that describe the experts of a model; empty for a dense one."""
     if experts is None or experts.scaled_inputs:
         return {}
     shared = {"shared_expert_intermediate_size": experts.shared_size} if experts.shared_size else {}

@@ -81,7 +81,7 @@ def renamed_in(folder: Path, written: Container[str]) -> dict[str, str]:
 
 
 def _functions_of(file: Path) -> dict[str, list[str]]:
-    """Name the functions of a file that are written, with their parameters."""
+    """Map each function that a learner's file defines to its parameters; stubs are left out."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, ValueError, SyntaxError):
@@ -91,7 +91,7 @@ def _functions_of(file: Path) -> dict[str, list[str]]:
 
 
 def _is_alike(part: Exercise, name: str, given: Sequence[str]) -> bool:
-    """Judge names without case and underscores; the parameters of a part in their order are enough."""
+    """Tell if a function seems meant as a part: a similar name, or the same parameters in the same order."""
     if name in PARTS:
         return False
     asked = [*inspect.signature(part.reference).parameters]

@@ -127,6 +127,7 @@ class _Chat:
     def _chunk(
         self, index: int, delta: Delta, *, logprobs: ChatLogprobs | None = None, finish: str | None = None
     ) -> ChatChunk:
+        """Make the chunk of a stream that adds text, or the reason of its end, to one choice."""
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason(finish))
         return self._of([choice])
 

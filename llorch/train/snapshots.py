@@ -143,6 +143,7 @@ class SnapshotStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def _prepare(self) -> None:
+        """Make the folder of the snapshots, or remove what an interrupted save left in it."""
         if os.path.exists(self.snapshots):
             self.clear()  # a save that failed may not have been able to
         else:

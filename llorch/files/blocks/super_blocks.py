@@ -23,7 +23,7 @@ _LOW_6 = np.uint32(0x3F3F_3F3F)
 
 
 def decode_q2_k(chunk: Chunk, out: np.ndarray) -> None:
-    """Two bits, scale and minimum of four bits."""
+    """Decode 2-bit codes; 16 of them share a 4-bit scale and a 4-bit minimum."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(16, 64), 2), 32)
     scales, minima = (part.reshape(-1, 16) for part in chunk.bit_fields(chunk.field(0, 16), 4))
     runs = write_scaled(codes, scales * chunk.float16_field(80)[:, None], out)
@@ -31,7 +31,7 @@ def decode_q2_k(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_q3_k(chunk: Chunk, out: np.ndarray) -> None:
-    """Three bits, scale of six bits."""
+    """Decode 3-bit codes; 16 of them share a 6-bit scale."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(32, 64), 2), 32).view(np.int8)
     codes |= chunk.weave(chunk.bit_fields(chunk.field(0, 32), 1, place=2), 32).view(np.int8)
     codes -= 4
@@ -42,20 +42,20 @@ def decode_q3_k(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_q4_k(chunk: Chunk, out: np.ndarray) -> None:
-    """Four bits, scale and minimum of six bits."""
+    """Decode 4-bit codes; 32 of them share a 6-bit scale and a 6-bit minimum."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(16, 128), 4), 32)
     _write_with_minima(chunk, codes, out)
 
 
 def decode_q5_k(chunk: Chunk, out: np.ndarray) -> None:
-    """Five bits, scale and minimum of six bits."""
+    """Decode 5-bit codes; 32 of them share a 6-bit scale and a 6-bit minimum."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(48, 128), 4), 32)
     codes |= chunk.weave(chunk.bit_fields(chunk.field(16, 32), 1, place=4), 32)
     _write_with_minima(chunk, codes, out)
 
 
 def decode_q6_k(chunk: Chunk, out: np.ndarray) -> None:
-    """Six bits, scale of eight bits."""
+    """Decode 6-bit codes; 16 of them share an 8-bit scale."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(0, 128), 4), 64).view(np.int8)
     codes |= chunk.weave(chunk.bit_fields(chunk.field(128, 64), 2, place=4), 32).view(np.int8)
     codes -= 32

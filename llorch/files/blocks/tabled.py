@@ -43,12 +43,12 @@ _UE4M3_HALVED = _ue4m3_halved()
 
 
 def decode_iq4_nl(chunk: Chunk, out: np.ndarray) -> None:
-    """One scale."""
+    """Decode 4-bit codes of a non-linear table, with one float16 scale per block of 32."""
     write_scaled(_look_up(chunk, _NONLINEAR_PAIRS, chunk.field(2, 16), 16), chunk.float16_field(0), out)
 
 
 def decode_iq4_xs(chunk: Chunk, out: np.ndarray) -> None:
-    """One float16 and eight scales of six bits."""
+    """Decode 4-bit codes of a non-linear table, with a float16 and eight 6-bit scales per block of 256."""
     lower = np.stack(chunk.bit_fields(chunk.field(4, 4), 4), axis=1).reshape(-1, 8)
     upper = chunk.blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
     scales = (lower | upper << np.uint16(4)).astype(np.float32)
@@ -58,12 +58,12 @@ def decode_iq4_xs(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_mxfp4(chunk: Chunk, out: np.ndarray) -> None:
-    """Decode blocks whose scale is a power of two."""
+    """Decode 4-bit floats, with a power of two as the scale of each block of 32."""
     write_scaled(_look_up(chunk, _E2M1_PAIRS, chunk.field(1, 16), 16), _E8M0_HALVED[chunk.blocks[:, 0]], out)
 
 
 def decode_nvfp4(chunk: Chunk, out: np.ndarray) -> None:
-    """Four 8-bit floats."""
+    """Decode 4-bit floats, with four 8-bit floats as scales of each block of 64."""
     write_scaled(_look_up(chunk, _E2M1_PAIRS, chunk.field(4, 32), 8), _UE4M3_HALVED[chunk.field(0, 4)], out)
 
 

@@ -29,17 +29,17 @@ _QUADS = (_PAIRS_OF_BITS - np.int8(1)).view(np.uint32)[:, 0]
 
 
 def decode_f32(chunk: Chunk, out: np.ndarray) -> None:
-    """Copy."""
+    """Copy float32 numbers."""
     out[...] = chunk.blocks.view("<f4")
 
 
 def decode_f64(chunk: Chunk, out: np.ndarray) -> None:
-    """Round to float32."""
+    """Round float64 numbers to float32."""
     out[...] = chunk.blocks.view("<f8")
 
 
 def decode_bf16(chunk: Chunk, out: np.ndarray) -> None:
-    """See `widen_bfloat16`."""
+    """Widen bfloat16 numbers, see `widen_bfloat16`."""
     widen_bfloat16(chunk.blocks.view("<u2"), out)
 
 
@@ -67,26 +67,26 @@ def decode_f16(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_q1_0(chunk: Chunk, out: np.ndarray) -> None:
-    """One bit."""
+    """Decode 1-bit codes, which are signs."""
     signs = chunk.look_up(_SIGNS, chunk.field(2, 16).reshape(-1)).view(np.int8)
     write_scaled(signs, chunk.float16_field(0), out)
 
 
 def decode_q2_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Two bits, four neighbours to a byte."""
+    """Decode 2-bit codes; a byte holds four neighbours."""
     codes = chunk.look_up(_QUADS, chunk.field(2, 16).reshape(-1)).view(np.int8)
     write_scaled(codes, chunk.float16_field(0), out)
 
 
 def decode_tq2_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Two bits, a byte holds elements that are 32 apart."""
+    """Decode 2-bit codes; a byte holds four elements that are 32 apart."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(0, 64), 2), 32).view(np.int8)
     codes -= 1
     write_scaled(codes, chunk.float16_field(64), out)
 
 
 def decode_q4_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Four bits."""
+    """Decode 4-bit codes with a scale."""
     codes = _four_bits(chunk, 2)
     codes -= 8
     write_scaled(codes, chunk.float16_field(0), out)
@@ -98,38 +98,38 @@ def minima_of_block(chunk: Chunk) -> np.ndarray:
 
 
 def decode_q4_1(chunk: Chunk, out: np.ndarray) -> None:
-    """Four bits and a minimum."""
+    """Decode 4-bit codes with a scale and a minimum."""
     runs = write_scaled(_four_bits(chunk, 4), chunk.float16_field(0), out)
     runs += minima_of_block(chunk)
 
 
 def decode_q5_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Five bits."""
+    """Decode 5-bit codes with a scale."""
     codes = _five_bits(chunk, 2)
     codes -= 16
     write_scaled(codes, chunk.float16_field(0), out)
 
 
 def decode_q5_1(chunk: Chunk, out: np.ndarray) -> None:
-    """Five bits and a minimum."""
+    """Decode 5-bit codes with a scale and a minimum."""
     runs = write_scaled(_five_bits(chunk, 4), chunk.float16_field(0), out)
     runs += chunk.float16_field(2)[:, None]
 
 
 def decode_q8_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Eight bits."""
+    """Decode 8-bit codes with a scale."""
     out[...] = chunk.blocks[:, 2:].view(np.int8)
     out *= chunk.float16_field(0)[:, None]
 
 
 def decode_q8_1(chunk: Chunk, out: np.ndarray) -> None:
-    """Eight bits; the sum is passed over."""
+    """Decode 8-bit codes with a scale; the stored sum of the block is not needed."""
     out[...] = chunk.blocks[:, 4:].view(np.int8)
     out *= chunk.float16_field(0)[:, None]
 
 
 def decode_q8_k(chunk: Chunk, out: np.ndarray) -> None:
-    """Eight bits with a float32 scale; the sums are passed over."""
+    """Decode 8-bit codes with a float32 scale; the stored sums are not needed."""
     out[...] = chunk.blocks[:, 4:260].view(np.int8)
     out *= chunk.blocks[:, :4].view("<f4")
 
