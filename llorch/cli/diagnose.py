@@ -77,9 +77,9 @@ def command(
     refuse_both(prompt, tokens)
     require_folders((junit, html))
     if adapter is not None:
-        found = _of_training(dump, model, adapter)
+        found = _diagnose_training(dump, model, adapter)
     else:
-        found = _diagnosed(dump, model, mapping, tokens, prompt, first_position)
+        found = _diagnose_stages(dump, model, mapping, tokens, prompt, first_position)
     write_text(junit, lambda: as_junit(found))
     write_text(html, lambda: page(found))
     if as_json:
@@ -92,10 +92,11 @@ def command(
         raise click.exceptions.Exit(MISSING)
 
 
-def _diagnosed(
+def _diagnose_stages(
     dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
     first_position: int | None,
 ) -> "Diagnosis":  # fmt: skip
+    """Plan the judging of a dump of a forward pass, and diagnose it."""
     from llorch.cli.dumped import plan_dump
     from llorch.cli.output import progress
     from llorch.diagnosis.diagnose import diagnose
@@ -105,7 +106,8 @@ def _diagnosed(
         return diagnose(plan.weights, plan.dump, model=model, say=tell)
 
 
-def _of_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":
+def _diagnose_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":
+    """Open the model, the adapter and the dump of a training run, and diagnose it."""
     from llorch.cli.inputs import model_path
     from llorch.cli.output import progress
     from llorch.diagnosis.training.diagnose import diagnose_training

@@ -122,9 +122,9 @@ def judge_all(
             for backend in on_torch or [None]:
                 with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
                     if backend is not None:
-                        judged = _judged_on_torch(plan, backend, given, tell)
+                        judged = _judge_on_torch(plan, backend, given, tell)
                     else:
-                        judged = _judged(plan, arithmetic.residency, given, tell, workers)
+                        judged = _judge_on_numpy(plan, arithmetic.residency, given, tell, workers)
                 done.append(judged)
                 if not as_json:
                     print_model(out, judged, detail=detail)
@@ -204,19 +204,21 @@ def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison
     return [partial(verify_stored, plan.spec), *training]
 
 
-def _judged(
+def _judge_on_numpy(
     plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say, workers: Workers[list[Comparison]]
 ) -> JudgedModel:
+    """Judge a model on NumPy: by goldens, by live engines in exact numerics, or by llama.cpp in ggml numerics."""
     if not plan.engines:
-        return _stored(plan, workers)
+        return _judge_by_goldens(plan, workers)
     if plan.numerics == EXACT:
-        return _live(plan, given, tell, verify_live)
+        return _judge_by_engines(plan, given, tell, verify_live)
     return _judge_as_stored(plan, residency, given, tell)
 
 
-def _judged_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> JudgedModel:
+def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> JudgedModel:
+    """Judge a model on a torch backend: by live engines or by goldens, training included where there are any."""
     if plan.engines:
-        judged = _live(plan, given, tell, backend.live)
+        judged = _judge_by_engines(plan, given, tell, backend.live)
     elif plan.weights is None:
         judged = _from_goldens(plan.spec, backend.quantised)
         judged = replace(judged, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
@@ -255,7 +257,8 @@ def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_i
     return ModelPlan(spec, engines, weights, numerics)
 
 
-def _stored(plan: ModelPlan, workers: Workers[list[Comparison]]) -> JudgedModel:
+def _judge_by_goldens(plan: ModelPlan, workers: Workers[list[Comparison]]) -> JudgedModel:
+    """Collect the comparisons of a built-in model with its goldens, from the processes that made them."""
     jobs = [job for job in workers.jobs if job[0] == plan.spec]
     judged = _from_goldens(plan.spec, lambda: chain(*(workers.result(job) for job in jobs)))
     if plan.weights is None:
@@ -272,7 +275,10 @@ def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> Judg
         return JudgedModel(name, [], [str(error)])
 
 
-def _live(plan: ModelPlan, given: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]) -> JudgedModel:
+def _judge_by_engines(
+    plan: ModelPlan, given: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]
+) -> JudgedModel:
+    """Run the engines of a plan on its input, and compare every stage with each of them."""
     assert plan.weights is not None
     ids, text = _checked_input(Model(plan.weights), given)
     live = plan_live(plan.weights, ids, plan.engines, text=text)

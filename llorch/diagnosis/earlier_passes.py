@@ -20,7 +20,7 @@ N_RUNS = CHAINED + 1  # of variances
 
 def first_past(replay: Replay, *, as_given: bool = True) -> Past:
     """Read the caches as they were before the first pass, from what that pass shows; zeros for the rest."""
-    held = {layer: _held(replay, layer) for layer in range(replay.config.n_layers)}
+    held = {layer: _cached_before(replay, layer) for layer in range(replay.config.n_layers)}
     rounding = replay.weights.cache_rounding
     return Past(replay.config, replay.weights.dtype, held=held, as_given=as_given, rounding=rounding)
 
@@ -34,7 +34,8 @@ def first_variances(replay: Replay, past: Past) -> dict[str, np.ndarray]:
     return {name: np.zeros((n_runs, *array.shape), np.float32) for name, array in held.items()}
 
 
-def _held(replay: Replay, layer: int) -> tuple[np.ndarray, np.ndarray]:
+def _cached_before(replay: Replay, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Read the keys and values that a layer's cache held before the first pass; zeros if the dump lacks them."""
     config, n = replay.config, replay.n_before
     empty = np.zeros((config.n_kv_heads, n, config.head_dim), replay.weights.dtype)
     if not n:

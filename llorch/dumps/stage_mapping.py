@@ -148,6 +148,7 @@ def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
 def _named_array(
     source: str, n_pass: int, array: RawArray, meaning: Meaning, layout: DumpLayout, config: ModelConfig
 ) -> NamedArray:
+    """Make the array of a name whose stages are known; FormatError if the model has no such stage in that layer."""
     stages = meaning.stages
     if stages == (RAW_SCORES,):
         layout = replace(layout, times=layout.times * config.head_dim**0.5, masked=False)

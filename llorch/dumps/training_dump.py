@@ -165,7 +165,7 @@ class _StepReader:
             elif name in OF_STEPS:
                 shown[OF_STEPS[name], ""] = _one(array)
             else:
-                shown[self._tensor(name)] = self._of_tensor(name, array)
+                shown[self._tensor(name)] = self._read_tensor(name, array)
         for name, of_micros in parts.items():
             if sorted(of_micros) != micros:
                 raise ValueError(
@@ -206,7 +206,8 @@ class _StepReader:
             )
         return OF_TENSORS[kind], self.tensors[_name_without_wrappers(tensor)]
 
-    def _of_tensor(self, name: str, array: RawArray) -> StepArray:
+    def _read_tensor(self, name: str, array: RawArray) -> StepArray:
+        """Read an array of an adapter's tensor in float64; ValueError if it has another shape than the tensor."""
         tensor = self._tensor(name)[1]
         wanted = self.adapter.flat()[tensor].shape
         if array.shape != wanted:

@@ -75,7 +75,7 @@ def _listen(channel: Channel, requests: SimpleQueue[Any]) -> None:
 
 def _open(held: list[Any], place: str, target: str, args: list, kwargs: dict) -> dict[str, object]:
     os.chdir(place)
-    engine = _found(target)(*args, **kwargs)
+    engine = _import_target(target)(*args, **kwargs)
     held[:] = [engine]
     public = [name for name in dir(type(engine)) if not name.startswith("_") and name != "close"]
     methods = [name for name in public if callable(getattr(type(engine), name))]
@@ -97,10 +97,11 @@ def _close(held: list[Any]) -> None:
 
 def _call_target(_held: list[Any], place: str, target: str, args: list, kwargs: dict) -> object:
     os.chdir(place)
-    return _found(target)(*args, **kwargs)
+    return _import_target(target)(*args, **kwargs)
 
 
-def _found(target: str) -> Any:
+def _import_target(target: str) -> Any:
+    """Import the function that `module:name` names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

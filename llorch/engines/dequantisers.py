@@ -117,7 +117,7 @@ def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
         module.scales = module.scales.float()
         return module.dequantize_weight().T
 
-    return _named(folder.modules("qweight"), matrix)
+    return _by_weight_name(folder.modules("qweight"), matrix)
 
 
 def _autoawq(folder: Folder) -> Mapping[str, Matrix]:
@@ -128,7 +128,7 @@ def _autoawq(folder: Folder) -> Mapping[str, Matrix]:
         t = folder.tensors(name)
         return packing.dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T
 
-    return _named(folder.modules("qweight"), matrix)
+    return _by_weight_name(folder.modules("qweight"), matrix)
 
 
 def _file_of(package: str, ending: str) -> ModuleType:
@@ -170,7 +170,7 @@ def _compressed_tensors(folder: Folder) -> Mapping[str, Matrix]:
         return decompress(exact, scheme)["weight"]
 
     names = dict.fromkeys(folder.modules("weight_scale") + folder.modules("weight_packed"))
-    return _named([name for name in names if schemes.get(name) is not None], matrix)
+    return _by_weight_name([name for name in names if schemes.get(name) is not None], matrix)
 
 
 def _compressed_nvfp4(tensors: Tensors, scheme: Any) -> torch.Tensor:
@@ -206,8 +206,8 @@ def _bitsandbytes(folder: Folder) -> Mapping[str, Matrix]:
         tensors = folder.tensors(name)
         return int8_vectorwise_dequant(tensors["weight"], tensors["SCB"])
 
-    four = _named(folder.modules("weight.quant_map"), four_bits)
-    return {**four, **_named(folder.modules("SCB"), eight_bits)}
+    four = _by_weight_name(folder.modules("weight.quant_map"), four_bits)
+    return {**four, **_by_weight_name(folder.modules("SCB"), eight_bits)}
 
 
 def _mlx(folder: Folder) -> Mapping[str, Matrix]:
@@ -229,7 +229,7 @@ def _mlx(folder: Folder) -> Mapping[str, Matrix]:
     made: dict[str, Matrix] = {}
     for module in folder.modules("scales"):
         if loaded[f"{module}.weight"].ndim == 2:
-            made |= _named([module], matrix)
+            made |= _by_weight_name([module], matrix)
             continue
         for e in range(loaded[f"{module}.weight"].shape[0]):
             expert = module.replace(".switch_mlp.", f".experts.{e}.")
@@ -260,7 +260,7 @@ def _bitnet(folder: Folder) -> Mapping[str, Matrix]:
             module.weight_scale = tensors["weight_scale"].float()
             return module(torch.eye(width)).T
 
-    return _named(folder.modules("weight_scale"), matrix)
+    return _by_weight_name(folder.modules("weight_scale"), matrix)
 
 
 def _mxfp8(folder: Folder) -> Mapping[str, Matrix]:
@@ -273,10 +273,11 @@ def _mxfp8(folder: Folder) -> Mapping[str, Matrix]:
         tensors = folder.tensors(name)
         return dequantise(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
 
-    return _named(folder.modules("weight_scale_inv"), matrix)
+    return _by_weight_name(folder.modules("weight_scale_inv"), matrix)
 
 
-def _named(modules: list[str], matrix: Callable[[str], torch.Tensor]) -> Mapping[str, Matrix]:
+def _by_weight_name(modules: list[str], matrix: Callable[[str], torch.Tensor]) -> Mapping[str, Matrix]:
+    """Map the name of each module's weight to a function that decodes its matrix."""
     return {f"{module}.weight": lambda module=module: matrix(module) for module in modules}
 
 

@@ -129,7 +129,7 @@ class EngineInChild:
     ) -> None:
         """Load a model by `target`, `module:function`; its size sets the limits of time. `say` hears what it tells."""
         self._engine, self._path = engine, Path(path)
-        self._process: EngineProcess | None = _taken(engine)
+        self._process: EngineProcess | None = _take_idle(engine)
         self._process.say = say or _silent
         try:
             shown = self._process.ask("loading", ["open", str(Path.cwd()), target, args, kwargs], _patience(self._path))
@@ -171,7 +171,7 @@ class EngineInChild:
 
 def in_child(engine: str, path: str | Path, target: str, *args: object) -> Any:
     """Call `target`, `module:function`, in the process of an engine; the size of the model sets the limits of time."""
-    process = _taken(engine)
+    process = _take_idle(engine)
     try:
         what = target.rpartition(":")[2]
         return process.ask(what, ["run", str(Path.cwd()), target, args, {}], _patience(Path(path), *args))
@@ -182,10 +182,11 @@ def in_child(engine: str, path: str | Path, target: str, *args: object) -> Any:
 def start(engines: Sequence[str]) -> None:
     """Let processes of engines import them meanwhile; each is used when the engine is."""
     for engine in engines:
-        _give_back(_taken(engine))
+        _give_back(_take_idle(engine))
 
 
-def _taken(engine: str) -> EngineProcess:
+def _take_idle(engine: str) -> EngineProcess:
+    """Take the idle process of an engine, or start a new one."""
     idle = _IDLE.pop(engine, None)
     return idle if idle is not None and idle.runs else EngineProcess(engine)
 

@@ -531,6 +531,7 @@ def _factors_of(rope: dict[str, object], head_dim: int) -> np.ndarray:
 
 
 def _plain_frequencies(engine_config: Any) -> torch.Tensor:
+    """Compute RoPE frequencies without scaling, by transformers."""
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
     return rotary.compute_default_rope_parameters(engine_config)[0]
 

@@ -51,16 +51,19 @@ class RecordedCalls:
             name = f"{part.name}/{len(self.of_part[part.name]):04d}"
             self.of_part[part.name].append(_digest_of_inputs(given))
             answers = {each: f"{name}/{each}" for each in part.returns}
-            self._listed.append({"part": part.name, "arguments": self._said(given, f"{name}/"), "answers": answers})
+            self._listed.append(
+                {"part": part.name, "arguments": self._inputs_as_json(given, f"{name}/"), "answers": answers}
+            )
             return part.reference(**given)
 
         return call
 
-    def _said(self, given: Mapping[str, Any], above: str) -> dict[str, Any]:
+    def _inputs_as_json(self, given: Mapping[str, Any], above: str) -> dict[str, Any]:
+        """Replace each array of a call's inputs by the name under which it is stored; numbers stay."""
         said = {}
         for name, value in given.items():
             if isinstance(value, Mapping):
-                said[name] = self._said(value, f"{above}{name}.")
+                said[name] = self._inputs_as_json(value, f"{above}{name}.")
             elif value is None or isinstance(value, int | float):
                 said[name] = value
             else:

@@ -92,7 +92,7 @@ def _planted(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
     models = [ForwardModel(model, [part], implementation) for part in parts for model in models_of(lesson)]
     for mistake in STAGE_MISTAKES:
         tried: list[Tooth] = []
-        for tooth in _of_mistake(mistake, models):
+        for tooth in _check_mistake(mistake, models):
             tried.append(tooth)
             if tooth.bites:
                 break
@@ -100,7 +100,8 @@ def _planted(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
             yield max(tried, key=lambda each: (each.bites, each.over))
 
 
-def _of_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]) -> Iterator[Tooth]:
+def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]) -> Iterator[Tooth]:
+    """Inject a mistake into every model that can have it, and measure if the lesson's check would detect it."""
     for model in models:
         made = {stage for part in model.parts for stage in part.stages} - model.hidden
         shown = [name for name in mistake.stages if name in made]

@@ -85,7 +85,9 @@ def _beside_matrix(mistake: Mistake[Any], part: Exercise) -> Call:
     return lora_backward
 
 
-def _of_matrix(mistake: Mistake[Any], part: Exercise) -> Call:
+def _wrong_lora_backward(mistake: Mistake[Any], part: Exercise) -> Call:
+    """Make the backward pass of a LoRA matrix that has a mistake, with the parameters of the exercise."""
+
     def lora_backward(
         grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
     ) -> tuple[Array, Array, Array]:
@@ -179,7 +181,7 @@ ADAMW, LORA = "llorch.train.adamw.", "llorch.ops.lora."
 BROUGHT: Mapping[str, Mapping[str, Brought]] = {  # exercise -> function of llorch that a row replaces -> how
     "lora_scaling": {"llorch.lora.config.LoraConfig.scaling_of": _wrong_scaling},
     "masked_labels": {"llorch.train.batch.Batch.each_document": _labels},
-    "lora_backward": {LORA + "lora_backward": _beside_matrix, LORA + "LoraMatrix.backward": _of_matrix},
+    "lora_backward": {LORA + "lora_backward": _beside_matrix, LORA + "LoraMatrix.backward": _wrong_lora_backward},
     "residual_backward": {"llorch.backward.block_backward": _residual},
     "clip_by_norm": {ADAMW + "clip_by_norm": _clip},
     "adamw_step": {ADAMW + "adamw_step": _step, ADAMW + "moved": _inside_step, ADAMW + "moments": _inside_step},

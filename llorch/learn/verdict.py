@@ -102,7 +102,7 @@ class LessonVerdict:
             row = self.wrong[0].row
             yield from _line("first wrong", f"{_stage_key(row)}   {row.note or f'error {row.error:.1e}'}")
         if self.wrong:
-            yield from self._named()
+            yield from self._diagnosis_lines()
         for note in self.notes[:NOTES]:
             yield from _line("note", note)
         if len(self.notes) > NOTES:
@@ -133,7 +133,8 @@ class LessonVerdict:
                 listed = [*names][:LISTED] + ([f"{len(names) - LISTED} more"] if len(names) > LISTED else [])
                 yield f"{said}{', '.join(listed)}"
 
-    def _named(self) -> Iterator[str]:
+    def _diagnosis_lines(self) -> Iterator[str]:
+        """Yield the lines that name the mistake, and mistakes that explain the error as well or nearly."""
         near = [each for each in self.suspects if isinstance(each, NearMiss)]
         named = [each for each in self.suspects if not isinstance(each, NearMiss)]
         if named:

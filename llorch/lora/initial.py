@@ -90,10 +90,11 @@ def over_original(trained: Adapter, initial: Adapter, model: ModelConfig) -> Ada
         before = initial.tensors[name]
         lora_A = np.concatenate([after.lora_A, before.lora_A])
         tensors[name] = LoraTensors(lora_A, np.concatenate([after.lora_B, -before.lora_B], axis=1))
-    return checked(_of_twice_the_rank(trained.config), tensors, model)
+    return checked(_with_twice_the_rank(trained.config), tensors, model)
 
 
-def _of_twice_the_rank(config: LoraConfig) -> LoraConfig:
+def _with_twice_the_rank(config: LoraConfig) -> LoraConfig:
+    """Double every rank of a configuration, and scale alpha so that the factor alpha / rank stays."""
     factor = math.sqrt(2) if config.use_rslora else 2.0
     return replace(
         config,

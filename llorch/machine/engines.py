@@ -78,12 +78,13 @@ def of_witnesses(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
     """Check that the reference engines run and that they have the versions that made the goldens."""
     stored = read_json(goldens_folder() / "micro-llama" / "golden.json", limit=1 << 24)["provenance"]
     for engine, (name, packages) in _OF_WITNESSES.items():
-        yield _witness(engine, stored["engines"][name], packages, probed)  # type: ignore[index] (ours)
+        yield _check_engine(engine, stored["engines"][name], packages, probed)  # type: ignore[index] (ours)
 
 
-def _witness(
+def _check_engine(
     engine: str, made_by: Mapping[str, str], packages: Mapping[str, str], probed: Mapping[str, str]
 ) -> HealthCheck:
+    """Check that the packages of a reference engine are installed, can be imported and have known versions."""
     found = {package: installed_version(package) for package in packages.values()}
     text = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found.items())
     if None in found.values():

@@ -75,7 +75,7 @@ def of_packages(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
     for one in NEEDED:
         yield _needed(one, probed)
     for extra, wanted in EXTRAS.items():
-        yield _of_extra(extra, wanted, probed)
+        yield _check_extra(extra, wanted, probed)
 
 
 def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
@@ -86,7 +86,8 @@ def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
     return HealthCheck("packages", name, "broken" if wrong else "ok", found + wrong, _install(wanted) if wrong else "")
 
 
-def _of_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> HealthCheck:
+def _check_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> HealthCheck:
+    """Check that the packages of an extra are installed and can be imported."""
     found = {one: installed_version(package_name(one)) for one in wanted}
     faults = {one: _fault(one, there, probed) for one, there in found.items() if there}
     said = [

@@ -43,7 +43,7 @@ class TorchEngine:
     def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
         """Reserve the cache for a module that has the kernels that are to be measured."""
         cuda = target.device.type == "cuda"
-        self._target, self._load, config = target, load, self._of_cache(module.config)
+        self._target, self._load, config = target, load, self._cache_config(module.config)
         self._chunk = max(1, CHUNK[target.device.type] // load.batch)
         self._jobs = [
             Job(row, load.decode + 1, SamplingSettings(), frozenset())
@@ -58,7 +58,7 @@ class TorchEngine:
         if (graph := own_leaves(target).get("graph")) is not None:
             self._decoding.replay = graph(None)
 
-    def _of_cache(self, config: ModelConfig) -> ModelConfig:
+    def _cache_config(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration of the model whose keys and values the cache holds."""
         return config
 
@@ -113,7 +113,8 @@ class ParallelEngine(TorchEngine):
         super().__init__(module, target, load)
         self._decoding.agree = of_the_first(ranks)
 
-    def _of_cache(self, config: ModelConfig) -> ModelConfig:
+    def _cache_config(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration of the cache of one rank."""
         return of_a_rank(config, self._ranks.size())
 
     def copy_rate(self) -> float:

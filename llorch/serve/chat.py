@@ -112,7 +112,7 @@ class _Chat:
             yield some
         if self.body.wants_usage:
             counts = usage(self.answering.works, n_prompt=self._n_prompt)
-            yield event(self._of([], usage=counts, timings=timings(self.answering.works)))
+            yield event(self._make_chunk([], usage=counts, timings=timings(self.answering.works)))
         yield DONE
 
     def _token_events(self, index: int, one: MadeToken) -> bytes:
@@ -129,7 +129,8 @@ class _Chat:
     ) -> ChatChunk:
         """Make the chunk of a stream that adds text, or the reason of its end, to one choice."""
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason(finish))
-        return self._of([choice])
+        return self._make_chunk([choice])
 
-    def _of(self, choices: list[ChunkChoice], **counts: object) -> ChatChunk:
+    def _make_chunk(self, choices: list[ChunkChoice], **counts: object) -> ChatChunk:
+        """Make a chunk of a stream with the id, model and time that all its chunks have."""
         return ChatChunk(object="chat.completion.chunk", choices=choices, **counts, **self._common)

@@ -71,20 +71,20 @@ class _Completion:
         """Answer with the whole completion at once."""
         made = await self.answering.whole()
         choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
-        return reply(self._of(choices, **self._counts()), ignored)
+        return reply(self._make_reply(choices, **self._counts()), ignored)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed completion as tokens come."""
         async for some in tokens_as_events(self.answering, self._token_event):
             yield some
         if self.body.wants_usage:
-            yield event(self._of([], **self._counts()))
+            yield event(self._make_reply([], **self._counts()))
         yield DONE
 
     def _token_event(self, index: int, one: MadeToken) -> bytes:
         token = one.token
         shown = token.text or token.finish is not None or self.body.logprobs is not None
-        return event(self._of([self._choice(index, [one])])) if shown else b""
+        return event(self._make_reply([self._choice(index, [one])])) if shown else b""
 
     def _choice(self, index: int, tokens: Sequence[MadeToken]) -> CompletionChoice:
         logprobs: CompletionLogprobs | None = None
@@ -99,5 +99,6 @@ class _Completion:
         works = self.answering.works
         return {"usage": usage(works, n_prompt=self._n_prompt), "timings": timings(works)}
 
-    def _of(self, choices: list[CompletionChoice], **counts: object) -> Completion:
+    def _make_reply(self, choices: list[CompletionChoice], **counts: object) -> Completion:
+        """Make a reply with the id, model and time that all chunks of a stream have."""
         return Completion(choices=choices, **self._common, **counts)  # type: ignore[arg-type] (pydantic checks them)

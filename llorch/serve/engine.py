@@ -65,15 +65,16 @@ class Engine:
         """Reason why the engine does not work; None while it works."""
         if self.failure is not None or not (self._thread.is_alive() or self._thread.ident is None):
             return "the engine has died"
-        took = self._of_this_step()
+        took = self._seconds_of_step()
         return f"the engine has been in one step for {took:.0f} s" if took > SLOW else None
 
     @property
     def is_stuck(self) -> bool:
         """Whether it is in one step for so long that it will not come back."""
-        return self._of_this_step() > self._stuck_after
+        return self._seconds_of_step() > self._stuck_after
 
-    def _of_this_step(self) -> float:
+    def _seconds_of_step(self) -> float:
+        """Return how many seconds the step in progress has taken so far; 0 if none is in progress."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -213,14 +214,15 @@ class Engine:
     def _tell(self, ticket: int, one: Sampled | Exception) -> None:
         work = self._running[ticket]
         try:
-            event = Failed(one) if isinstance(one, Exception) else self._taken(ticket, one)
+            event = Failed(one) if isinstance(one, Exception) else self._take_token(ticket, one)
         except Exception as error:
             event = Failed(error)
         if isinstance(event, Failed) or event.token.finish is not None:
             self._leave(ticket)
         work.deliver(event)
 
-    def _taken(self, ticket: int, sampled: Sampled) -> MadeToken:
+    def _take_token(self, ticket: int, sampled: Sampled) -> MadeToken:
+        """Add a chosen token to its answer, and record the times for the metrics."""
         work = self._running[ticket]
         token = work.answer.take(sampled.id, sampled.logprob)
         before, work.last = work.last, time.monotonic()

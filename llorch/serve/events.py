@@ -32,7 +32,7 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], ignored: Sequence[str] = ()) -> None:
         """Take the events, which may end in an ApiError, and a function that closes their source."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} | naming(ignored)
-        super().__init__(_told(events), media_type="text/event-stream", headers=headers)
+        super().__init__(_with_errors(events), media_type="text/event-stream", headers=headers)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +43,8 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pass events on; an error on the way becomes the last event."""
     try:
         async for some in events:
             yield some

@@ -166,6 +166,7 @@ def _model(ids: Mapping[str, int], merges: list[tuple[str, str]], **switches: ob
 
 
 def _added_tokens(table: TokenTable, vocabulary: GGUFVocabulary) -> list[Json]:
+    """List the special tokens as `added_tokens` of a tokenizer.json."""
     hidden, visible = vocabulary.special.hidden, vocabulary.special.visible
     switches = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [

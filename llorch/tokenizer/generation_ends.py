@@ -21,7 +21,7 @@ GENERATION = "generation_config.json"
 
 def unnamed_ends(written: Collection[int], folder: str | Path) -> list[int]:
     """Sort out the ids at which transformers would not stop; a GGUF file has none, its readers know ends by text."""
-    return sorted({*written} - {*_named(Path(folder))}) if Path(folder).is_dir() else []
+    return sorted({*written} - {*_ends_of_config(Path(folder))}) if Path(folder).is_dir() else []
 
 
 def chat_ends(folder: Path) -> frozenset[int]:
@@ -38,10 +38,11 @@ def with_ends(folder: Path, more: Collection[int]) -> dict[str, object]:
     values = _text_settings(folder)
     if not (folder / GENERATION).exists():
         values = {key: values[key] for key in ("bos_token_id", "pad_token_id") if values.get(key) is not None}
-    return {**values, "eos_token_id": [*_named(folder), *more]}
+    return {**values, "eos_token_id": [*_ends_of_config(folder), *more]}
 
 
-def _named(folder: Path) -> list[int]:
+def _ends_of_config(folder: Path) -> list[int]:
+    """Read the end tokens that the config.json of a folder names."""
     value = _text_settings(folder).get("eos_token_id")
     return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
 

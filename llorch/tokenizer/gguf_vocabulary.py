@@ -48,8 +48,8 @@ class GGUFVocabulary:
             case _:
                 raise fields.error("Unsupported", "model", "'gpt2' or 'llama'", model)
         self.special = self._read_special(fields, metadata)
-        self._added_first = self._added(fields, "bos", default=starts_with_bos)
-        self._added_last = self._added(fields, "eos", default=False)
+        self._added_first = self._tokens_to_add(fields, "bos", default=starts_with_bos)
+        self._added_last = self._tokens_to_add(fields, "eos", default=False)
 
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
@@ -161,7 +161,8 @@ class GGUFVocabulary:
                 raise FormatError("Missing", message, path=self._path)
         return [text for text in special if text not in _PHI_3_KEEPS]
 
-    def _added(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:
+    def _tokens_to_add(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:
+        """Return BOS or EOS, if the file says that it is added to every text; else an empty list."""
         if not fields.boolean(f"add_{role}_token", default=default):
             return []
         token_id = self.special.bos_token_id if role == "bos" else self.special.eos_token_id

@@ -113,19 +113,20 @@ class Pipeline:
             known = decoder == sequence("decoders", *METASPACE_DECODERS, *strip)
             expected = " ".join(str(part["type"]) for part in METASPACE_DECODERS + strip)
         if not known:
-            raise FormatError("Unsupported", f"decoder: expected {expected}, got {_shown(decoder)}", path=path)
+            raise FormatError("Unsupported", f"decoder: expected {expected}, got {_shorten(decoder)}", path=path)
 
 
 def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -> Json | None:
     if part not in known:
         message = (
-            f"{what}: expected one of Llama 2, 3 or 4, Qwen 2 or 3.5, Tekken, SmolLM2 or GPT-2, got {_shown(part)}"
+            f"{what}: expected one of Llama 2, 3 or 4, Qwen 2 or 3.5, Tekken, SmolLM2 or GPT-2, got {_shorten(part)}"
         )
         raise FormatError("Unsupported", message, path=path)
     return known[known.index(part)]
 
 
-def _shown(part: object) -> str:
+def _shorten(part: object) -> str:
+    """Format a part of a pipeline for a message, in at most 200 characters."""
     shown = repr(part)
     return shown if len(shown) <= 200 else shown[:197] + "..."
 

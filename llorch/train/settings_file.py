@@ -166,10 +166,11 @@ def _typed(name: str, value: Any, where: str) -> Any:
     kinds = get_args(wanted) or (wanted,)
     if value is None and NoneType in kinds:
         return None
-    return _of_kind(kinds[0], name, value, where)
+    return _require_kind(kinds[0], name, value, where)
 
 
-def _of_kind(kind: type, name: str, value: Any, where: str) -> Any:
+def _require_kind(kind: type, name: str, value: Any, where: str) -> Any:
+    """Return a value as the type of its setting; ValueError if it is of another type."""
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)
@@ -213,4 +214,4 @@ def _pattern(name: str, value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
         raise ValueError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")
     kind = int if name == "rank_pattern" else float
-    return {key: _of_kind(kind, f"{name} {key}", number, where) for key, number in value.items()}
+    return {key: _require_kind(kind, f"{name} {key}", number, where) for key, number in value.items()}

@@ -90,19 +90,19 @@ class SnapshotStore:
         """Make the folder of a new snapshot, below which `tensors/` is to be written; the caller holds the lock."""
         with self._or_nothing(step):
             self._prepare()
-            os.mkdir(self._new(step))
-        return self._new(step)
+            os.mkdir(self._unfinished(step))
+        return self._unfinished(step)
 
     def complete(self, step: int, record: Mapping[str, Any]) -> Path:
         """Put what was begun in its place once nobody writes to it any more; otherwise as `save`."""
         with self._or_nothing(step):
-            self._place(step, record, {"files": synced_parts(self._new(step) / PARTS)})
+            self._place(step, record, {"files": synced_parts(self._unfinished(step) / PARTS)})
         return self._pruned(step)
 
     def abandon(self, step: int) -> None:
         """Remove what was begun, as far as that can be done now."""
         with suppress(OSError):
-            remove_tree(self._new(step))
+            remove_tree(self._unfinished(step))
 
     def explained(self, error: OSError, step: int) -> OSError:
         """Return an error that says which snapshot was not saved and which one is intact."""
@@ -122,7 +122,7 @@ class SnapshotStore:
         reasons: list[str] = []
         for step in reversed(self.steps()):
             try:
-                found = read_snapshot(self._at(step), read_parts)
+                found = read_snapshot(self._folder_of(step), read_parts)
             except (FormatError, OSError) as error:
                 reasons.append(str(error))
                 continue
@@ -150,10 +150,12 @@ class SnapshotStore:
             os.mkdir(self.snapshots)
             sync(self.folder)
 
-    def _new(self, step: int) -> Path:
-        return _marked(self._at(step), "new")
+    def _unfinished(self, step: int) -> Path:
+        """Return the folder of a snapshot while it is written."""
+        return _marked(self._folder_of(step), "new")
 
-    def _at(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Path:
+        """Return the folder of a finished snapshot."""
         return self.snapshots / step_name(step)
 
     @contextmanager
@@ -169,7 +171,7 @@ class SnapshotStore:
 
     def _place(self, step: int, record: Mapping[str, Any], digests: Mapping[str, Any]) -> None:
         """Write the record and give the snapshot its name; one of the same step makes room."""
-        new, target = self._new(step), self._at(step)
+        new, target = self._unfinished(step), self._folder_of(step)
         old = _marked(target, "old")
         write_file(new / RECORD, [record_bytes(step, record, digests)])
         sync(new)
@@ -192,11 +194,11 @@ class SnapshotStore:
         kept = [step for step in steps if step <= newest][-self._keep :]
         for step in steps:
             if step not in kept:
-                gone = _marked(self._at(step), "gone")
-                os.rename(self._at(step), gone)  # so that a part of it is never taken for it
+                gone = _marked(self._folder_of(step), "gone")
+                os.rename(self._folder_of(step), gone)  # so that a part of it is never taken for it
                 sync(self.snapshots)
                 remove_tree(gone)
-        return self._at(newest)
+        return self._folder_of(newest)
 
 
 @contextmanager

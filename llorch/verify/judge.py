@@ -141,7 +141,7 @@ def row_of(
         tolerance=limit.error,
         tolerance_worst=limit.worst,
         verdict=PASS if found.within(limit) else FAIL,
-        note=found.fault or _of_factor(found, limit),
+        note=found.fault or _describe_factor(found, limit),
         token_error=token_error,
         tolerance_token=token_limit,
         common_factor=found.common_factor if judges_factor else math.nan,
@@ -150,7 +150,8 @@ def row_of(
     )
 
 
-def _of_factor(found: Difference, limit: Tolerance) -> str:
+def _describe_factor(found: Difference, limit: Tolerance) -> str:
+    """Describe a common factor beyond its tolerance; empty if it is within."""
     if found.has_no_factor(limit):
         return ""
     return f"common factor {found.common_factor:.4f}, expected 1 within {limit.common_factor:.4f}"

@@ -136,7 +136,8 @@ def _n_trained(batches: Sequence[Batch]) -> int:
     return sum(batch.n_trained for batch in batches)
 
 
-def _of_loss(n_ranks: int) -> Iterator[Mistake[Any]]:
+def _loss_mistakes(n_ranks: int) -> Iterator[Mistake[Any]]:
+    """Yield the mistakes in the loss of a mesh, one for each way to deal out the rows."""
     for how, deal in DEALS.items():
         yield _mistake(
             "mesh-mean-of-rank-means", "loss", STEP, mean_of_rank_means(n_ranks, deal),
@@ -145,7 +146,8 @@ def _of_loss(n_ranks: int) -> Iterator[Mistake[Any]]:
         )  # fmt: skip
 
 
-def _of_gradients(n_ranks: int) -> Iterator[Mistake[Any]]:
+def _gradient_mistakes(n_ranks: int) -> Iterator[Mistake[Any]]:
+    """Yield the mistakes in the sum of gradients over the ranks of a mesh."""
     for rank, (how, deal) in product(range(n_ranks), DEALS.items()):
         yield _mistake(
             "mesh-gradient-not-summed", "gradient", STEP, gradient_of_one_rank(n_ranks, deal, rank),
@@ -165,7 +167,8 @@ def _of_gradients(n_ranks: int) -> Iterator[Mistake[Any]]:
     )  # fmt: skip
 
 
-def _of_norm(n_ranks: int) -> Iterator[Mistake[Any]]:
+def _norm_mistakes(n_ranks: int) -> Iterator[Mistake[Any]]:
+    """Yield the mistakes in the norm of gradients that several ranks have."""
     yield _mistake(
         "mesh-norm-counts-copies", "grad_norm", CLIP, norm_of_copies(n_ranks),
         f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a replicated gradient "
@@ -178,5 +181,8 @@ def _mistake(name: str, stage: str, part: str, wrong: Function, diagnosis: str) 
 
 
 MESH: tuple[Mistake[Any], ...] = tuple(
-    mistake for n_ranks in N_RANKS for of in (_of_loss, _of_gradients, _of_norm) for mistake in of(n_ranks)
+    mistake
+    for n_ranks in N_RANKS
+    for of in (_loss_mistakes, _gradient_mistakes, _norm_mistakes)
+    for mistake in of(n_ranks)
 )

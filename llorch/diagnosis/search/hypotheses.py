@@ -100,12 +100,14 @@ def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
     for mistake in STAGE_MISTAKES:
         if mistake.applies_to(config) and any(BY_NAME[stage].applies_to(config) for stage in mistake.stages):
             yield Hypothesis(
-                mistake.name, "mistake", mistake.stages, mistake.diagnosis, partial(_of_mistake, mistake),
+                mistake.name, "mistake", mistake.stages, mistake.diagnosis, partial(_change_by_mistake, mistake),
                 after_cached=mistake.after_cached, rounds=mistake.rounds, in_layers=partial(mistake.in_layers, config),
             )  # fmt: skip
 
 
-def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
+def _change_by_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
+    """Make the change of a run that injects a mistake at some places."""
+
     def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
         if mistake.after_cached and not inputs.has_past:
             return array

@@ -79,7 +79,7 @@ class Scorer:
             return
         sentence, shown = family.said(value)
         if family.name == "loss-normalisation" and where == "back":
-            yield self._of_gradients(plant(value), value, norm)
+            yield self._scaled_gradients(plant(value), value, norm)
             return
         honest = unsaid(self.replay.dump, family)
         yield TrainingHypothesis(
@@ -90,7 +90,8 @@ class Scorer:
             honest,
         )
 
-    def _of_gradients(self, planted: Planted, factor: float, norm: float) -> TrainingHypothesis:
+    def _scaled_gradients(self, planted: Planted, factor: float, norm: float) -> TrainingHypothesis:
+        """Make the hypothesis that all gradients are a multiple of the right ones: clipped already, or scaled."""
         largest = self.replay.dump.settings.max_grad_norm
         if norm > largest and math.isclose(factor, largest / norm, rel_tol=1e-3):
             said = "These are the gradients after clipping; name them `clipped.`, or dump them before clipping."

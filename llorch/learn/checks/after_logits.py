@@ -61,7 +61,7 @@ class AfterLogitsCheck(ABC):
     def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for parts in groups(lesson, implementation, mode):
-            yield from self._judged(implementation, parts, mode)
+            yield from self._judge_parts(implementation, parts, mode)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
@@ -71,7 +71,7 @@ class AfterLogitsCheck(ABC):
         for parts in groups(lesson, implementation, mode) if wrong else ():
             here = []
             with suppress(LearnerFault):  # in a later model: what was judged before it has a name, too
-                here.extend(each for each in self._judged(implementation, parts, mode) if each.row.verdict == FAIL)
+                here.extend(each for each in self._judge_parts(implementation, parts, mode) if each.row.verdict == FAIL)
             found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
         return list(found.values())
 
@@ -85,9 +85,10 @@ class AfterLogitsCheck(ABC):
             if (worst := _worst_within(lefts)) is not None:
                 yield Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, worst)
 
-    def _judged(
+    def _judge_parts(
         self, implementation: Implementation, parts: Sequence[Exercise], mode: Mode
     ) -> Iterator[LessonComparison]:
+        """Judge parts of an implementation on every built-in model that is on this machine."""
         for model in held(BUILTIN):
             yield from self.of(AfterLogitsModel(model, implementation, parts, chained=mode == "chained"))
 

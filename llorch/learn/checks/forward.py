@@ -99,12 +99,13 @@ def _suspects_of_findings(said: Sequence[Finding]) -> list[Suspect]:
         return []
     first = found[0]
     if first.kind == "honest":
-        return list({each.name: each for each in map(_of_arithmetic, said)}.values())
+        return list({each.name: each for each in map(_honest_suspect, said)}.values())
     near = [NearMiss(*astuple(each)) for each in first.near_misses]
     return [*_as_one(first.suspects), *first.alternatives, *near]
 
 
-def _of_arithmetic(finding: Finding) -> Suspect:
+def _honest_suspect(finding: Finding) -> Suspect:
+    """Make the suspect of an honest finding: the arithmetic that explains it, with no stage to mend."""
     if finding.suspects:
         return replace(_as_one(finding.suspects)[0], stages=())
     kind = finding.sentence.partition(":")[0]
@@ -172,7 +173,11 @@ class ForwardModel:
 
     def judged(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
         """Isolated where a stage can be, and chained; a pass in two parts for the caches."""
-        alone = {stage.name for stage in self._shown(stages) if self._alone(stage)} if mode == "isolated" else set()
+        alone = (
+            {stage.name for stage in self._visible_stages(stages) if self._alone(stage)}
+            if mode == "isolated"
+            else set()
+        )
         for case, this in self.suite.cases.items():
             yield from self._isolated(case, this, alone)
             yield from self._chained(case, this, stages - alone, 0)
@@ -216,7 +221,7 @@ class ForwardModel:
         for witness, golden in self.suite.evidence.items() if stages else ():
             trace = self.trace(this, golden=golden.traces[case])
             for name in self._keys(stages):
-                yield self._judged(self.suite.isolated(self.runner, case, witness, name), trace.get(name))
+                yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace.get(name))
 
     def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[LessonComparison]:
         if not (names := list(self._keys(stages))):
@@ -224,16 +229,18 @@ class ForwardModel:
         trace = self.trace(this, n_cached=n_cached)
         for witness in self.suite.evidence:
             for name in names:
-                yield self._judged(self.suite.chained(self.runner, case, witness, n_cached, name), trace.get(name))
+                yield self._compare(self.suite.chained(self.runner, case, witness, n_cached, name), trace.get(name))
 
-    def _judged(self, claim: Expectation, got: np.ndarray | None) -> LessonComparison:
+    def _compare(self, claim: Expectation, got: np.ndarray | None) -> LessonComparison:
+        """Compare an array of the learner's code with its expected array."""
         return LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got, config=self.config)
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
-        shown = self._shown(stages)
+        shown = self._visible_stages(stages)
         return (name for name, stage, _ in keys(self.config) if stage in shown)
 
-    def _shown(self, stages: set[str]) -> list[Stage]:
+    def _visible_stages(self, stages: set[str]) -> list[Stage]:
+        """List those of some stages that the model has and the check does not hide, in the order of the run."""
         found = {stage.name: stage for _, stage, _ in keys(self.config)}
         return [stage for name, stage in found.items() if name in stages - self.hidden]
 

@@ -115,6 +115,7 @@ def _qkv_adapted(call: Call, right: Call) -> Call:
 
 
 def _kept_flat(keep: Call, name: str, heads: Array) -> Array:
+    """Keep an array of heads as (tokens, width), and return it in its own shape."""
     return keep(name, heads.reshape(len(heads), -1)).reshape(heads.shape)
 
 

@@ -99,7 +99,8 @@ def in_one_row(arrays: Arrays) -> Array:
     return np.concatenate([array.ravel() for array in arrays.values()])
 
 
-def _taken_apart(row: Array, like: Arrays) -> dict[str, Array]:
+def _split_row(row: Array, like: Arrays) -> dict[str, Array]:
+    """Split one row of numbers into arrays with the names and shapes of `like`."""
     ends = np.cumsum([array.size for array in like.values()])[:-1]
     parts = zip(like.items(), np.split(row, ends), strict=True)
     return {name: part.reshape(array.shape) for (name, array), part in parts}
@@ -157,7 +158,7 @@ def _residual_adapted(call: Call, right: Call) -> Call:
 def _clip_adapted(call: Call, right: Call) -> Call:
     def adapted(grads: Arrays, *, max_norm: float) -> tuple[dict[str, Array], float]:
         clipped, norm = call(grads=grads, max_norm=max_norm)
-        return _taken_apart(clipped, grads), float(norm)
+        return _split_row(clipped, grads), float(norm)
 
     return adapted
 
@@ -176,7 +177,7 @@ def _accumulated_adapted(call: Call, right: Call) -> Call:
         losses = np.array([loss for loss, _ in means]) * counts
         rows = np.stack([in_one_row(grads) for _, grads in means])
         loss, row = call(loss_sums=losses, n_trained=counts, grad_sums=rows * counts[:, None].astype(rows.dtype))
-        return float(loss), _taken_apart(row, means[0][1])
+        return float(loss), _split_row(row, means[0][1])
 
     return adapted
 

@@ -76,6 +76,7 @@ def solution(shown: Exhibit) -> str:
 
 
 def _plain_words(text: str) -> str:
+    """Lower the case of an answer, and replace hyphens, underscores and runs of spaces by one space."""
     return " ".join(re.sub(r"[-_]", " ", text.lower()).split())
 
 

@@ -77,7 +77,7 @@ class OnTorch:
             for witness, golden in self.suite.evidence.items():
                 trace = self._trace(lambda see, at=(this, golden.traces[case]): self.runner.isolated(*at, see))
                 for name in self._keys(stages):
-                    yield self._judged(self.suite.isolated(self.runner, case, witness, name), trace[name])
+                    yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace[name])
 
     def chained(self, stages: set[str]) -> Iterator[LessonComparison]:
         """Every stage of a pass on its own results."""
@@ -85,7 +85,7 @@ class OnTorch:
             trace = self._pass(case)
             for witness in self.suite.evidence:
                 for name in self._keys(stages):
-                    yield self._judged(self.suite.chained(self.runner, case, witness, 0, name), trace[name])
+                    yield self._compare(self.suite.chained(self.runner, case, witness, 0, name), trace[name])
 
     def causes(self, case: str) -> Iterator[Finding]:
         """Diagnose one pass; the run is over before the diagnosis begins."""
@@ -107,6 +107,7 @@ class OnTorch:
     def _keys(self, stages: set[str]) -> Iterator[str]:
         return (name for name, stage, _ in keys(self.suite.weights.config) if stage.name in stages)
 
-    def _judged(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
+    def _compare(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
+        """Compare an array of the learner's torch code with its expected array."""
         row = judge(claim, got, model=self.model, backend=self.runner.name)
         return LessonComparison(row, claim, got, config=self.suite.weights.config)

@@ -66,16 +66,17 @@ class DeltaNetCalls(Calls):
 
     def _qkvz(self, fused: torch.Tensor) -> None:
         net, values = self.module, self._repeated * self.module.head_v_dim
-        query, key, value, z = self._of_key_heads(fused, [net.head_k_dim, net.head_k_dim, values, values])
+        query, key, value, z = self._split_by_key_head(fused, [net.head_k_dim, net.head_k_dim, values, values])
         self._joined("qkv_in", [query, key, value])
         self._joined("z_in", [z])
 
     def _ba(self, fused: torch.Tensor) -> None:
-        b, a = self._of_key_heads(fused, [self._repeated, self._repeated])
+        b, a = self._split_by_key_head(fused, [self._repeated, self._repeated])
         self._joined("b_in", [b])
         self._joined("a_in", [a])
 
-    def _of_key_heads(self, fused: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    def _split_by_key_head(self, fused: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+        """Split a fused projection into parts of the given sizes, each (tokens, key heads, size)."""
         return fused.view(self._n_tokens, self.module.num_k_heads, -1).split(sizes, dim=-1)
 
     def _joined(self, stage: str, parts: Sequence[torch.Tensor]) -> None:

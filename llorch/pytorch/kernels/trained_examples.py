@@ -34,7 +34,8 @@ def _with_gradients(call: Callable[..., Sequence[Tensor]], n_results: int) -> Ca
     return both
 
 
-def _of_one_result(plain: object, *given: Tensor) -> KernelExample:
+def _example_with_one_result(plain: object, *given: Tensor) -> KernelExample:
+    """Make the example of a trained kernel that returns one tensor."""
     return KernelExample(
         plain,
         lambda dtype: [tuple(tensor.to(dtype) for tensor in given)],
@@ -46,12 +47,12 @@ def _norm(config: ModelConfig, at: Target, size: Size) -> KernelExample:
     numbers, width = Numbers(at), config.hidden_size
     plain = RMSNorm(width, config.rms_norm_eps)
     plain.weight = nn.Parameter(1 + numbers(width) / 2, requires_grad=False)
-    return _of_one_result(plain, *(numbers(*size, width) for _ in range(2)))
+    return _example_with_one_result(plain, *(numbers(*size, width) for _ in range(2)))
 
 
 def _act(config: ModelConfig, at: Target, size: Size) -> KernelExample:
     numbers, width = Numbers(at), config.intermediate_size
-    return _of_one_result(swiglu, 4 * numbers(*size, width), *(numbers(*size, width) for _ in range(2)))
+    return _example_with_one_result(swiglu, 4 * numbers(*size, width), *(numbers(*size, width) for _ in range(2)))
 
 
 def _rotate(config: ModelConfig, at: Target, size: Size) -> KernelExample:
@@ -77,7 +78,7 @@ def _packed(name: str, config: ModelConfig, at: Target, size: Size) -> KernelExa
     numbers, kind, n_in = Numbers(at), kind_named(name), -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     plain = QuantisedLinear(random_fields((config.intermediate_size, n_in), kind, at.device), kind)
-    return _of_one_result(plain, numbers(*size, n_in), numbers(*size, config.intermediate_size))
+    return _example_with_one_result(plain, numbers(*size, n_in), numbers(*size, config.intermediate_size))
 
 
 EXAMPLES: dict[str, Callable[[ModelConfig, Target, Size], KernelExample]] = {

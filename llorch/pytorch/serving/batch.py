@@ -174,9 +174,10 @@ class ContinuousBatch:
         rows, step = [run.choosing for run in runs.values()], 1 if self._model.mode == "reproducible" else len(runs)
         parts = range(0, len(rows), step)
         made = [one for at in parts for one in next_tokens(rows[at : at + step], logits[at : at + step])]
-        return {ticket: self._taken(run, one) for (ticket, run), one in zip(runs.items(), made, strict=True)}
+        return {ticket: self._append(run, one) for (ticket, run), one in zip(runs.items(), made, strict=True)}
 
-    def _taken(self, run: ServedJob, made: Sampled | Exception) -> Sampled | Exception:
+    def _append(self, run: ServedJob, made: Sampled | Exception) -> Sampled | Exception:
+        """Append a chosen token to the text of a job, or mark the job as failed; a NaN log-probability is a failure."""
         if isinstance(made, Sampled) and math.isnan(made.logprob):
             made = self._non_finite(run)
         if isinstance(made, Exception):

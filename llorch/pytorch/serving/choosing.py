@@ -57,7 +57,7 @@ def next_tokens(rows: Sequence[Choosing], logits: Float[Tensor, "batch vocab"]) 
     last bit of one row may depend on the others. One row alone has the bits of `generate`.
     """
     made: list[Sampled | Exception] = []
-    masks = [_given(row) for row in rows]
+    masks = [_allowed_tokens(row) for row in rows]
     tokens, logprobs = (
         x[:, 0].tolist() for x in choose(logits, *_batch_settings(rows, logits.device), _stacked(masks, logits))
     )
@@ -69,7 +69,8 @@ def next_tokens(rows: Sequence[Choosing], logits: Float[Tensor, "batch vocab"]) 
     return made
 
 
-def _given(row: Choosing) -> Bool[np.ndarray, " vocab"] | Exception | None:
+def _allowed_tokens(row: Choosing) -> Bool[np.ndarray, " vocab"] | Exception | None:
+    """Ask the guide of a row which tokens it allows; return an exception that the guide raises."""
     try:
         return row.allowed()
     except Exception as error:  # of its guide

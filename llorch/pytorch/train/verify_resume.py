@@ -140,6 +140,7 @@ class _Quiet:
         training.data = replace(training.data, valid=Examples(few))
 
     def made(self, report: "StepReport") -> None:
+        """Raise SIGTERM after the step at which the run is to be stopped."""
         if report.step == self._stop_at:
             signal.raise_signal(signal.SIGTERM)
 

@@ -56,14 +56,15 @@ def read_records(path: Path) -> Iterator[Record]:
     with os.fdopen(open_regular(path), "rb") as file:
         is_list = path.suffix == ".json" and file.read(1 << 12).removeprefix(_BOM).lstrip().startswith(b"[")
         file.seek(0)
-        for record in (_of_list if is_list else _of_lines)(file, path):
+        for record in (_read_list if is_list else _read_lines)(file, path):
             empty = False
             yield record
     if empty:
         raise FormatError("Missing", "expected JSON lines, one object a line, got an empty file", path=path)
 
 
-def _of_list(file: IO[bytes], path: Path) -> Iterator[Record]:
+def _read_list(file: IO[bytes], path: Path) -> Iterator[Record]:
+    """Yield the records of a file that holds one JSON list."""
     data = file.read(_MAX_LIST + 1).removeprefix(_BOM)
     if len(data) > _MAX_LIST:
         raise FormatError("TooLarge", f"expected a list of at most {_MAX_LIST} bytes, got more; {_REMEDY}", path=path)
@@ -76,7 +77,8 @@ def _of_list(file: IO[bytes], path: Path) -> Iterator[Record]:
         yield Record(values, where, source)
 
 
-def _of_lines(file: IO[bytes], path: Path) -> Iterator[Record]:
+def _read_lines(file: IO[bytes], path: Path) -> Iterator[Record]:
+    """Yield the records of a file that holds one JSON object a line."""
     for number, line in enumerate(_bounded_lines(file, path), start=1):
         if line.strip():
             where = f"{path}:{number}"

@@ -228,7 +228,7 @@ class GgmlRunner(NumpyRunner):
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
         """Run a pass as `NumpyRunner.isolated` does; a float16 cache shows as float32, the golden's dtype."""
-        show(self.weights, this, lambda name, array: see(name, self._shown(array)), golden=golden)
+        show(self.weights, this, lambda name, array: see(name, self._in_own_dtype(array)), golden=golden)
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
         """Values at an edge are replaced."""
@@ -256,14 +256,15 @@ class GgmlRunner(NumpyRunner):
             def keep(name: str, array: np.ndarray) -> np.ndarray:
                 made, flips, refused = self._adopted(case, name, array, stop)
                 if see is not None and start == n_cached:
-                    see(name, self._shown(array), flips=flips, refused=refused)
+                    see(name, self._in_own_dtype(array), flips=flips, refused=refused)
                 return go_on(name, made, start)
 
             return keep
 
         return _passes(self.weights, this, n_cached, keeping, last_only=last_only)
 
-    def _shown(self, array: np.ndarray) -> np.ndarray:
+    def _in_own_dtype(self, array: np.ndarray) -> np.ndarray:
+        """Convert floats of the golden to the dtype of the run."""
         return array.astype(self.weights.dtype) if array.dtype.kind == "f" else array
 
     def _adopted(self, case: str, name: str, array: np.ndarray, stop: int) -> tuple[np.ndarray, int, int]:

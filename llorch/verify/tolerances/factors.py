@@ -55,7 +55,7 @@ SHARED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "shared_gate": ("seq", "one"),
         "moe_out": ("seq",),
     }
-)  # products have `_of_product`; the elements of all other stages are rounded on their own
+)  # products have `_product_variance`; the elements of all other stages are rounded on their own
 
 
 def limit_of_factor(

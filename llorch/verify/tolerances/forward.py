@@ -437,10 +437,11 @@ def _normed(s: Step, gain: "np.ndarray | float" = 1.0) -> np.ndarray:
 
 
 def _product(s: Step) -> np.ndarray:
-    return _of_product(s, s.weights[matrix_of(s.stage, s.config)])
+    return _product_variance(s, s.weights[matrix_of(s.stage, s.config)])
 
 
-def _of_product(s: Step, weight: "np.ndarray | QuantMethod") -> np.ndarray:
+def _product_variance(s: Step, weight: "np.ndarray | QuantMethod") -> np.ndarray:
+    """Sum the variances of a matrix product: of its inputs, of their rounding and of the sums."""
     x = s.x[0]
     kind: ActivationKind = weight.activations if isinstance(weight, QuantMethod) else "F32"  # pyright: ignore
     given = rounded(s.given[0], x, kind)
@@ -610,7 +611,7 @@ def _expert_product(s: Step) -> np.ndarray:
         tokens, places = np.nonzero(ids == expert)
         at = (tokens,) if x.ndim == 2 else (tokens, places)
         part = replace(s, x=(x[at],), y=s.y[tokens, places], given=(given[:, *at],))
-        made[:, tokens, places] = _of_product(part, s.weights[s.stage.matrix][expert])
+        made[:, tokens, places] = _product_variance(part, s.weights[s.stage.matrix][expert])
     return made
 
 
@@ -645,7 +646,7 @@ def _expert_in(s: Step) -> np.ndarray:
 def _shared_gate(s: Step) -> np.ndarray:
     """Derive the variance after the sigmoid, whose slope is s (1 - s); llama.cpp divides silu(x) by x."""
     logit = np.log(s.y) - np.log1p(-s.y)
-    made = _of_product(replace(s, y=np.where(np.isfinite(logit), logit, 0)), s.weights["shared_gate"])
+    made = _product_variance(replace(s, y=np.where(np.isfinite(logit), logit, 0)), s.weights["shared_gate"])
     return made * np.square(s.y * (1 - s.y)) + 4 * s.rounding
 
 

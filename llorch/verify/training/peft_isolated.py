@@ -64,12 +64,13 @@ class Isolated:
         merged = self._producer.merged(self._adapter, self._batch)
         return found | self._producer.schedules() | {MERGED_AT: merged[MERGED_AT]}
 
-    def _given(self, place: StageRef) -> Tensor:
+    def _golden_tensor(self, place: StageRef) -> Tensor:
+        """Return a golden as float64 tensor."""
         return torch.from_numpy(self._golden.shown(place)).double()
 
     def _padded(self, place: StageRef) -> Tensor:
         """Place the golden's tokens as rows of the first batch; 0 where there is padding."""
-        tokens, held = self._given(place), torch.from_numpy(self._batch.documents >= 0)
+        tokens, held = self._golden_tensor(place), torch.from_numpy(self._batch.documents >= 0)
         rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
         rows[held] = tokens
         return rows
@@ -82,7 +83,7 @@ class Isolated:
         with Watch(model, adapter, seen, case=case):
             for name, place in where.items():
                 leaf = model.base_model.model.get_submodule(adapter.targets[name].path)
-                leaf(self._given(at(INPUT_OF[place.part], place.layer)))
+                leaf(self._golden_tensor(at(INPUT_OF[place.part], place.layer)))
                 yield place, array_of(seen[place])
 
     def _block_gradients(self) -> Arrays:
@@ -99,7 +100,7 @@ class Isolated:
         model, start = self._producer.adapted(self._adapter), before(step, self._n_layers)
         optimizer = optimizer_of(model, OPTIMIZER)
         for name, parameter in trained(model).items():
-            given = {stage: self._given(where[name]) for stage, where in start.items()}
+            given = {stage: self._golden_tensor(where[name]) for stage, where in start.items()}
             parameter.grad = given.pop("gradient")
             if step > 1:
                 parameter.data.copy_(given.pop("parameters"))

@@ -83,7 +83,7 @@ def places(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
         (both, [at(stage, case=case) for stage in ("token_losses", "loss") for case in SMOOTHINGS]),
         (both, [*of_tensors("gradient", n_layers).values(), *ends.values()]),
         (chained, of_tensors("gradient", n_layers, "zero_b").values()),
-        *((both if step in STEPS_ALONE else chained, _of_step(step, n_layers)) for step in STEPS_SHOWN),
+        *((both if step in STEPS_ALONE else chained, _places_of_step(step, n_layers)) for step in STEPS_SHOWN),
         (alone, [at("learning_rate", case=name) for name in SCHEDULES]),
         (chained, [at("loss_curve", case="curve"), at("norm_curve", case="curve")]),
         (alone, [MERGED_AT]),
@@ -94,6 +94,7 @@ def places(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
     return dict.fromkeys((*inputs, *ends, *given), ()) | {place: modes for modes, made in parts for place in made}
 
 
-def _of_step(step: int, n_layers: int) -> list[StageRef]:
+def _places_of_step(step: int, n_layers: int) -> list[StageRef]:
+    """List the places that a training step shows: the norm of its gradients, and every tensor after it."""
     tensors = (place for where in after(step, n_layers).values() for place in where.values())
     return [at("grad_norm", case=f"step {step}"), *tensors]

@@ -73,7 +73,7 @@ class NumpyTrainingRunner:
         """Yield every stage that can be fed the golden's inputs; `numbers` restrict it to some checkpoints."""
         made: dict[str, Callable[[], Results]] = {
             "15": self._isolated_deltas,
-            "16": lambda: self._losses(self._split(self._given(at("adapted_logits")))),
+            "16": lambda: self._losses(self._split(self._golden_array(at("adapted_logits")))),
             "17": self._isolated_gradients,
             "18": self._isolated_steps,
             "20": self._merged_weight,
@@ -112,7 +112,7 @@ class NumpyTrainingRunner:
 
     def _isolated_deltas(self) -> Results:
         def given(stage: str, layer: int | None) -> np.ndarray:
-            return self._given(at(stage, layer))
+            return self._golden_array(at(stage, layer))
 
         yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), given)
         yield from self._deltas(self.rslora, shared_input("rslora"), given)
@@ -121,7 +121,7 @@ class NumpyTrainingRunner:
         for step in STEPS_ALONE:
             start = {name: self._all_given(where) for name, where in before(step, self.n_layers).items()}
             state = start if step > 1 else self._initial()
-            yield from self._shown(
+            yield from self._results_of_step(
                 step, *self._update(step, start["gradient"], state, OPTIMIZER, OPTIMIZER.learning_rate)
             )
         yield from self._schedules()
@@ -142,11 +142,12 @@ class NumpyTrainingRunner:
             yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
         yield from join_documents([found for found, _ in self._block_gradients({})]).items()
 
-    def _given(self, place: StageRef) -> np.ndarray:
+    def _golden_array(self, place: StageRef) -> np.ndarray:
+        """Return a golden in the dtype of the run."""
         return self._golden.shown(place).astype(self.dtype)
 
     def _all_given(self, where: Mapping[str, StageRef]) -> Named:
-        return {name: self._given(place) for name, place in where.items()}
+        return {name: self._golden_array(place) for name, place in where.items()}
 
     def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Rows of all documents of the first batch, taken apart."""
@@ -182,7 +183,7 @@ class NumpyTrainingRunner:
 
     def _isolated_gradients(self) -> Results:
         """Run each block alone: the input, and the gradient of the output, are the golden's."""
-        given = {place: self._given(place) for pair in borders(self.n_layers).items() for place in pair}
+        given = {place: self._golden_array(place) for pair in borders(self.n_layers).items() for place in pair}
         found = list(self._block_gradients(given))
         tensors = of_tensors("gradient", self.n_layers)
         yield from join_documents([blocks for blocks, _ in found]).items()
@@ -254,9 +255,10 @@ class NumpyTrainingRunner:
             max(STEPS_SHOWN), 1, OPTIMIZER, 0.0, lambda step: OPTIMIZER.learning_rate
         ):
             if step in STEPS_SHOWN:
-                yield from self._shown(step, norm, state)
+                yield from self._results_of_step(step, norm, state)
 
-    def _shown(self, step: int, norm: float, state: State) -> Results:
+    def _results_of_step(self, step: int, norm: float, state: State) -> Results:
+        """Yield what a step leaves: the norm of its gradients, moments and parameters."""
         yield at("grad_norm", case=f"step {step}"), np.asarray(norm, self.dtype)
         for stage, where in after(step, self.n_layers).items():
             yield from named(where, state[stage]).items()

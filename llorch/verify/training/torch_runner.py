@@ -87,7 +87,7 @@ def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = N
 def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Comparison]:
     """Compare training runs in torch with goldens that are at hand, for each variant."""
     for suffix, as_trainer in VARIANTS.items():
-        yield from _judged(
+        yield from _judge_runner(
             name, TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer), f"{target}{suffix}"
         )
 
@@ -97,10 +97,11 @@ def mesh_rows(
 ) -> Iterator[Comparison]:
     """Compare a training run that the ranks of a mesh make together; all ranks have to call this function."""
     runner = TorchTrainingRunner(weights, golden, target, as_trainer=True, mesh=mesh)
-    yield from _judged(name, runner, named_on(target, mesh))
+    yield from _judge_runner(name, runner, named_on(target, mesh))
 
 
-def _judged(name: str, runner: "TorchTrainingRunner", backend: str) -> Iterator[Comparison]:
+def _judge_runner(name: str, runner: "TorchTrainingRunner", backend: str) -> Iterator[Comparison]:
+    """Compare the isolated and chained runs of a torch runner with the goldens of training."""
     dtype: DtypeName = runner.target.dtype_name  # pyright: ignore[reportAssignmentType]
     ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
     claimed = claims(runner.golden, runner.weights.config, dtype)
@@ -145,7 +146,7 @@ class TorchTrainingRunner:
         yield from self._gradients(self.adapter)
         stepper = self._stepper(with_zero_b(self.adapter), OPTIMIZER, 0.0)
         stepper.backward(self.batches[:1])
-        yield from self._of_parameters(stepper, "zero_b")
+        yield from self._gradients_by_place(stepper, "zero_b")
         yield from self._steps()
         yield from self._curve()
         yield at("merged_logits"), self._merged_logits()
@@ -179,12 +180,13 @@ class TorchTrainingRunner:
         hidden = self._hidden(worker)
         return worker.run(lambda module: module.lm_head(hidden))
 
-    def _given(self, place: StageRef, dtype: torch.dtype | None = None) -> Tensor:
+    def _golden_tensor(self, place: StageRef, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a golden as tensor on the device of the run."""
         return torch.tensor(self.golden.shown(place), device=self.target.device, dtype=dtype or self.target.dtype)
 
     def _padded(self, place: StageRef) -> Tensor:
         """Place the golden's tokens as rows of the first batch; 0 where there is padding."""
-        tokens = self._given(place)
+        tokens = self._golden_tensor(place)
         held = torch.from_numpy(self.batches[0].documents >= 0)
         rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
         rows[held.to(rows.device)] = tokens
@@ -199,7 +201,7 @@ class TorchTrainingRunner:
 
         def note(leaf: Any, name: str, _: Tensor) -> None:
             if name in where:
-                given = self._given(at(INPUT_OF[where[name].part], where[name].layer))
+                given = self._golden_tensor(at(INPUT_OF[where[name].part], where[name].layer))
                 deltas[name] = whole_output(worker, name, _delta(leaf, own_input(worker, name, given)))
 
         _at_each_leaf(worker.module, note)
@@ -247,11 +249,12 @@ class TorchTrainingRunner:
             given = (worker.own_rows(self._padded(x)), counts * worker.own_rows(self._padded(d_x))) if fed else None
             module.register_forward_pre_hook(_noting(inputs, d_x, given))
         stepper.backward(self.batches[:1])
-        yield from self._of_parameters(stepper, "plain")
+        yield from self._gradients_by_place(stepper, "plain")
         for place, tensor in inputs.items():
             yield place, self._tokens(all_rows(worker, _gradient_of(tensor), n_rows))
 
-    def _of_parameters(self, stepper: Stepper, case: str) -> Results:
+    def _gradients_by_place(self, stepper: Stepper, case: str) -> Results:
+        """Yield the gradient of every trained tensor, with its place."""
         for name, place in of_tensors("gradient", self.n_layers, case).items():
             yield place, array_of(whole(_gradient_of(stepper.optimizer.params[name])))
 
@@ -276,7 +279,7 @@ class TorchTrainingRunner:
         optimizer, start = self._stepper(self.adapter, OPTIMIZER, 0.0).optimizer, before(step, self.n_layers)
         state: dict[str, Tensor] = {"step": torch.tensor(step - 1)}
         for name, parameter in optimizer.params.items():
-            given = {stage: self._given(where[name], parameter.dtype) for stage, where in start.items()}
+            given = {stage: self._golden_tensor(where[name], parameter.dtype) for stage, where in start.items()}
             parameter.grad = like(parameter.data, part_of(given["gradient"], parameter.data).clone())
             if step > 1:
                 own(parameter.data).copy_(part_of(given["parameters"], parameter.data))
@@ -285,16 +288,17 @@ class TorchTrainingRunner:
             optimizer.load(state)
         norm = optimizer.clip(OPTIMIZER.max_norm)
         optimizer.step(OPTIMIZER.learning_rate)
-        yield from self._shown(optimizer, step, norm)
+        yield from self._results_of_step(optimizer, step, norm)
 
     def _steps(self) -> Results:
         stepper = self._stepper(self.adapter, OPTIMIZER, 0.0)
         for step in range(1, max(STEPS_SHOWN) + 1):
             _, norm = stepper.step(step_batches(self.batches, step, 1), OPTIMIZER.learning_rate)
             if step in STEPS_SHOWN:
-                yield from self._shown(stepper.optimizer, step, norm)
+                yield from self._results_of_step(stepper.optimizer, step, norm)
 
-    def _shown(self, optimizer: AdamW, step: int, norm: float) -> Results:
+    def _results_of_step(self, optimizer: AdamW, step: int, norm: float) -> Results:
+        """Yield what a step leaves: the norm of its gradients, moments and parameters."""
         state, wide = optimizer.state(), np.float64 if self.target.dtype == torch.float64 else np.float32
         yield at("grad_norm", case=f"step {step}"), np.asarray(norm, wide)
         for stage, where in after(step, self.n_layers).items():
