@@ -87,12 +87,12 @@ class Layer:
 
     @property
     def is_dense(self) -> bool:
-        """Whether `llorch.forward` alone computes it."""
+        """True if `llorch.forward` alone computes it."""
         return self == Layer()
 
     @property
     def looks_at_positions(self) -> bool:
-        """Whether its attention treats positions otherwise than a dense one."""
+        """True if its attention treats positions otherwise than a dense one."""
         return not self.rope or self.tempered or self.bound is not None
 
     @property

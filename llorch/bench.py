@@ -98,11 +98,11 @@ class TimedEngine(Protocol):
         ...
 
     def copy_rate(self) -> float:
-        """Bytes per second, read and written, of a large copy."""
+        """Measure the bytes per second, read and written, of a large copy."""
         ...
 
     def product_rate(self) -> float:
-        """Operations per second of a large square product."""
+        """Measure the operations per second of a large square product."""
         ...
 
 
@@ -220,19 +220,19 @@ def speeds(samples: Sequence[float]) -> dict[str, float]:
 
 
 def prompts(load: Load, vocab_size: int) -> np.ndarray:
-    """Token ids, different ones in every row; which ones they are is no matter to the speed."""
+    """Draw token ids, different ones in every row; the speed does not depend on them."""
     grid = np.arange(load.prompt)[None] * 7 + np.arange(load.batch)[:, None] * 13
     return grid % vocab_size
 
 
 def step_bytes(subject: Subject, batch: int, context: float) -> float:
-    """Bytes that one decode step moves: the weights once, keys and values of every sequence, states in and out."""
+    """Count the bytes that one decode step moves: the weights once, and the memory of every sequence in and out."""
     per_token, of_states = remembered(subject.config)
     return subject.weight_bytes + batch * (per_token * context * subject.cache_itemsize + 2 * 4 * of_states)
 
 
 def token_flop(config: ModelConfig, context: float) -> float:
-    """Operations for one token in all layers, a multiplication and an addition being two."""
+    """Count the operations for one token in all layers; a multiplication and an addition are two."""
     layers = [w for w in inventory(config).values() if w.name.startswith("layers.") and len(w.shape) > 1]
     per_token, of_states = remembered(config)
     attention = 2 * per_token * config.group_size * context
@@ -241,7 +241,7 @@ def token_flop(config: ModelConfig, context: float) -> float:
 
 
 def head_flop(config: ModelConfig) -> int:
-    """Operations for the logits of one token."""
+    """Count the operations for the logits of one token."""
     return 2 * config.hidden_size * config.vocab_size
 
 
@@ -265,7 +265,7 @@ def elapsed(action: Callable[[], object]) -> float:
 
 
 def best_time(action: Callable[[], object], times: int = 5) -> float:
-    """Seconds that something takes at best, after a first time that does not count."""
+    """Measure the shortest time of several runs in seconds; the first run does not count."""
     action()
     return min(elapsed(action) for _ in range(times))
 

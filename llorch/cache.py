@@ -66,7 +66,7 @@ class KVCache:
         self.length = 0  # tokens whose keys and values every layer holds
 
     def next_positions(self, n_tokens: int) -> Int[np.ndarray, " seq"]:
-        """Absolute positions of the next tokens; ValueError for none, or more than the context holds."""
+        """Return the absolute positions of the next tokens; ValueError for none, or more than the context holds."""
         start = self._first_position + self.length
         require_context(n_tokens, start, self._max_positions)
         return np.arange(start, start + n_tokens)

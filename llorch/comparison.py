@@ -104,7 +104,7 @@ class Difference:
         return tolerance.common_factor is None or abs(self.common_factor - 1) <= tolerance.common_factor
 
     def nearest_token(self, tolerance: Tolerance) -> tuple[float, float]:
-        """Error and limit of the token that is nearest to its limit, or farthest beyond; zero where there is none."""
+        """Return error and limit of the token nearest to its limit, or farthest beyond it; zeros if there is none."""
         if self.tokens is None or tolerance.tokens is None:
             return 0.0, 0.0
         limits = np.asarray(tolerance.tokens, np.float64)

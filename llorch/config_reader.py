@@ -22,7 +22,7 @@ class Fields:
         self._prefix = prefix
 
     def has(self, key: str) -> bool:
-        """Whether there is a value, other than null."""
+        """Tell if there is a value, other than null."""
         return self.values.get(self._prefix + key) is not None
 
     def full(self, key: str) -> str:
@@ -30,7 +30,7 @@ class Fields:
         return self._prefix + key
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and holds null."""
+        """Tell if the key is there and holds null."""
         key = self._prefix + key
         return key in self.values and self.values[key] is None
 

@@ -160,7 +160,7 @@ def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> 
 
 
 def _holds_vectors(weights: Weights, kind: GGMLType) -> bool:
-    """Whether a dtype keeps every bit of norms and biases, which GGUF files store as F32."""
+    """Tell if a dtype keeps every bit of norms and biases, which GGUF files store as F32."""
     for name, weight in inventory(weights.config).items():
         if not weight.stays_f32:
             continue

@@ -109,7 +109,7 @@ class GenerationBatch(Protocol):
         ...
 
     def n_cached(self, ticket: int) -> int:
-        """Tokens of the prompt that were not computed, because an earlier prompt began with them."""
+        """Count the tokens of the prompt that were not computed, because an earlier prompt began with them."""
         ...
 
 
@@ -195,11 +195,11 @@ class HeldText:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """All that is left; an incomplete character becomes U+FFFD."""
+        """Return all text that is left; an incomplete character becomes U+FFFD."""
         return self._pending + self._decoder.decode(b"", final=True)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that begins `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

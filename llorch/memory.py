@@ -13,7 +13,7 @@ _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 
 
 def available_memory() -> float:
-    """Bytes that this process can still take: of the machine's, of its container's, of its own limit the least.
+    """Return the bytes that this process can still take: the least of machine, container and own limit.
 
     What the system would give up, pages of files, counts as free. Outside of Linux it is all memory of the machine, or
     infinity where nobody tells.

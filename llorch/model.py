@@ -124,7 +124,7 @@ class Opened:
         return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text with special tokens, or of a conversation up to the answer; ids stay as they are.
+        """Encode a text with special tokens, or a conversation up to the answer; ids stay as they are.
 
         ValueError for a text that is far longer than the context.
         """
@@ -188,7 +188,7 @@ class Opened:
         return ids_of_images(self.weights)
 
     def checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Token ids as int64; ValueError for none, or one that is out of range."""
+        """Convert token ids to int64; ValueError if there are none, or one is out of range."""
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0:
             raise ValueError(f"forward: expected a list of at least one token id, got shape {array.shape}")

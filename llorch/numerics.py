@@ -32,11 +32,11 @@ class Numerics:
 
     @property
     def rounds_activations(self) -> bool:
-        """Whether a matrix rounds what it is multiplied with."""
+        """True if a matrix rounds what it is multiplied with."""
         return self.name != "exact"
 
     def cache_dtype(self, dtype: type[np.floating]) -> type[np.floating]:
-        """Dtype of keys and values in a run of this dtype."""
+        """Return the dtype of keys and values in a run of this dtype."""
         return np.float16 if self.kv_cache == "f16" else dtype
 
     def __str__(self) -> str:

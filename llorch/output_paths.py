@@ -29,12 +29,12 @@ _BESIDE = (
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder."""
+    """Sum the bytes of a file, or of the files in a folder."""
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Files of a folder beside its tensors (Unsafe for a link out): configuration, tokenizer, chat templates."""
+    """List the files of a folder beside its tensors, e.g. tokenizer and templates; Unsafe for a link out."""
     named = [require_inside(folder / name, folder) for name in _BESIDE if (folder / name).is_file()]
     return [*named, *template_files(folder).values()]
 
@@ -129,7 +129,7 @@ def _format_size(n_bytes: int) -> str:
 
 
 def _as_float32(value: object) -> object:
-    """Numbers as GGUF files hold them."""
+    """Convert to numbers as GGUF files hold them."""
     if isinstance(value, Temperature):
         return replace(value, scale=float(np.float32(value.scale)))
     return np.float32(value) if isinstance(value, float) else value

@@ -59,22 +59,22 @@ class Stage:
 
     @property
     def masked(self) -> bool:
-        """Whether -inf marks masked entries."""
+        """True if -inf marks masked entries."""
         return self.name == "attn_scores"
 
     @property
     def is_choice(self) -> bool:
-        """Whether it holds ids, int64, of what was chosen: a set for each token."""
+        """True if it holds ids, int64, of what was chosen: a set for each token."""
         return self.name == "topk_ids"
 
     @property
     def by_expert(self) -> bool:
-        """Whether its matrix is one of each expert."""
+        """True if its matrix is one of each expert."""
         return self.matrix.startswith("experts_")
 
     @property
     def is_dense(self) -> bool:
-        """Whether every dense model has it."""
+        """True if every dense model has it."""
         return {"attention", "rope", "dense"}.issuperset(self.needs)
 
     @property
@@ -84,7 +84,7 @@ class Stage:
         return next(name for name in alternatives if name not in BY_NAME or BY_NAME[name].is_dense)
 
     def applies_to(self, config: ModelConfig, layer: int | None = None) -> bool:
-        """Whether a layer of a model has the stage; of a stage inside layers without one: whether any layer has."""
+        """Tell if a layer of a model has the stage; without a layer, if any layer has it."""
         if self.in_layer and layer is None:
             return any(self.applies_to(config, i) for i in range(config.n_layers))
         traits = config.traits(layer)
@@ -468,7 +468,7 @@ FUSABLE: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("ffn_ga
 
 
 def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:
-    """Size of every axis of a model, for a pass of `seq` tokens in a context of `ctx`."""
+    """Return the size of every axis of a model, for a pass of `seq` tokens in a context of `ctx`."""
     sizes = {
         "seq": seq, "ctx": ctx, "hidden": config.hidden_size, "inter": config.intermediate_size,
         "heads": config.n_heads, "kv_heads": config.n_kv_heads, "head_dim": config.head_dim,
@@ -510,7 +510,7 @@ def matrix_of(stage: Stage, config: ModelConfig) -> str:
 
 
 def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
-    """Every stage of a model in the order of the forward pass.
+    """Yield every stage of a model in the order of the forward pass.
 
     Args:
         config: The model.

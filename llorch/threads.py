@@ -26,17 +26,17 @@ VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # by
 
 
 def is_small(config: ModelConfig) -> bool:
-    """Whether a model gains nothing from a second thread."""
+    """Tell if a model gains nothing from a second thread."""
     return sum(math.prod(weight.shape) for weight in inventory(config).values()) < SMALL
 
 
 def n_threads_for(config: ModelConfig) -> int:
-    """Threads of a foreign engine when nobody says: one for a small model, else as many as this process may run."""
+    """Choose the threads of a reference engine: one for a small model, else as many as this process may run."""
     return 1 if is_small(config) else n_cores()
 
 
 def n_asked() -> int | None:
-    """Threads that a user asks for: of `limited`, else of the environment; None where nobody says."""
+    """Return the number of threads that the user asks for, by `limited` or the environment; else None."""
     if _LIMITS:
         return _LIMITS[-1]
     said = (os.environ.get(name, "") for name in VARIABLES)
@@ -44,7 +44,7 @@ def n_asked() -> int | None:
 
 
 def n_cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -11,12 +11,12 @@ _stderr: list[int] = []  # as it was, of a rank that does not speak
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Tell if a launcher started this process as a rank."""
     return all(name in os.environ for name in _VARIABLES)
 
 
 def is_launched_by_us() -> bool:
-    """Whether a process of llorch looks after this rank, and tells what became of it."""
+    """Tell if a process of llorch looks after this rank, and tells what became of it."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
 
 

@@ -152,6 +152,7 @@ def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Itera
 
 
 def _diagnosed(weights: Weights, dump: StageDump, judged: JudgedRun) -> JudgedRun:
+    """Diagnose a run that exceeds a tolerance, and add the causes and the first wrong stage to its comparison."""
     found = diagnose(weights.astype(np.float64), dump)
     wrong = [finding for finding in found.findings if finding.kind != "honest"]
     names = [f"{each.name} {each.value}".strip() for each in wrong[0].suspects] if wrong else []

@@ -113,6 +113,7 @@ def _one_process(
 
 
 def _watched(worker: Worker, request: Request, words: Path, granted: float, memory: int) -> RunEnd:
+    """Wait for the end of an engine's run; end the wait if the run crashes, hangs or takes too much memory."""
     since = time.monotonic()
     while True:
         status = worker.status  # before the look: what it wrote last is seen

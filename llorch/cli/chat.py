@@ -115,7 +115,7 @@ def command(
 
 
 def _converse(talk: Any, *, live: bool) -> None:
-    """Line by line; a mistake on a terminal is one line, and the conversation goes on."""
+    """Answer line by line; a mistake on a terminal prints one line, and the conversation goes on."""
     from llorch.cli.inputs import stdin_lines
     from llorch.cli.slash_commands import Quit, obey
 
@@ -183,7 +183,7 @@ def _harmless(text: str) -> str:
 
 @contextmanager
 def _remembered_lines() -> Iterator[None]:
-    """Line editing, and the lines of earlier conversations, where Python has readline."""
+    """Offer line editing and the lines of earlier conversations, if Python has readline."""
     try:
         import readline
     except ImportError:

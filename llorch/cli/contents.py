@@ -37,7 +37,7 @@ class Contents:
     problems: list[str]  # why llorch would refuse to run it
 
     def plain(self) -> dict:
-        """Dictionaries, lists, numbers and texts only."""
+        """Return the contents as dictionaries, lists, numbers and texts only."""
         return asdict(self) | {"path": str(self.path)}
 
     def print(self) -> None:

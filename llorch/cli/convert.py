@@ -75,7 +75,7 @@ def say_blocks(kept: Mapping[str, str], decoded: Mapping[str, str]) -> None:
 
 @contextmanager
 def cleaning_up_when_terminated() -> Iterator[None]:
-    """SIGTERM ends the process with its usual code, but after the temporary file is removed."""
+    """Remove the temporary file before SIGTERM ends the process with its usual code."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(_TERMINATED)

@@ -50,7 +50,7 @@ def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
 
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
-    """Up to the first cause: its layer stage by stage, those before as one line; of a right dump a line a stage."""
+    """Yield the lines up to the first cause: its layer stage by stage, each layer before it as one line."""
     found = causes(diagnosis)
     if not found:
         yield from _by_stage(diagnosis.results)

@@ -98,7 +98,7 @@ def _with_plain_line_ends(text: str) -> str:
 
 
 def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
-    """Ids to look at, and their text if they have one: of the user, or else fixed ones, which stderr names."""
+    """Choose the ids to run and their text, if there is one: the user's, or else fixed ones, which stderr names."""
     refuse_both(prompt, tokens)
     if tokens is not None:
         return tokens, None
@@ -108,7 +108,7 @@ def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tu
 
 
 def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
-    """Whether a file or folder comes with a tokenizer, be it a sound one or not."""
+    """Tell if a file or folder comes with a tokenizer, valid or not."""
     if isinstance(source, GGUFFile):
         named = source.metadata.get("tokenizer.ggml.model", "none")  # of any type
         return not (isinstance(named, str) and named in ("none", "no_vocab"))
@@ -116,7 +116,7 @@ def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
 
 
 def spread_ids(vocab_size: int, n: int = 12) -> list[int]:
-    """Ids from all over a vocabulary, distinct where it has so many; their order has no pattern."""
+    """Spread ids over a vocabulary, distinct if it is large enough, in an order without a pattern."""
     stretches = [SPREAD[n] * i % n for i in range(n)]
     return list(dict.fromkeys((2 * stretch + 1) * vocab_size // (2 * n) for stretch in stretches))
 
@@ -150,7 +150,7 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
 
 
 def read_history(path: Path) -> list[dict[str, object]]:
-    """Messages of a file: a JSON list of them, or one on each line."""
+    """Read the messages of a file: a JSON list, or one message on each line."""
     from llorch.config_reader import Fields
     from llorch.files.mapped import read_regular
     from llorch.files.strict_json import parse_json

@@ -67,7 +67,7 @@ class Line:
 
 
 def lines(judged: JudgedModel, *, by_stage: bool = False) -> list[Line]:
-    """One line per checkpoint in their order, also without a row; `by_stage` one per stage, or per model of several."""
+    """Group the comparisons of a model by checkpoint, also those without one; `by_stage` groups by stage."""
     groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for row in judged.rows:
         stage = row.place.stage if row.checkpoint in TRAINING else row.stage  # one of many tensors there

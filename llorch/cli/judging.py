@@ -309,13 +309,13 @@ def _numerics(weights: Weights, engines: Sequence[ProducerName], wanted: Claimed
 
 
 def _suits_ggml(weights: Weights) -> bool:
-    """Whether llama.cpp rounds inputs for a file, and computes the model that it holds."""
+    """Tell if llama.cpp rounds inputs for a file, and computes the model that the file holds."""
     config = weights.config
     return bool(emulated(weights.using(GGML))) and not cannot_judge("llamacpp", config, config.max_position_embeddings)
 
 
 def refuse_scheme(wanted: ClaimedArithmetic) -> None:
-    """No engine that `verify` runs computes a scheme, and no tolerance is derived for it."""
+    """Refuse scheme numerics: no engine of `verify` computes a scheme, and no tolerance is derived for it."""
     if wanted.numerics == "scheme":
         raise click.UsageError(
             "--numerics scheme goes with run, chat, serve and quality; verify judges exact and ggml numerics"
@@ -323,7 +323,7 @@ def refuse_scheme(wanted: ClaimedArithmetic) -> None:
 
 
 def refuse_residency(wanted: ClaimedArithmetic) -> None:
-    """`--weights` says nothing where all are decoded."""
+    """Refuse `--weights` in exact numerics, where all matrices are decoded."""
     if wanted.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 

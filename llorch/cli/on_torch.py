@@ -45,7 +45,7 @@ class TorchBackend:
 
     @property
     def trains(self) -> bool:
-        """Whether there are tolerances for training in its dtype."""
+        """True if there are tolerances for training in its dtype."""
         return self.target.dtype_name in TRAINED_DTYPES
 
     def training(self, model: str) -> Iterator[Comparison]:

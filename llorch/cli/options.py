@@ -94,7 +94,7 @@ class ModelSpec(click.ParamType):
     name = "model"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Built-in names and models of this folder; else what the shell knows of files."""
+        """Complete the names of built-in models and of models in this folder; otherwise complete files."""
         here = sorted([*glob("*.gguf"), *map(os.path.dirname, glob("*/config.json"))])
         names = [name for name in (*EVERY, *here) if name.startswith(incomplete)]
         return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
@@ -117,7 +117,7 @@ def verb(
 
 
 def group(title: str, *options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
-    """Options below `title` on a help page, in this order; without a title each stays below its own."""
+    """Put options below `title` on a help page, in this order; without a title each stays below its own."""
 
     def decorate(function: Callable) -> Callable:
         before = len(getattr(function, "__click_params__", ()))
@@ -130,7 +130,7 @@ def group(title: str, *options: Callable[[Callable], Callable]) -> Callable[[Cal
 
 
 def tokens_option(text: str) -> Callable[[Callable], Callable]:
-    """`--tokens 1,2,3`, for models without a vocabulary."""
+    """Add the option `--tokens 1,2,3`, for models without a vocabulary."""
     return group("Input", page_option("--tokens", type=TokenIds(), help=text))
 
 
@@ -152,7 +152,7 @@ def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 
 
 def numerics_group(default: str) -> Callable[[Callable], Callable]:
-    """Arithmetic of a verb that runs a model; `default` is what the help page says of `--numerics`."""
+    """Add the options for arithmetic to a verb; `default` is what the help page says of `--numerics`."""
     return group(
         "Numerics",
         page_option(

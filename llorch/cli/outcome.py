@@ -82,7 +82,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _is_raised_by_us(error: BaseException) -> bool:
-    """Whether a `raise` in llorch is where an exception comes from."""
+    """Tell if an exception comes from a `raise` in llorch."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -93,7 +93,7 @@ def _is_raised_by_us(error: BaseException) -> bool:
 
 
 def error_line(error: BaseException) -> str:
-    """One printable line for a person."""
+    """Format an error as one printable line for a person."""
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     elif isinstance(error, OSError) and error.errno in _OF_FILES:

@@ -15,7 +15,7 @@ def say(line: str) -> None:
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:
-    """JSON that every parser takes: NaN and infinity become null."""
+    """Write JSON that every parser accepts: NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

@@ -98,7 +98,7 @@ def routes(judged: JudgedModel) -> list[str]:
 def _print_lines(
     out: Console, judged: JudgedModel, found: Sequence[Line], producers: Sequence[str], *, detail: bool
 ) -> None:
-    """One table: checkpoints that were compared with the same producers."""
+    """Print one table of checkpoints that were compared with the same engines."""
     rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{p}" for p in producers), ">tolerance", "verdict")
     for column, width in zip(rows.columns, WIDTHS, strict=False):
         column.min_width = width
@@ -156,7 +156,7 @@ def float64_line(worst: Mapping) -> str:
 
 
 def failure_report(judged: JudgedModel) -> list[str]:
-    """Lines that say what failed first in the forward order of one model; none when nothing failed."""
+    """Describe the first failure in the forward order of one model; empty if nothing failed."""
     row = first_failure(judged)
     if row is None:
         return []
@@ -225,7 +225,7 @@ def closing_line(counts: Mapping) -> str:
 
 
 def _ties(judged: JudgedModel) -> list[str]:
-    """One line per stage and reason, however many backends and producers share them."""
+    """Describe ties, one line per stage and reason, whatever number of backends and engines share them."""
     alike: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for row in judged.rows:
         if row.verdict == TIE:

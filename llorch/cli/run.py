@@ -206,7 +206,7 @@ def load_adapter(loaded: Any, adapter: Path, *, any_base: bool) -> str:
 
 
 def _on_torch(path: Path, mesh: "DeviceMesh | None", *, device: str, compiled: bool, **wanted: Any) -> Any:
-    """All of a model, or on a mesh the part of this rank."""
+    """Load a whole model on torch, or on a mesh the part of this rank."""
     from llorch import load_torch  # from there: it says what to install where torch is absent
 
     if mesh is None:

@@ -161,7 +161,7 @@ def command(
 
 
 def _require_context(model: str, wanted: int) -> None:
-    """UsageError, before anything is loaded, where a model has fewer positions."""
+    """Raise a UsageError before a model is loaded that has fewer positions than the context."""
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
 

@@ -19,7 +19,7 @@ class Stdout(Console):
 
 
 def console() -> Console:
-    """Stdout, which breaks no line itself; rich obeys NO_COLOR and FORCE_COLOR."""
+    """Open stdout without line breaks of rich; NO_COLOR and FORCE_COLOR are obeyed."""
     out = Stdout(markup=False, highlight=False, emoji=False, soft_wrap=True)
     if not sys.stdout.isatty() and out.width < MIN_WIDTH:
         out.width = MIN_WIDTH

@@ -89,6 +89,7 @@ def _summarised(
     caches: list[str] | None = None,
     not_read: str | None = None,
 ) -> Quantisation | None:
+    """Summarise the types of quantised matrices; None if no matrix is quantised."""
     matrices = [one for one in tensors if len(one[2]) > 1]
     if not any(has_codes(kind) for _, kind, _, _ in matrices):
         return None

@@ -136,7 +136,7 @@ def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
 
 
 def _sections(fields: Fields, family: Family) -> tuple[int, ...]:
-    """Pairs of the head for each of RoPE's axes: of a text all three are its positions."""
+    """Return the pairs of the head for each of RoPE's axes: of a text all three are its positions."""
     if not family.sections:
         return ()
     sections = _read_integers(fields, key := "rope.dimension_sections")
@@ -155,7 +155,7 @@ def _read_integers(fields: Fields, key: str) -> list[int]:
 
 
 def _n_layers(fields: Fields, family: Family) -> int:
-    """Layers of the model, without those behind them that predict further tokens."""
+    """Return the number of layers, without the blocks after them that predict further tokens."""
     n_layers = fields.integer("block_count")
     extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.predicts else 0
     if extra and extra >= n_layers:
@@ -272,7 +272,7 @@ def _temperature(fields: Fields, family: Family, context: int) -> Temperature | 
 
 
 def _read_scaling(fields: Fields, family: Family, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
-    """Scaling as llama.cpp reads it: linear when the type is absent, and a factor of 0 means none."""
+    """Read RoPE scaling as llama.cpp does: linear if the type is absent; a factor of 0 means none."""
     kind = fields.text("rope.scaling.type", default="linear")
     factor = fields.number("rope.scaling.factor", default=fields.number("rope.scale_linear", default=0.0)) or 1.0
     if kind not in ("none", "linear", "yarn"):

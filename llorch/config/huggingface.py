@@ -313,7 +313,7 @@ def _read_tempered(fields: Fields, family: Family, rope: list[bool]) -> list[boo
 
 
 def _tunes(fields: Fields) -> bool:
-    """Whether queries grow with the position: true or false, of the first releases 4 or 0."""
+    """Tell if queries grow with the position: true or false, in the first releases 4 or 0."""
     tuning = fields.values.get("attn_temperature_tuning", True)
     return bool(tuning) if isinstance(tuning, int) else fields.boolean("attn_temperature_tuning", default=True)
 
@@ -370,7 +370,7 @@ def _theta(fields: Fields, rope: Fields | None, default: float) -> float:
 
 
 def _rotary_dim(fields: Fields, rope: Fields | None, family: Family, head_dim: int) -> int:
-    """Width of the part that RoPE turns, 0 for all of it."""
+    """Return the width of the part that RoPE turns, 0 for all of it."""
     if rope is not None and family.sections == "halves":
         _refuse_sections(rope, head_dim)
     if family.rotary_share is None:

@@ -246,6 +246,7 @@ class Replay:
     def _inputs(
         self, n_pass: int, place: str, setting: LayerSetting, passed: Arrays, past: "Past", reads: tuple[str, ...]
     ) -> StageInputs:
+        """Collect the inputs of a stage for a mistake: arrays that were passed on, caches, weights and positions."""
         stage, layer = self.stages[place]
         names = (*stage.input_names(self.config, layer), *there(reads, self.config, layer))
         arrays = {name: passed[input_key(name, layer, self.config)] for name in names}

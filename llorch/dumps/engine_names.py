@@ -40,7 +40,7 @@ class Meaning:
 
 
 def _nodes() -> dict[str, list[str]]:
-    """Nodes of llama.cpp that stand for a stage each: one of these, as the layer is."""
+    """Map each node of llama.cpp that stands for a stage to its possible stages; the layer decides which."""
     found: dict[str, list[str]] = {}
     for stage in STAGES:
         node = re.match(r"(\w+)(?:-\{i\})?(?: \(|,)", stage.llamacpp)
@@ -50,7 +50,7 @@ def _nodes() -> dict[str, list[str]]:
 
 
 def _stages_by_module() -> dict[tuple[str, str], list[tuple[str, ...]]]:
-    """Stages by the path of a module inside its layer, empty for the layer itself, and by its end that is watched."""
+    """Map a module's path in its layer (empty: the layer) and the watched end of the module to stages."""
     found = {place: [stages] for place, stages in _MODULES_BESIDE_THE_TABLE.items()}
     for stage in STAGES:
         parts = re.fullmatch(r"(output|input) of (?:layers\.\{i\}\.?|model\.)?([\w.]*)", stage.transformers)
@@ -120,6 +120,7 @@ def _ours(name: str, layer: int | None) -> Meaning | None:
 
 
 def _llamacpp(name: str, layer: int | None, config: ModelConfig, op: str, nth: int, of: int) -> Meaning | None:
+    """Interpret the name of a llama.cpp node, the `nth` of `of` with this name; None if it is no stage."""
     parts = re.fullmatch(r"(\w+?)(?:-([0-9]{1,4}))?", name)
     if parts is None:
         return None

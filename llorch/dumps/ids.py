@@ -69,6 +69,7 @@ def passes_of(
 def _contradiction(
     source: str, who: str, passes: Sequence[Tokens], other: str, theirs: Sequence[Tokens]
 ) -> GuardFailed:
+    """Make the refusal of two sources that state other tokens or other positions."""
     wanted, got = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
     if wanted != got:
         message = f"expected {shown(wanted)}, as in {other}, got {shown(got)} in {who}{parting(wanted, got)}"
@@ -97,7 +98,7 @@ def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
 def _in_embeddings(
     embeddings: Mapping[int, RawArray], weights: Weights, n_passes: int, first_position: int
 ) -> tuple[Tokens, ...]:
-    """Tokens of all passes, or none."""
+    """Find the tokens of all passes in the embeddings; empty if a row is not found."""
     width, passes = weights.config.hidden_size, []
     for number in range(n_passes):
         array = embeddings.get(number)

@@ -167,6 +167,7 @@ class _Folder:
         return stored
 
     def _tokens(self, line: Fields, number: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Read which tokens of its pass an array has, as `tokens` or `positions`; None if the line states neither."""
         keys = [key for key in ("tokens", "positions") if line.has(key)]
         if not keys:
             return None

@@ -70,7 +70,7 @@ class Form:
 
 
 def single_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Axes with those split that are heads joined."""
+    """Split the axes that are joined heads into heads and dimensions."""
     return tuple(single for axis in axes for single in JOINED.get(axis, (axis,)))
 
 
@@ -117,7 +117,7 @@ def fitting_forms(table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[s
 
 
 def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
-    """Orders of axes, in groups that are joined in memory: none of them, heads with their dimensions, or all.
+    """Yield the orders of axes, in groups that are joined in memory: none joined, heads with their dimensions, or all.
 
     Heads that the table has joined stay together in what is joined at all: apart they would be the very mistake of
     joining them before the axes are turned. Keys are the last axis of scores wherever something else is as many. In
@@ -162,7 +162,7 @@ def far_nearest(distances: Mapping[Form, float]) -> Form | None:
 
 
 def unlike(got: np.ndarray, ours: np.ndarray) -> float:
-    """Sine of the angle between what is finite in both, 0 to 1: a factor, which is another mistake, does not count."""
+    """Measure the sine of the angle between two arrays where both are finite; a common factor does not count."""
     finite = np.isfinite(got) & np.isfinite(ours)
     a, b = got[finite].astype(np.float64), ours[finite].astype(np.float64)
     size = float(np.linalg.norm(a) * np.linalg.norm(b))

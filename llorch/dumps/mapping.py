@@ -118,6 +118,7 @@ def mapping_of(values: Mapping[str, object], path: str | Path = "mapping") -> Na
 
 
 def _require_known(values: Mapping[str, object], known: object, prefix: str, path: str | Path) -> None:
+    """Refuse keys that are not known, with the nearest known one as a suggestion."""
     for key in values:
         if key not in known:  # type: ignore[operator] (a collection of names)
             raise FormatError(
@@ -128,7 +129,7 @@ def _require_known(values: Mapping[str, object], known: object, prefix: str, pat
 
 
 def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
-    """Stages that a pattern stands for, and their layer where it is one."""
+    """Parse the stages that a pattern stands for, and the layer if the pattern names one."""
     value = names.values[pattern]
     if len(_NUMBER.findall(re.escape(pattern))) > 1:
         raise names.error("Malformed", pattern, "a pattern with at most one {i}", value)

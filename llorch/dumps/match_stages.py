@@ -92,7 +92,7 @@ class Pattern:
 
 
 def patterns_of(arrays: Sequence[tuple[int, RawArray]], n_layers: int) -> list[Pattern]:
-    """Patterns in the order of writing: the layer is that number of the names which makes fewest patterns of them."""
+    """Group names into patterns, in their order; the number that gives the fewest patterns is the layer."""
     spelled = [_patterns(arrays, n_layers, which) for which in (0, -1, 1)]
     return min(spelled, key=lambda patterns: (sum(each.mixes_shapes for each in patterns), len(patterns)))
 

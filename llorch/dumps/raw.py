@@ -57,7 +57,7 @@ class RawDump:
 
 
 def digest(array: np.ndarray) -> str:
-    """SHA-256 of an array as float32, little-endian, in the order of its axes, the last one fastest."""
+    """Hash an array as float32 with SHA-256: little-endian, in the order of its axes, the last one fastest."""
     return hashlib.sha256(np.ascontiguousarray(array, "<f4").data).hexdigest()
 
 

@@ -32,7 +32,7 @@ _LIKE = 0.1  # what is unlike ours by less is ours, whatever its arithmetic
 
 
 def table_axes(stages: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of a stage in the table; projections that are fused have their rows in one."""
+    """Return the axes of a stage in the table; projections that are fused have their rows in one."""
     return tuple(BY_NAME[stages[0]].axes.split()) if len(stages) == 1 else ("seq", "width")
 
 
@@ -166,13 +166,13 @@ class StageReader:
             raise
 
     def _newest(self, named: NamedArray, whole: int) -> list[int]:
-        """Numbers of keys that a layer which sees a part of the context may keep, by the shape of an array."""
+        """List the numbers of keys that a layer with a window may keep, by the shape of an array."""
         if "ctx" not in named.table or named.layer is None or self.config.layer(named.layer).bound is None:
             return []
         return sorted({n for n in named.array.shape if n < whole}, reverse=True)
 
     def _ways_in(self, named: NamedArray, tokens: tuple[int, ...] | None, ctx: int) -> list[ArrayReading]:
-        """Find the readings in a context of some length."""
+        """Find the readings of an array in a context of `ctx` tokens; FormatError if its shape fits none."""
         n_tokens = len(self.passes[named.n_pass].ids)
         seq = n_tokens if tokens is None else len(tokens)
         widths = [BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx)[-1] for stage in named.stages]
@@ -276,7 +276,7 @@ class StageReader:
 
 
 def _with_left_out(array: np.ndarray, stage: str, read: ArrayReading) -> np.ndarray:
-    """Scores and probabilities in the whole context: a key that a window left out is masked."""
+    """Widen scores and probabilities to the whole context: keys that a window left out are masked."""
     if not read.left_out or BY_NAME[stage].axes.split()[-1] != "ctx":
         return array
     filled = -np.inf if BY_NAME[stage].masked else 0

@@ -215,5 +215,5 @@ def _about_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
 
 
 def _patterns(arrays: Sequence[tuple[int, RawArray]]) -> list[str]:
-    """Names, each once, numbers as {i}."""
+    """List the names of arrays, each once, with numbers as {i}."""
     return [*dict.fromkeys(re.sub(r"[0-9]+", "{i}", array.name) for _, array in arrays)]

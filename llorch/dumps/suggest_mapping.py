@@ -113,7 +113,7 @@ def _choose_stages(patterns: Sequence[Pattern], offset: int) -> dict[str, Guess]
 
 
 def _possible(pattern: Pattern, offset: int) -> Iterator[Guess]:
-    """Guesses that agree with how layers count; what is called rotated is no projection that nobody rotated."""
+    """Yield the guesses that agree with the numbering of layers and with the order of projection and rotation."""
     is_rotated = re.search("rot|rope", pattern.name, re.IGNORECASE) is not None
     for guess in pattern.guesses.values():
         is_rope = guess.stages[0].endswith("_rope")
@@ -167,7 +167,7 @@ def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int
 
 
 def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collection[str]) -> list[str]:
-    """Another order of the axes, what shapes do not say, pairs where what RoPE made has them (`rotated`: q, k)."""
+    """List the lines of a layout: another order of the axes, and neighbouring pairs (`rotated`: q and k)."""
     lines = []
     if guess.read.form.differs_from(table_axes(guess.stages)):
         lines.append(f'axes = "{guess.read.form}"')

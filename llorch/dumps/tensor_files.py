@@ -197,7 +197,7 @@ def _dump(source: Path, arrays: Iterable[RawArray]) -> RawDump:
 
 
 def _whole(array: RawArray, source: Path) -> tuple[int, ...]:
-    """Token ids, or a position, from an array of integers, of one sequence."""
+    """Read token ids, or a position, from an array of integers for one sequence."""
     *batch, n_ids = array.shape or (1,)
     if "int" not in array.stored or n_ids > _MAX_IDS or any(size != 1 for size in batch):
         message = f"{array.name} must be integers for one sequence, got {array.stored} {list(array.shape)}"

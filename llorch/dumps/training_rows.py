@@ -12,7 +12,7 @@ def documents_of(
     input_ids: np.ndarray, labels: np.ndarray | None = None, attention_mask: np.ndarray | None = None,
     position_ids: np.ndarray | None = None,
 ) -> tuple[Batch, int]:  # fmt: skip
-    """Rows as documents, those left out that have nothing to learn, and how many were."""
+    """Split rows into documents, without those that have nothing to learn; also return how many were left out."""
     held = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
     labels = np.where(held, input_ids if labels is None else labels, IGNORED)
     starts = held & (np.cumsum(held, axis=1) == 1)
@@ -34,7 +34,7 @@ def documents_of(
 
 
 def placed(name: str, arrays: Sequence[RawArray], batches: Iterable[Batch]) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays of all micro-batches, a row for every token of the documents, and which of these rows are known."""
+    """Join the arrays of all micro-batches, one row per token of the documents, and mark the rows that are known."""
     place: Callable[[RawArray, Batch], tuple[np.ndarray, np.ndarray]] = _logits_rows if name == "logits" else _losses
     rows, known = zip(*(place(array, batch) for array, batch in zip(arrays, batches, strict=True)), strict=True)
     return np.concatenate(rows), np.concatenate(known)

@@ -79,7 +79,7 @@ def open_here(
     dtype: DtypeName = "float32",
     streamed: bool | None = None,
 ) -> Producer:
-    """`open_producer` in this process, which is changed by that."""
+    """Open an engine in this process, which it changes; see `open_producer`."""
     if name == "llamacpp":
         os.environ |= GGML_VARIABLES
         _require_package("llama_cpp")

@@ -11,7 +11,7 @@ from llorch.ops.delta_rule import L2_EPS
 
 
 def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
-    """Why an engine is no witness of runs of up to so many tokens; empty where it is one."""
+    """Explain why an engine cannot judge runs of up to so many tokens; empty if it can."""
     if engine != "llamacpp":
         return ""
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
@@ -33,7 +33,7 @@ def not_a_number(engine: str, family: str, stage: str) -> str:
 
 
 def unturned(config: ModelConfig) -> list[int]:
-    """Pairs of a head that llama.cpp gives to a fourth axis, on which every token of a text has the position 0.
+    """List the pairs of a head that llama.cpp puts on a fourth axis, on which every token of a text has position 0.
 
     Source: ggml `ops.cpp`, `ggml_mrope_cache_init`; llama.cpp `llama-graph.cpp`, `llm_graph_input_pos::set_input`.
     """

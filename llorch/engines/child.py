@@ -63,7 +63,7 @@ def _isolate_process() -> Channel:
 
 
 def _listen(channel: Channel, requests: SimpleQueue[Any]) -> None:
-    """Also while the engine computes, so that it does not do so for nobody."""
+    """Listen to the parent also while the engine computes, so that the engine ends with its parent."""
     try:
         while True:
             requests.put(receive(channel))

@@ -59,7 +59,7 @@ class Folder:
         return f"{method} {layout.lower()}".rstrip()
 
     def modules(self, ending: str) -> list[str]:
-        """Modules that have a tensor with this ending."""
+        """Return the modules that have a tensor with this ending."""
         return [name.removesuffix(f".{ending}") for name in self._files if name.endswith(f".{ending}")]
 
     def tensors(self, module: str) -> Tensors:

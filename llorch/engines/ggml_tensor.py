@@ -94,7 +94,7 @@ def op_name(tensor: GgmlTensor) -> str:
 
 
 def source_names(tensor: GgmlTensor) -> tuple[str, ...]:
-    """Names of the tensors it is computed from; behind those that have but a number, what these are computed from."""
+    """Name the tensors that a tensor is computed from; a numbered source is followed to its own sources."""
     names: list[str] = []
     for source in (source.contents for source in tensor.src if source):
         name = source.name.decode()
@@ -144,7 +144,7 @@ def decode_by_ggml(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarr
 
 
 def decoded_hash(raw: np.ndarray, ggml_type: int, n_elements: int) -> str:
-    """SHA-256 of what `decode` gives: large files would take long to be sent decoded."""
+    """Hash the decoded tensor with SHA-256, because large tensors take long to send."""
     return hashlib.sha256(decode_by_ggml(raw, ggml_type, n_elements).data).hexdigest()
 
 

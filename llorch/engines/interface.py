@@ -73,7 +73,7 @@ class Producer(Protocol):
         ...
 
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
-        """Logits of every token, from a run without capture."""
+        """Return the logits of every token, from a run without capture."""
         ...
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -96,16 +96,16 @@ class Producer(Protocol):
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
-        """Token ids of the engine's own tokenizer, None when the model comes without one."""
+        """Return the token ids of the engine's own tokenizer, None when the model comes without one."""
         ...
 
     def provenance(self) -> dict[str, object]:
-        """Versions, build, CPU features and switches of the engine."""
+        """Return the versions, build, CPU features and switches of the engine."""
         ...
 
 
 def one_by_one(engine: object, calls: Sequence[Call]) -> list[Any]:
-    """`together` of an engine that holds its whole model."""
+    """Run calls one after the other, for an engine that holds its whole model; see `together`."""
     return [getattr(engine, method)(*args, **kwargs) for method, args, kwargs in calls]
 
 

@@ -111,7 +111,7 @@ class LlamaCpp:
         return checked_trace(capture.stages(), self.config, len(ids), self.name)
 
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
-        """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
+        """Return the logits of every token from a run that nobody watches; bit by bit those of `trace`."""
         return self._logits(ids, first_position, None)
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -160,7 +160,7 @@ class LlamaCpp:
         return out
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
-        """Token ids of llama.cpp's tokenizer; None for a file without a vocabulary."""
+        """Return the token ids of llama.cpp's tokenizer; None for a file without a vocabulary."""
         vocabulary = llama_cpp.llama_model_get_vocab(self._model(for_text=True))
         assert vocabulary is not None
         if llama_cpp.llama_vocab_type(vocabulary) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
@@ -344,6 +344,6 @@ class LlamaCppWithAdapter(LlamaCpp):
 def logits_with_adapter(
     model: str | Path, adapter: str | Path, ids: Sequence[int], *, numerics: Numerics = EXACT
 ) -> Float32[np.ndarray, "seq vocab"]:
-    """Logits of every token from llama.cpp with a LoRA GGUF file."""
+    """Return the logits of every token from llama.cpp with a LoRA GGUF file."""
     with LlamaCppWithAdapter(model, adapter, numerics=numerics) as engine:
         return engine.logits(ids)

@@ -74,7 +74,7 @@ def _heads_joined(heads: np.ndarray) -> np.ndarray:
 
 
 def _channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarray:
-    """Channels of the convolution: those of values as their heads are."""
+    """Order the channels of the convolution as the engine orders the heads of values."""
     values = rows[:, 2 * net.key_width :].reshape(len(rows), net.n_value_heads, net.value_head_dim)
     return np.concatenate([rows[:, : 2 * net.key_width], _heads_joined(_heads(values, 1, net, config))], axis=1)
 

@@ -17,7 +17,7 @@ from llorch.lora.peft_format import is_of_whole
 
 
 def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> Float32[np.ndarray, "seq vocab"]:
-    """Logits of every token from PEFT, which only warns where it misses tensors in an adapter: refused here.
+    """Compute the logits of every token by PEFT; refuse an adapter whose tensors PEFT misses with a warning alone.
 
     The base is the model that the names in the adapter are of: that of text alone, or the one that sees, too.
     """

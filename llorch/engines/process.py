@@ -199,7 +199,7 @@ def _give_back(process: EngineProcess) -> None:
 
 
 def _patience(path: Path, *args: object) -> float:
-    """Seconds that a call may take: it goes through the model for each of its tokens, and some more."""
+    """Limit a call in seconds: it runs the model for each of its tokens, with a reserve."""
     files = path.iterdir() if path.is_dir() else [path] if path.exists() else []
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
     n_tokens = max((len(value) for value in args if isinstance(value, Sequence | Mapping)), default=0)

@@ -173,7 +173,7 @@ class Transformers:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
-        """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
+        """Return the logits of every token from a run that nobody watches; bit by bit those of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
         # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
         cache = (
@@ -226,7 +226,7 @@ class Transformers:
             return as_array(nn.functional.softmax(scores[0], dim=-1))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
-        """Token ids of the folder's tokenizer; None without a `tokenizer.json`."""
+        """Return the token ids of the folder's tokenizer; None without a `tokenizer.json`."""
         if self._tokenizer is None:
             return None
         out = self._tokenizer(text, add_special_tokens=add_special, split_special_tokens=not parse_special)
@@ -384,7 +384,7 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
 
 
 def _expected_config(config: ModelConfig) -> dict[str, Any]:
-    """Hyperparameters by transformers' names, as we read them."""
+    """Translate llorch's hyperparameters to transformers' names."""
     family = FAMILIES[config.family]
     biases = {family.bias_key[0]: config.qkv_bias} if family.qkv_bias is None else {}
     return (

@@ -68,7 +68,7 @@ class HookRecorder:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Contiguous; float64 and integers as they are, all else in float32, which holds every half value."""
+    """Copy a tensor to a contiguous array: float64 and integers as they are, all other types as float32."""
     as_it_is = tensor.dtype in (torch.float64, torch.int64)
     wide = tensor.detach() if as_it_is else tensor.detach().float()
     return wide.contiguous().numpy()

@@ -29,7 +29,7 @@ LARGEST: dict[GGMLType, float] = {
 
 
 def encoded_size(shape: tuple[int, ...], ggml_type: GGMLType) -> int:
-    """Bytes of an encoded tensor, whose last axis is a whole number of blocks, without padding."""
+    """Return the bytes of an encoded tensor, whose last axis is a whole number of blocks, without padding."""
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     return int(np.prod(shape)) // block_size * block_bytes
 

@@ -199,7 +199,7 @@ def _array_of(weights: Weights, tensor: Tensor) -> np.ndarray:
 
 
 def _rope_settings(config: ModelConfig, path: Path) -> dict[str, object]:
-    """RoPE in the keys that transformers 4 has, too; of families that it has not in the newer one."""
+    """Write RoPE with the keys that transformers 4 has too, or with the newer ones for a family that it lacks."""
     theta, scaling, kind = shortest(config.rope_theta), _rope_scaling(config, path), written_family(config)
     if FAMILIES[kind].rotary_share is not None:
         values: dict[str, object] = {"rope_theta": theta, "partial_rotary_factor": config.rotated / config.head_dim}

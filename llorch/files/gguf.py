@@ -46,7 +46,7 @@ class TensorInfo(Entry):
 
     @property
     def holds_floats(self) -> bool:
-        """Whether the tensor can be a weight: floats or blocks, not integers."""
+        """True if the tensor can be a weight: floats or blocks, not integers."""
         return self.ggml_type not in _INTEGERS
 
 

@@ -87,12 +87,12 @@ class Lockstep(Generic[T]):
 
 
 def fits(weights: Weights, dtype: DtypeName) -> bool:
-    """Whether a model as a whole fits the memory that is free."""
+    """Tell if a model as a whole fits the memory that is free."""
     return _ROOM * _bytes_of_dtype(dtype) * sum(_elements(weights).values()) <= available_memory()
 
 
 def largest_part(weights: Weights, dtype: DtypeName) -> float:
-    """Bytes of the layer, or the output matrix, that is largest: what a model takes that is read part by part."""
+    """Return the bytes of the largest layer, or of the output matrix: the need of a model that is read in parts."""
     return _ROOM * _bytes_of_dtype(dtype) * max(_elements(weights).values())
 
 

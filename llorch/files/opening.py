@@ -72,7 +72,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
-    """Tensors of the blocks behind the last layer, which predict further tokens."""
+    """Return the tensors of the blocks behind the last layer, which predict further tokens."""
     names = {name for name in file.tensors if re.match(r"blk\.(\d+)\.", name)}
     extra = {name for name in names if int(name.split(".")[1]) >= config.n_layers}
     if extra and FAMILIES[config.family].predicts:
@@ -129,7 +129,7 @@ def _read_config(folder: Path) -> dict[str, object]:
 
 
 def ids_of_images(weights: Weights) -> dict[int, str]:
-    """Token ids in whose place a model that sees puts what it saw, and their keys; no GGUF file says any."""
+    """Map the token ids that a multimodal model replaces by image features to their keys; GGUF files name none."""
     if not isinstance(weights.source, SafetensorsFolder):
         return {}
     values = _read_config(weights.source.path)
@@ -138,7 +138,7 @@ def ids_of_images(weights: Weights) -> dict[int, str]:
 
 
 def _by_path(folder: SafetensorsFolder) -> dict[str, str]:
-    """Names of tensors by their path in the text model; a file of the base model alone has none with `model.`."""
+    """Map paths in the text model to names of tensors; a file of the base model alone has none with `model.`."""
     plain = {path_alone(name): name for name in folder.tensors}
     if not any(path.startswith("model.") for path in plain):
         plain = {f"model.{path}" if path.startswith(_BASE) else path: name for path, name in plain.items()}
@@ -155,7 +155,7 @@ def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
 
 
 def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> set[str]:
-    """Tensors that are no part of the model of text; said, as far as they are numbers that somebody trained."""
+    """Find tensors that do not belong to the text model; print those that hold trained numbers."""
     ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
     prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].predicts else ()))
     others = {name for name in folder.tensors if name.startswith(prefixes)}

@@ -80,7 +80,7 @@ class Packed:
         return min(self.shape[0], max(1, TILE // math.prod(self.shape[1:])))
 
     def tiles(self) -> Iterator[tuple[int, np.ndarray]]:
-        """First row and decoded rows of one piece of a matrix after the other; the next piece overwrites the last."""
+        """Yield the first row and the rows of each piece of a matrix; the next piece overwrites the last."""
         step = self.rows_at_once
         room = np.empty((step, *self.shape[1:]), np.float32)
         for start in range(0, self.shape[0], step):

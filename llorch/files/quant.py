@@ -152,7 +152,7 @@ def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) 
 
 
 def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
-    """Whether a block scale is the NaN of its own format, which decodes to a finite number.
+    """Tell if a block scale is the NaN of its own format, which decodes to a finite number.
 
     All other types carry their scales as floats: a NaN there reaches the decoded values and is found there.
     """
@@ -162,7 +162,7 @@ def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
 
 
 def _scratch() -> np.ndarray:
-    """Memory of this thread that every call works in: fresh memory would cost as much as the work."""
+    """Return the memory of this thread that every call works in: new memory would cost as much as the work."""
     if not hasattr(_own, "scratch"):
         _own.scratch = np.empty(SCRATCH_BYTES * _ELEMENTS_AT_ONCE, np.uint8)
     return _own.scratch

@@ -75,7 +75,7 @@ def working_bytes(weights: Weights, n_tokens: int) -> int:
 
 
 def remembered(config: ModelConfig) -> tuple[int, int]:
-    """Numbers that all layers remember: of every token, and however many tokens there are."""
+    """Count the numbers that all layers remember: for every token, and independent of the number of tokens."""
     n_nets = sum(config.layer(i).mixer == "delta_net" for i in range(config.n_layers))
     state = config.delta_net.state_size if config.delta_net is not None else 0
     return 2 * (config.n_layers - n_nets) * config.kv_width, n_nets * state
@@ -95,7 +95,7 @@ def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
 
 
 def _matrix_sizes(weights: Weights) -> Iterator[tuple[StoredType, int, int]]:
-    """Type, elements and bytes of every matrix."""
+    """Yield the type, elements and bytes of every matrix."""
     for name in weights:
         if weights.slots[name].multiplied:
             yield weights.stored_type(name), math.prod(weights.shape(name)), weights.stored_bytes(name)

@@ -124,12 +124,12 @@ class Weight:
 
     @property
     def stays_f32(self) -> bool:
-        """Whether a GGUF file has it in F32, whatever its matrices are."""
+        """True if a GGUF file has it in F32, whatever its matrices are."""
         return not self.is_matrix or self.name.rpartition(".")[2] in ("router", "shared_gate")
 
 
 def inventory(config: ModelConfig) -> dict[str, Weight]:
-    """Every weight of a model by canonical name, in the order of the forward pass inside a layer."""
+    """Return every weight of a model by canonical name, in the order of the forward pass inside a layer."""
     family, weights = FAMILIES[config.family], {}
     words = {"mlp": family.mlp, "router": family.router, "ffn_norm": family.ffn_norm}
     layers: list[int | None] = [None, *range(config.n_layers)]
@@ -310,5 +310,5 @@ def interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name from a file is harmless in messages, C strings and paths."""
+    """Tell if a name from a file is harmless in messages, C strings and paths."""
     return bool(name) and name.isprintable() and not any(part in name for part in ("/", "\\", ".."))

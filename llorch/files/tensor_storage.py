@@ -32,7 +32,7 @@ class TiledValues:
     before: int = 0  # rows before them that are not reordered
 
     def index(self) -> np.ndarray:
-        """Row of the tensor for each row of the weight."""
+        """Return the row of the tensor for each row of the weight."""
         n_keys = self.net.n_key_heads
         heads = np.arange(self.net.n_value_heads).reshape(-1, n_keys).T.reshape(-1, 1)
         rows = (heads * self.width + np.arange(self.width)).reshape(-1)
@@ -48,7 +48,7 @@ class Joined:
     parts: tuple[int, ...]  # those that the weight is made of
 
     def index(self) -> np.ndarray:
-        """Row of the tensor for each row of the weight: a part has the rows of all heads, then comes the next part."""
+        """Return the row of the tensor for each row of the weight: a part has the rows of all heads."""
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         heads = np.arange(self.n_heads)[:, None] * starts[-1]
         return np.concatenate([(heads + np.arange(starts[i], starts[i + 1])).reshape(-1) for i in self.parts])
@@ -114,7 +114,7 @@ AS_IS = Layout()
 
 
 def expert_of(stack: Packed, layout: Layout, number: int) -> Packed:
-    """One expert of a tensor that holds all of them, (out, in); its bytes are copied only where they are turned."""
+    """Return one expert of a tensor of all experts, (out, in); its bytes are copied only if they are turned."""
     _, *shape = stack.shape
     one = replace(stack, raw=stack.raw.reshape(stack.shape[0], -1)[number], shape=tuple(shape))
     if layout.turned:

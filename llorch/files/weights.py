@@ -37,7 +37,7 @@ class Slot:
 
     @property
     def multiplied(self) -> bool:
-        """Whether it is a matrix that inputs are multiplied with, or a stack of them."""
+        """True if it is a matrix that inputs are multiplied with, or a stack of them."""
         return len(self.shape) > 1 if self.is_matrix is None else self.is_matrix
 
     @property
@@ -126,7 +126,7 @@ class Weights(Mapping):
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
     def expert(self, name: str, number: int) -> Any:
-        """One expert of a stack: an array in the dtype of these weights, or a matrix that multiplies itself."""
+        """Return one expert of a stack: an array in the dtype of these weights, or a matrix that multiplies itself."""
         slot, key = self.slots[name], f"{name}.{number}"
         if key in self._matrices:
             return self._matrices[key]
@@ -140,7 +140,7 @@ class Weights(Mapping):
         return array
 
     def _expert_array(self, name: str, number: int) -> np.ndarray:
-        """One expert as float32, decoded once."""
+        """Return one expert as float32, decoded once."""
         key = f"{name}.{number}"
         if key not in self._loaded:
             self._loaded[key] = self.read_expert(name, number)
@@ -149,7 +149,7 @@ class Weights(Mapping):
         return self._loaded[key]
 
     def read_expert(self, name: str, number: int) -> np.ndarray:
-        """One expert as float32, decoded anew and not kept; of F32 that is not turned over a view of the map."""
+        """Return one expert as float32, decoded anew and not kept; of F32 that is not turned over a view of the map."""
         packed = self.expert_as_stored(name, number)
         is_f32 = packed.ggml_type is GGMLType.F32
         array = np.require(packed.raw.view("<f4"), requirements="A") if is_f32 else packed.decode()
@@ -157,7 +157,7 @@ class Weights(Mapping):
         return array.reshape(packed.shape)
 
     def expert_as_stored(self, name: str, number: int) -> Packed:
-        """One expert of a stack, (out, in), in the type of the file; nothing is decoded."""
+        """Return one expert of a stack, (out, in), in the type of the file; nothing is decoded."""
         slot = self.slots[name]
         if "{e}" in slot.source_name:
             return self.source.packed(slot.source_name.format(e=number))
@@ -236,7 +236,7 @@ class Weights(Mapping):
         return [self.source.packed(tensor) for tensor in self.slots[name].tensors]
 
     def is_changed(self, name: str) -> bool:
-        """Whether a weight has other numbers than the file, as merged ones have."""
+        """Tell if a weight has other numbers than the file, as merged ones have."""
         return False
 
     def stored_type(self, name: str) -> StoredType:
@@ -244,7 +244,7 @@ class Weights(Mapping):
         return self.as_stored(name).ggml_type
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes that a weight takes in the file."""
+        """Return the bytes that a weight takes in the file."""
         kind = self.stored_type(name)
         if not isinstance(kind, GGMLType):
             return sum(stored.n_bytes for stored in self.all_stored(name))

@@ -100,7 +100,7 @@ def _require_all(wanted: Reference, names: Iterable[str], files: dict[str, Any])
 
 
 def _missing(wanted: Reference, commit: str, siblings: Iterable[Any]) -> Iterator[Any]:
-    """Files whose bytes the cache does not have."""
+    """Yield the files whose bytes the cache does not have."""
     home = repository_folder(wanted.repo)
     for sibling in siblings:
         blob = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or "none"

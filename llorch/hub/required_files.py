@@ -25,13 +25,13 @@ def is_folder(files: Collection[str]) -> bool:
 
 
 def of_folder(files: Collection[str], shards: Iterable[str]) -> list[str]:
-    """Files of a Hugging Face folder, whose weights are in one file, or in the shards that its index names."""
+    """List the files of a Hugging Face folder; its weights are in one file, or in shards that its index names."""
     beside = [name for name in files if name in _BESIDE or _TEMPLATES.fullmatch(name)]
     return sorted([*beside, *([WEIGHTS] if WEIGHTS in files else [INDEX, *shards])])
 
 
 def shards_of(index: Path) -> list[str]:
-    """Files that an index names; ValueError where it is none."""
+    """Return the files that an index names; ValueError where it is none."""
     weight_map = json.loads(index.read_bytes())["weight_map"]
     return sorted({str(name) for name in weight_map.values()})
 

@@ -81,7 +81,7 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 def require_edges(implementation: Implementation, parts: Iterable[Exercise]) -> None:
-    """LearnerFault where a written part gives something else."""
+    """Raise LearnerFault if a written part gives another result at an edge case."""
     for part in parts:
         if part.name not in implementation.written or part.name not in EDGES:
             continue

@@ -59,7 +59,7 @@ class Exercise:
 
     @property
     def in_python_only(self) -> bool:
-        """Whether no program can write it, and no file can hold what it is given."""
+        """True if no program can write it, and no file can hold what it is given."""
         return self.streams or self.on_torch
 
     def results(self, returned: Any) -> Mapping[str, Any]:

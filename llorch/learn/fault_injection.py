@@ -43,7 +43,7 @@ class Tooth:
 
     @property
     def bites(self) -> bool:
-        """Whether it was seen, and called by its name."""
+        """True if it was seen, and called by its name."""
         return self.over >= VISIBLE and self.mistake in self.named
 
 

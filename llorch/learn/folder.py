@@ -100,7 +100,7 @@ def _is_alike(part: Exercise, name: str, given: Sequence[str]) -> bool:
 
 
 def unwritten_in(tree: ast.Module) -> set[str]:
-    """Names of the functions of a file whose last version does nothing but raise NotImplementedError."""
+    """Name the functions of a file whose last version only raises NotImplementedError."""
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     last = {node.name: _only_raises(node.body) for node in functions}
     return {name for name, only_raises in last.items() if only_raises}
@@ -166,7 +166,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _forget_earlier() -> None:
-    """Modules of another folder, or of an earlier version of this one, lessons and whatever else they imported."""
+    """Drop the imported modules of another folder, or of an earlier version of this one."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name in _MODULES or (file and any(Path(file).is_relative_to(folder) for folder in _folders)):

@@ -16,7 +16,7 @@ _SHOWN = 6  # frames; of a recursion without end there are a thousand
 
 
 def own_frames(error: BaseException) -> list[str]:
-    """File, line and text of every frame that is the learner's, the outermost first; of a SyntaxError its line."""
+    """List file, line and text of every frame in the learner's code, the outermost first."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
     if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
         frames.append(traceback.FrameSummary(error.filename, error.lineno or 0, "", line=error.text or ""))
@@ -33,7 +33,7 @@ def all_frames(error: BaseException) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is neither ours nor of a library."""
+    """Tell if a file belongs neither to llorch nor to a library."""
     return not file.startswith("<") and not any(Path(file).is_relative_to(place) for place in _OF_OTHERS)
 
 

@@ -70,7 +70,7 @@ def _guarded_stream(part: Exercise, function: Call) -> Call:
 
 
 def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
-    """Arguments that cannot be written to, now or later; `copy` for code that writes to memory without asking."""
+    """Make arguments read-only, now and later; `copy` for code that writes to memory without a check."""
     handed: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, Mapping):

@@ -33,7 +33,7 @@ class Implementation:
         self.notes: dict[str, None] = {}
 
     def borrowed(self, parts: Iterable[Exercise]) -> list[str]:
-        """Names of the parts that are not written."""
+        """Name the parts that are not written."""
         return [part.name for part in parts if part.name not in self.written]
 
     @contextmanager

@@ -43,13 +43,13 @@ class Check(Protocol):
     """How the lessons of a kind are judged: of the forward pass, after the logits, of quantised files, of training."""
 
     def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
-        """Every comparison, with the learner's parts in the place of ours: those of the lesson alone, or all so far."""
+        """Yield every comparison, with the learner's parts in place: those of the lesson, or all so far."""
         ...
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
-        """Known mistakes that make what failed, by the diagnosis and its library; none where nothing known does.
+        """Name the known mistakes that make what failed, by the diagnosis and its library; empty if none does.
 
         The first is the name; others that cannot be told apart from it follow, then instances of `NearMiss`. One of
         kind honest (arithmetic) is no mistake: it has `stages` empty. Where the first is, the lesson is passed.

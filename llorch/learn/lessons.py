@@ -36,7 +36,7 @@ class Lesson:
 
     @property
     def on_torch(self) -> bool:
-        """Whether its parts run there, and in no other lesson."""
+        """True if its parts run there, and in no other lesson."""
         return any(part.on_torch for part in self.parts)
 
     @cached_property
@@ -48,7 +48,7 @@ class Lesson:
 
 
 def lessons_folder() -> Path:
-    """`checkpoints/` of the wheel, else of the repository."""
+    """Return the folder `checkpoints/` of the wheel, or else of the repository."""
     here = Path(__file__).resolve()
     inside = here.parents[1] / "checkpoints"
     return inside if inside.is_dir() else here.parents[2] / "checkpoints"

@@ -18,7 +18,7 @@ def stub_of(lesson: Lesson) -> str:
 
 @cache
 def hints_of(lesson: Lesson) -> Mapping[str, Sequence[str]]:
-    """Three hints for every part: a direction, the formula with shapes, the function itself."""
+    """Return three hints for every part: a direction, the formula with shapes, the function itself."""
     found = tomllib.loads((lesson.folder / "hints.toml").read_text(encoding="utf-8"))
     return {name: table["steps"] for name, table in found.items()}
 

@@ -49,7 +49,7 @@ class Program(Mapping[str, Call]):
         return self._function(PARTS[name])
 
     def __iter__(self) -> Iterator[str]:
-        """Names of what is written."""
+        """Yield the names of what is written."""
         return (name for name in PARTS if name in self)
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Program(Mapping[str, Call]):
         return sum(1 for _ in self)
 
     def _asked(self, name: str) -> bool:
-        """Whether it has a part: a crash for want of arguments says yes."""
+        """Ask the program if it has a part: a crash because of missing arguments means yes."""
         try:
             ended = run([*self._words, name], seconds=self._seconds, output=DEVNULL, errors=DEVNULL)
         except OSError:
@@ -98,7 +98,7 @@ class Program(Mapping[str, Call]):
 
 
 def flat(given: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
-    """Arguments as arrays: those of a dict by `dict.name`, nothing of what is None."""
+    """Flatten arguments to arrays: those of a dict as `dict.name`, without values of None."""
     arrays: dict[str, np.ndarray] = {}
     for name, value in given.items():
         if isinstance(value, Mapping):

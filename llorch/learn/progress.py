@@ -100,7 +100,7 @@ class LearnerProgress:
                 standing.passed = code
 
     def is_passed(self, lesson: Lesson, standing: Standing) -> bool:
-        """Whether the code as it is now passed."""
+        """Tell if the code as it is now passed."""
         return self.word(lesson, standing) == PASS
 
     def word(self, lesson: Lesson, standing: Standing) -> str:

@@ -134,7 +134,7 @@ class _Checker:
         self._worker = Worker(start, output=PIPE)
 
     def answer(self, asked: str) -> Any:
-        """To a lesson's number, or to `import`, after all that was printed until then; None if the process ended."""
+        """Ask for a lesson's number, or `import`; print output until the answer comes. None if the process ended."""
         channel, output = self._worker.channel, self._worker.output
         printed, answer, waiting = _Printed(asked, self._say), None, [channel, output]
         end, channel.seconds = time.monotonic() + _EVER, _EVER
@@ -178,7 +178,7 @@ class _Checker:
         return outcome_of(number, LessonVerdict(number, FAIL, fault=fault))
 
     def end(self) -> None:
-        """And whatever it has started."""
+        """End the process and whatever it has started."""
         self._worker.end()
         self._folder.cleanup()
 
@@ -211,6 +211,7 @@ class _Printed:
 
 
 def _status(code: int | None) -> str:
+    """Describe how a process ended: no answer in time, a signal or an exit status."""
     if code is None:
         return f"it gave no answer for {_EVER:g} s"
     return signal_name(code) or f"exit status {code}"

@@ -19,7 +19,7 @@ def sources(folder: Path, lesson: Lesson) -> list[Path]:
 
 
 def lesson_fingerprint(folder: Path, lesson: Lesson) -> str:
-    """SHA-256 of the files of a lesson."""
+    """Hash the files of a lesson with SHA-256."""
     digest = hashlib.sha256()
     for path in sources(folder, lesson):
         data = path.read_bytes()

@@ -56,7 +56,7 @@ class LessonVerdict:
 
     @property
     def is_honest(self) -> bool:
-        """Whether what failed is arithmetic: another hardware or library, no mistake."""
+        """True if what failed is arithmetic: another hardware or library, no mistake."""
         return bool(self.suspects) and not self.suspects[0].stages
 
     def record(self) -> dict[str, object]:
@@ -124,7 +124,7 @@ class LessonVerdict:
         yield from _line("still right", "; ".join([", ".join(wrong.still_right()), *self._others()]))
 
     def _others(self) -> Iterator[str]:
-        """Stages, models and parts that are right in every comparison."""
+        """Yield the stages, models and parts that are right in every comparison."""
         bad = {each.row.stage for each in self.wrong}, {each.row.model for each in self.wrong}
         stages = dict.fromkeys(each.row.stage for each in self.judged if each.row.stage not in bad[0])
         models = dict.fromkeys(each.row.model for each in self.judged if each.row.model not in bad[1])
@@ -156,7 +156,7 @@ def _explains(suspect: Suspect) -> str:
 
 
 def _place_in_run(each: LessonComparison) -> tuple[float, ...]:
-    """Isolated before what is inherited, the beginning of a text before its far end, the first stage first."""
+    """Return a sort key: isolated before chained, the beginning of a text before its end, the first stage first."""
     place = each.row.place
     layer = -1 if place.layer is None and place.stage == "embed" else math.inf if place.layer is None else place.layer
     return each.row.mode != "isolated", place.n_cached, place.case != "near", layer, _ORDER.get(place.stage, 0)

@@ -94,7 +94,7 @@ class Wrong:
         return "token", "head" if has_heads(self.stage) else "", CHANNELS.get(axes[-1], "channel")
 
     def pattern(self) -> str:
-        """Which tokens, heads and channels are wrong, and what that looks like."""
+        """Describe which tokens, heads and channels are wrong, and what the pattern looks like."""
         if self.stage is None:
             return self._looks_like()
         names = [name for name in self._axes() if name]
@@ -139,7 +139,7 @@ class Wrong:
         return bool(np.linalg.norm(a - b) <= CLEARLY * self.claim.limit.error * np.linalg.norm(a))
 
     def still_right(self) -> list[str]:
-        """Properties that it has in spite of all."""
+        """List the properties that a wrong array still has."""
         said = ["shape", "dtype"]
         want, got = self.want, self.got
         if not np.isfinite(want).all() or not np.isfinite(got).all():
@@ -174,7 +174,7 @@ def _factor(want: np.ndarray, got: np.ndarray) -> float | None:
 
 
 def _which(name: str, wrong: np.ndarray) -> str:
-    """`token 0 right, tokens 1-11 wrong`."""
+    """Format which indices are right and wrong: `token 0 right, tokens 1-11 wrong`."""
     plural = name if name == "vocab" else f"{name}s"
     if wrong.all():
         return f"all {plural}" if len(wrong) > 1 else f"{name} 0"
@@ -186,6 +186,6 @@ def _which(name: str, wrong: np.ndarray) -> str:
 
 
 def is_shown(judged: LessonComparison) -> bool:
-    """Whether its numbers can be looked at."""
+    """Tell if the numbers of a comparison can be shown."""
     both = judged.claim is not None and judged.got is not None
     return both and judged.got.shape == judged.claim.want.shape  # type: ignore[union-attr] (both are there)

@@ -107,7 +107,7 @@ class Share:
         return own | ({MAGNITUDE: arrays[MAGNITUDE][self._rows]} if MAGNITUDE in arrays else {})
 
     def __call__(self, trained: Trained) -> Trained:
-        """Gradients of this matrix at their places, zeros for the others."""
+        """Return the gradients of this matrix at their places, zeros for the others."""
         whole = {kind: np.zeros(shape, trained[kind].dtype) for kind, shape in self.shapes.items()}
         lora_A, lora_B = self.target.by_expert(whole[LORA_A], whole[LORA_B])
         if self.expert is not None:

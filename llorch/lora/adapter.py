@@ -29,7 +29,7 @@ class LoraTensors:
     magnitude: Float32[np.ndarray, " out"] | None = None  # of DoRA
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Tensors that exist, by name."""
+        """Return the tensors that exist, by name."""
         found = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.magnitude}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -49,7 +49,7 @@ class Adapter:
 
     @property
     def of_whole(self) -> bool:
-        """Whether a PEFT directory names its modules as in a model that sees, too."""
+        """True if a PEFT directory names its modules as in a model that sees, too."""
         return any(target.whole_path for target in self.targets.values())
 
     def scaling(self, name: str) -> float:
@@ -61,7 +61,7 @@ class Adapter:
         return {name: self.config.scaling_of(target) for name, target in self.targets.items()}
 
     def flat(self) -> dict[str, np.ndarray]:
-        """Every trained tensor under one name: `layers.3.q_proj.lora_A`."""
+        """Return every trained tensor under one name: `layers.3.q_proj.lora_A`."""
         return _flat(self.tensors)
 
 
@@ -105,7 +105,7 @@ def targets_in(config: LoraConfig, model: ModelConfig, path: str | None) -> Mapp
 
 
 def wanted_shapes(config: LoraConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that such an adapter has, named and ordered as `Adapter.flat`; ValueError for an unknown module."""
+    """Return the shapes of an adapter's tensors by flat name; ValueError for an unknown module."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, target in config.targets(model).items():
         rank = config.rank_of(target)

@@ -47,7 +47,7 @@ class BaseIdentity:
         return _sha256(f"{self.config} {self.vectors} {self.matrices}".encode())
 
     def to_json(self) -> str:
-        """One object, its keys sorted."""
+        """Write the record as one JSON object with sorted keys."""
         return json.dumps(asdict(self) | {"types": list(self.types)}, indent=2, sort_keys=True) + "\n"
 
     @classmethod

@@ -109,7 +109,7 @@ class LoraConfig:
         return _by_pattern(self.rank_pattern, target.path, self.r)
 
     def alpha_of(self, target: LoraTarget) -> float:
-        """Alpha of the adapter of one matrix."""
+        """Return the alpha of the adapter of one matrix."""
         return _by_pattern(self.alpha_pattern, target.path, self.lora_alpha)
 
     def scaling_of(self, target: LoraTarget) -> float:
@@ -126,7 +126,7 @@ class LoraConfig:
 
 
 def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str, Any]:
-    """`target_modules` and `target_parameters` of an adapter: ends of paths where every layer has the same, else whole.
+    """Make `target_modules` and `target_parameters`: ends of paths if all layers have the same, else whole paths.
 
     Each sorted.
     """
@@ -156,7 +156,7 @@ def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) ->
 
 
 def patterns_of(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, Any]:
-    """`rank_pattern` and `alpha_pattern` that give each target, by another path, what a configuration gives it.
+    """Make `rank_pattern` and `alpha_pattern` that give each target, by its path, its rank and alpha.
 
     Those of the configuration where they do.
     """
@@ -216,7 +216,7 @@ def _fits(target: LoraTarget, modules: tuple[str, ...] | str) -> bool:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Whether a pattern fits a whole path, as PEFT's `re` would find, which takes years for some: `(.*)*x`."""
+    """Tell if a pattern fits a whole path, as PEFT's `re` would, which takes years for some: `(.*)*x`."""
     try:
         return regex.fullmatch(pattern, path, timeout=_MATCH_SECONDS) is not None
     except TimeoutError:

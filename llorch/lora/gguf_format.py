@@ -77,7 +77,7 @@ def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
 
 
 def base_of_gguf(path: str | Path) -> BaseIdentity | None:
-    """Our record of the base in a LoRA GGUF file, or None; FormatError where it is damaged."""
+    """Read llorch's record of the base from a LoRA GGUF file, or None; FormatError if it is damaged."""
     with GGUFFile(path) as file:
         text = file.metadata.get(BASE_KEY)
     if not isinstance(text, str):
@@ -159,7 +159,7 @@ def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, LoraTarget]:
 
 
 def _arrays(file: GGUFFile, targets: Mapping[str, LoraTarget], alpha: float) -> dict[str, np.ndarray]:
-    """Tensors by flat name; where parts of a target have several scales, each is multiplied into its rows of B."""
+    """Collect tensors by flat name; if parts of a target have several scales, each is multiplied into its rows of B."""
     arrays = {}
     for name, target in targets.items():
         pairs = {
@@ -170,6 +170,7 @@ def _arrays(file: GGUFFile, targets: Mapping[str, LoraTarget], alpha: float) -> 
 
 
 def _pair(file: GGUFFile, target: LoraTarget, part: MatrixPart) -> tuple[np.ndarray, np.ndarray]:
+    """Read the two LoRA factors of a part of a target from a GGUF file; FormatError for a wrong shape."""
     found = []
     for suffix in _SUFFIXES.values():
         array = file.array(part.name + suffix)
@@ -188,7 +189,7 @@ def _pair(file: GGUFFile, target: LoraTarget, part: MatrixPart) -> tuple[np.ndar
 def joined_pairs(
     target: LoraTarget, pairs: Mapping[MatrixPart, tuple[np.ndarray, np.ndarray]], *, alpha: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One adapter of a target from those of its parts: with their lora_a if it is the same, else with all ranks.
+    """Join the adapters of parts of a target into one: with their lora_a if it is the same, else with all ranks.
 
     With an `alpha`, the ranks of the parts decide their scales, which what is joined keeps.
     """

@@ -118,6 +118,6 @@ def _drawn(target: LoraTarget, rank: int, init: str, seed: int) -> tuple[np.ndar
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:
-    """One for each tensor, so that no tensor's numbers depend on which others there are."""
+    """Make the random generator of one tensor, so that its numbers do not depend on other tensors."""
     digest = hashlib.sha256(name.encode()).digest()
     return np.random.Generator(np.random.PCG64([seed, *np.frombuffer(digest, np.uint32).tolist()]))

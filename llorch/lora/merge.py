@@ -40,11 +40,11 @@ class MergedWeights(Weights):
         return merged_matrix(array, self.adapter, name, where=self.path) if self.is_changed(name) else array
 
     def is_changed(self, name: str) -> bool:
-        """Whether an adapter is merged into a weight."""
+        """Tell if an adapter is merged into a weight."""
         return name in parts_of(self.adapter)
 
     def read_expert(self, name: str, number: int) -> np.ndarray:
-        """One expert in the dtype of the base, merged anew; see `Weights.read_expert`."""
+        """Return one expert in the dtype of the base, merged anew; see `Weights.read_expert`."""
         array = super().read_expert(name, number).astype(self.dtype, copy=False)
         if not self.is_changed(name):
             return array
@@ -102,7 +102,7 @@ def _merge_matrix(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, i
 def _sums(
     weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """W + s B A in float64, some rows at a time."""
+    """Yield W + s B A in float64, some rows at a time."""
     left, right = (tensors.lora_A.T, tensors.lora_B.T) if is_embedding else (tensors.lora_B, tensors.lora_A)
     right = right * np.float64(scaling)
     step = max(1, _AT_ONCE // weight.shape[1])
@@ -112,7 +112,7 @@ def _sums(
 
 
 def output_lengths(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
-    """Length of every output's weights, |W + s B A|: of a row of a matrix, of a column of an embedding."""
+    """Measure the length |W + s B A| of every output: of a row of a matrix, of a column of an embedding."""
     axis = 0 if is_embedding else 1
     squares = [np.square(wide).sum(axis=axis) for _, wide in _sums(weight, tensors, scaling, is_embedding=is_embedding)]
     return np.sqrt(np.sum(squares, axis=0) if is_embedding else np.concatenate(squares))

@@ -199,7 +199,7 @@ def compare_logits(weights: Weights, adapter: Adapter, merged: Weights) -> Agree
 
 
 def probe_ids(vocab_size: int, adapter: Adapter) -> Int64[np.ndarray, " ids"]:
-    """Ids from all over a vocabulary, in an order without a pattern.
+    """Spread ids over a vocabulary, in an order without a pattern.
 
     An adapter of the embedding moves only tokens that it was trained on: half of the ids are those it moves most.
     """

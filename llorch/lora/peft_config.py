@@ -119,7 +119,7 @@ def config_json(config: LoraConfig, targets: Mapping[str, LoraTarget], *, base: 
 
 
 def _refuse_mlx(fields: Fields, path: Path) -> None:
-    """mlx-lm writes a file of the same name; its tensors have other names, and A and B are transposed."""
+    """Refuse the configuration of mlx-lm: same file name, other tensor names, A and B transposed."""
     marks = [key for key in ("fine_tune_type", "lora_parameters", "num_layers") if key in fields.values]
     if marks and "peft_type" not in fields.values:
         message = f"expected an adapter of PEFT, got one of MLX (it has {', '.join(marks)}, no peft_type)"
@@ -245,7 +245,7 @@ def _integer_if_whole(alpha: float) -> float | int:
 
 
 def _patterned_layers(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, object]:
-    """PEFT takes no choice of layers beside a regular expression: name every module then."""
+    """Refuse a choice of layers beside a regular expression, as PEFT does: every module must be named."""
     if config.layers_to_transform is None or not isinstance(_module_names(config.target_modules, targets), str):
         return {}
     paths = sorted(target.path for target in modules(targets.values()))

@@ -112,7 +112,7 @@ def copies_in_peft(folder: str | Path) -> Mapping[str, np.ndarray]:
 
 
 def is_of_whole(folder: str | Path) -> bool:
-    """Whether the tensors of an adapter folder are named as in a model that sees, too."""
+    """Tell if the tensors of an adapter folder are named as in a multimodal model."""
     with SafetensorsFile(tensor_file(Path(folder))) as file:
         return any(map(_form, file.tensors))
 
@@ -138,7 +138,7 @@ def _name_in_text_model(name: str) -> str:
 
 
 def _plain_names(file: SafetensorsFile, folder: Path) -> dict[str, str]:
-    """Names as PEFT stores them to those in the file, the copies of base matrices left out.
+    """Map names as PEFT stores them to names in the file, without copies of base matrices.
 
     A state saved without `save_pretrained` has the name of the adapter inside, `default`, which PEFT reads, too.
     """
@@ -173,7 +173,7 @@ def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, fold
 
 
 def _stored_names(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, str]:
-    """Our names to those in the file."""
+    """Map llorch's names to names in the file."""
     names = {}
     for target in targets.values():
         kinds = _EMBEDDING if target.is_embedding else _LINEAR
@@ -195,7 +195,7 @@ def _module_of(target: LoraTarget, targets: Mapping[str, LoraTarget]) -> str:
 
 
 def _check_copies(file: SafetensorsFile, targets: Mapping[str, LoraTarget]) -> None:
-    """PEFT stores the base's own matrix beside an adapter of embedding or output; it must be that."""
+    """Check that a matrix stored beside an adapter of embedding or output is the base's own."""
     for name, info in file.tensors.items():
         if not name.endswith(_COPY):
             continue

@@ -76,14 +76,14 @@ def summarise(path: str | Path, weights: Weights | None = None) -> Summary:
 
 
 def stored_types(path: str | Path) -> list[str]:
-    """Types in which an adapter stores its tensors: `F32` and so on."""
+    """Return the types in which an adapter stores its tensors: `F32` and so on."""
     path = Path(path)
     with SafetensorsFile(tensor_file(path)) if path.is_dir() else GGUFFile(path) as file:
         return _types(file)
 
 
 def product_norm(lora_A: Float[np.ndarray, "r in"], lora_B: Float[np.ndarray, "out r"]) -> float:
-    """Frobenius norm of B A, without the product itself."""
+    """Compute the Frobenius norm of B A without the product itself."""
     a, b = lora_A.astype(np.float64), lora_B.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.sqrt(np.maximum(0, np.sum((a @ a.T) * (b.T @ b)))))  # trace of A^T B^T B A

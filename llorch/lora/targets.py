@@ -80,7 +80,7 @@ class LoraTarget:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether its input is token ids."""
+        """True if its input is token ids."""
         return self.name == "embed_tokens"
 
     @property
@@ -116,7 +116,7 @@ class LoraTarget:
 
 
 def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
-    """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
+    """Return every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
     weights = inventory(config)
     found = {"embed_tokens": _whole_target(weights["embed_tokens"], "model.embed_tokens")}
     for layer in range(config.n_layers):
@@ -198,7 +198,7 @@ def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, .
 
 
 def _joined_target(path: str, short: str, of: list[Weight]) -> LoraTarget:
-    """One of the two matrices of Qwen3-Next; GGUF files have qkv and z apart, b and a joined as they are."""
+    """Make the target of one of the two joined matrices of Qwen3-Next; GGUF files split qkv and z, and join b and a."""
     rows = [_integers_of(weight.in_huggingface.rows.index()) for weight in of if weight.in_huggingface.rows is not None]
     parts = tuple(MatrixPart(weight.name, own) for weight, own in zip(of, rows, strict=True))
     tensors = {_tensor(weight): own for weight, own in zip(of, rows, strict=True)}

@@ -11,7 +11,7 @@ _LITTLE = 1e9  # bytes
 
 
 def of_caches() -> Iterator[HealthCheck]:
-    """Each cache, be it there or not."""
+    """Yield each cache, whether it exists or not."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or root / "huggingface") / "hub")
     yield _cache("models of the hub", hub.expanduser())
@@ -29,7 +29,7 @@ def _cache(name: str, folder: Path) -> HealthCheck:
 
 
 def _folder_size(folder: Path) -> int:
-    """Bytes of its files; what a link leads to counts where it lies."""
+    """Sum the bytes of the files in a folder; a link's target is not counted."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

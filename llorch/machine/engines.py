@@ -46,6 +46,7 @@ def of_torch() -> Iterator[HealthCheck]:
 
 
 def _devices(facts: Mapping[str, Any], why: str) -> HealthCheck:
+    """Check that torch finds the GPU of this machine, if there is one."""
     if "devices" not in facts:
         return HealthCheck("engines", "devices", "broken", f"torch {why}", "pip install --force-reinstall torch")
     if facts["devices"]:
@@ -84,7 +85,7 @@ def of_witnesses(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
 def _check_engine(
     engine: str, made_by: Mapping[str, str], packages: Mapping[str, str], probed: Mapping[str, str]
 ) -> HealthCheck:
-    """Check that the packages of a reference engine are installed, can be imported and have known versions."""
+    """Check that a reference engine's packages are installed and importable, in the versions that made the goldens."""
     found = {package: installed_version(package) for package in packages.values()}
     text = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found.items())
     if None in found.values():

@@ -15,7 +15,7 @@ GROUP = 8  # on CUDA, steps that are launched before the host looks at the token
 
 
 def positions_of(attention_mask: Int[Tensor, "batch seq"] | Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
-    """Positions for `Cache.place`, -1 for padding, from a mask as tokenizers of transformers give it."""
+    """Convert a mask of transformers' tokenizers to positions for `Cache.place`, -1 for padding."""
     mask = attention_mask.to(torch.int64)
     return torch.where(mask == 1, mask.cumsum(-1) - 1, -1)
 
@@ -40,7 +40,7 @@ class HostCopy:
         return cls(tokens, logprobs, arrived)
 
     def columns(self) -> list[tuple[list[int], list[float]]]:
-        """Ids and log probabilities of every sequence, step by step, once they are here."""
+        """Wait for the copy, and return ids and log probabilities of every sequence, step by step."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return list(zip(self.tokens.T.tolist(), self.logprobs.T.tolist(), strict=True))

@@ -175,7 +175,7 @@ class Cache:
     def context(
         self, layer: int, place: PassPlacement
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
-        """Keys and values that attention looks at, views of the cache."""
+        """Return the keys and values that attention looks at, views of the cache."""
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
 
     def state(self, layer: int) -> State | None:
@@ -206,7 +206,7 @@ class NoCache(Cache):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def state(self, layer: int) -> State | None:
-        """None: every pass begins anew."""
+        """Return None: every pass begins anew."""
         return None
 
     def remember(self, layer: int, new: State) -> None:

@@ -104,7 +104,7 @@ class Decoding:
         self._choose(self.forward(self.ids, place, self.cache)[:, 0])
 
     def advance(self) -> None:
-        """One step that looks at no more slots than it has to."""
+        """Compute one step that reads no more slots than it needs."""
         self.n_done += 1
         self.filled = [min(n + 1, self.cache.n_slots) for n in self.filled]
         if self.replay is not None:
@@ -146,12 +146,12 @@ def chosen_alone(token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def n_slots(jobs: Sequence[Job]) -> int:
-    """Slots per sequence that a batch needs."""
+    """Count the slots that a batch needs per sequence."""
     return max(job.n_slots for job in jobs)
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
-    """Ids, 0 where there is padding, and positions, -1 there; all prompts end in the last column."""
+    """Pad ids with 0 and positions with -1 on the left, so that all prompts end in the last column."""
     width = max(len(ids) for ids in prompts)
     ids, positions = np.zeros((len(prompts), width), np.int64), np.full((len(prompts), width), -1)
     for row, prompt in enumerate(prompts):

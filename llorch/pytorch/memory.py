@@ -140,7 +140,7 @@ def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int)
 
 
 def room_of_pages(weights: Weights, target: Target, *, n_jobs: int, page: int, n_tokens: int | None = None) -> int:
-    """Pages of a pool for the contexts of some jobs, refused where they do not fit beside the loaded weights.
+    """Count the pages of a pool for the contexts of some jobs; refused if they do not fit beside the loaded weights.
 
     Without a number of tokens: as many as all jobs can have, or as fit in half of the memory that is free.
     """
@@ -165,7 +165,7 @@ def room_of_pages(weights: Weights, target: Target, *, n_jobs: int, page: int, n
 
 
 def _beside_pages(weights: Weights, target: Target, n_jobs: int, longest: int) -> int:
-    """States, what is gathered of a layer, one pass and its logits."""
+    """Sum the bytes beside the pages: states, what is gathered of a layer, one pass and its logits."""
     config, width, residency = weights.config, target.dtype.itemsize, _as_loaded(weights)
     nets = [layer for layer in range(config.n_layers) if config.layer(layer).mixer == "delta_net"]
     states = n_jobs * sum(_remembered(config, layer, 0, target.dtype) for layer in nets)
@@ -179,13 +179,13 @@ def _as_loaded(weights: Weights) -> Literal["decoded", "packed"]:
 
 
 def _slot(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a token in a pool."""
+    """Count the bytes of a token in a pool."""
     layers = range(config.n_layers)
     return sum(_remembered(config, layer, 1, dtype) for layer in layers if config.layer(layer).mixer != "delta_net")
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be taken on a device."""
+    """Return the bytes that can still be taken on a device."""
     if device.type != "cuda":
         return available_memory()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
@@ -211,7 +211,7 @@ def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
 
 
 def _kept_bytes(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
-    """Bytes of a weight, or of a rank's part of it, once it is loaded."""
+    """Count the bytes of a weight, or of a rank's part of it, once it is loaded."""
     n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
     if _stays_packed(weights, name, residency):
         return packed_bytes(weights, name) // n_parts
@@ -242,7 +242,7 @@ def _lost(weights: Weights, target: Target, residency: str, n_ranks: int) -> int
 
 
 def _n_product_shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> int:
-    """Products of different shapes that experts make: two for each number of rows."""
+    """Count the products of different shapes that experts make: two for each number of rows."""
     if config.experts is None or target.device.type != "cpu":
         return 0
     n_passes = -(-batch * n_tokens // CHUNK["cpu"])
@@ -252,7 +252,7 @@ def _n_product_shapes(config: ModelConfig, target: Target, batch: int, n_tokens:
 
 
 def _activations(config: ModelConfig, target: Target, residency: str, batch: int, n_tokens: int) -> int:
-    """Hidden states, projections and the feed-forward part of one pass, and the mask and scores of attention."""
+    """Count the bytes of one pass: hidden states, projections, feed-forward part, mask and scores."""
     width = target.dtype.itemsize
     seq = min(n_tokens, max(1, CHUNK[target.device.type] // batch))
     rows = 4 * config.hidden_size + max(_part_rows(config, layer) for layer in range(config.n_layers))
@@ -263,7 +263,7 @@ def _activations(config: ModelConfig, target: Target, residency: str, batch: int
 
 
 def _remembered(config: ModelConfig, layer: int, slots: int, dtype: torch.dtype) -> int:
-    """Bytes that the cache has for a layer and a sequence: keys and values, or the state of a delta net, twice."""
+    """Count the bytes of the cache for a layer and a sequence: keys and values, or twice the state of a delta net."""
     net = config.delta_net
     if net is None or config.layer(layer).mixer != "delta_net":
         return 2 * config.kv_width * slots * dtype.itemsize
@@ -272,7 +272,7 @@ def _remembered(config: ModelConfig, layer: int, slots: int, dtype: torch.dtype)
 
 
 def _part_rows(config: ModelConfig, layer: int) -> int:
-    """Elements of a token that the parts of a block make."""
+    """Count the elements of a token that the parts of a block make."""
     this, net, experts = config.layer(layer), config.delta_net, config.experts
     mixer, feed = 4 * config.q_width + 2 * config.kv_width, 4 * config.intermediate_size
     if net is not None and this.mixer == "delta_net":  # much of it in float32
@@ -304,6 +304,7 @@ def _suggestion(weights: Weights, target: Target, wanted: Wanted, free: float) -
 
 
 def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[tuple[str, Target, Wanted]]:
+    """Yield cheaper requests, as a hint for the user: smaller batch, shorter context, packed weights, bfloat16."""
     half = Target(target.device, DTYPES["bfloat16"])
     packable = wanted.residency == "decoded" and any(kind_of(weights, name) for name in weights)
     packed = replace(wanted, residency="packed")

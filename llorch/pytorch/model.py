@@ -94,6 +94,7 @@ class TorchModel(AdaptedModules):
         self, array: Int[np.ndarray, " seq"], adapter: str | None, keep: Keep, chunk: int, *, first_position: int = 0,
         last_only: bool = True,
     ) -> Float[Tensor, "rows vocab"]:  # fmt: skip
+        """Compute the logits of one sequence in passes of `chunk` tokens; of the last token, or of all."""
         module, cache = self.module_for([adapter]), self.new_cache(1, len(array), first_position)
         row = torch.from_numpy(array)[None].to(self.target.device)  # (1, seq)
         positions = torch.arange(first_position, first_position + len(array), device=row.device)[None]
@@ -180,6 +181,7 @@ class TorchModel(AdaptedModules):
         return self._tokens(numbered, answers) if numbered else iter(())
 
     def _tokens(self, numbered: Sequence[tuple[int, Job]], answers: Sequence[Answer]) -> Iterator[tuple[int, Token]]:
+        """Generate a batch of jobs together, and yield each token with the number of its job."""
         jobs = [job for _, job in numbered]
         decoding = self._decoding(jobs)
         decoding.begin(jobs, chunk=self._chunk(len(jobs)))
@@ -229,7 +231,7 @@ class TorchModel(AdaptedModules):
         return decoding
 
     def _chunk(self, batch: int) -> int:
-        """Tokens of each sequence per pass of long prompts."""
+        """Choose the tokens of each sequence per pass of a long prompt."""
         return max(1, CHUNK[self.target.device.type] // batch)
 
 

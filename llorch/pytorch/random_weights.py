@@ -75,7 +75,7 @@ def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: Kind) -> N
 
 
 def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) -> Fields:
-    """Random codes, with scales that give numbers of about the size of real weights."""
+    """Draw random codes, with scales that give numbers of about the size of real weights."""
     elements, n_bytes = _block_size(packed)
     if shape[1] % elements:
         raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
@@ -92,7 +92,7 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
 
 
 def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
-    """Scales for groups of `GROUP` columns; tables of unsigned integers have a minimum in each group."""
+    """Draw scales for groups of `GROUP` columns; tables of unsigned integers have a minimum in each group."""
     values = values_of(table, codes.device)
     if not values.isfinite().all():  # codes that are no numbers
         codes = codes.where(values.isfinite()[codes.int()], 0)
@@ -101,7 +101,7 @@ def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
 
 
 def _block_size(packed: Kind) -> tuple[int, int]:
-    """Elements and bytes of codes that cannot be told apart."""
+    """Return the elements and bytes of codes that cannot be told apart."""
     if isinstance(packed, Table):
         return GROUP, GROUP // 2 if packed.name == "TABLE_4" else GROUP
     return BLOCK_SIZES[packed]
@@ -113,7 +113,7 @@ def kind_named(name: str) -> Kind:
 
 
 def random_bytes(config: ModelConfig, target: Target, packed: Kind | None = None) -> int:
-    """Bytes that `random_model` takes: all weights, and what the largest needs while it is made."""
+    """Count the bytes that `random_model` takes: all weights, and the work space of the largest."""
     shapes = [row.shape for row in inventory(config).values()]
     elements, n_bytes = (1, target.dtype.itemsize) if packed is None else _block_size(packed)
     scales = 2 * sum(map(math.prod, shapes)) * 4 // GROUP if isinstance(packed, Table) else 0
@@ -121,7 +121,7 @@ def random_bytes(config: ModelConfig, target: Target, packed: Kind | None = None
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of weights that a decode step of one token reads, each tensor once: of experts those that are chosen.
+    """Count the bytes of weights that a decode step of one token reads, each tensor once, with chosen experts only.
 
     An embedding that is no output matrix is not counted.
     """

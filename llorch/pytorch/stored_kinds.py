@@ -130,6 +130,7 @@ def group_order(matrix: Packed) -> Int[np.ndarray, " in"] | None:
 
 
 def _code_table(matrix: Packed) -> Table | None:
+    """Describe how kernels decode the codes of a matrix by a table; None if they cannot."""
     assert isinstance(matrix, QuantisedMatrix)
     recipe, values = matrix.recipe, matrix.values
     if matrix.shape[1] % RUN or _group(matrix) is None or _scale_columns(matrix) % _HALF_RUN:

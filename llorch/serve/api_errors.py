@@ -35,7 +35,7 @@ def wrong(param: str, expected: str, got: object = None, *, code: str | None = N
 
 
 def of_validation(error: ValidationError, body: object) -> ApiError:
-    """400 for the first field that does not fit; where there are several forms of it, what each of them expected."""
+    """Make the reply 400 for the first invalid field; if the field has several forms, list each expected one."""
     found = [
         (_field(one["loc"], body, missing=one["type"] == "missing"), one) for one in error.errors(include_url=False)
     ]

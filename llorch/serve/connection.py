@@ -131,7 +131,7 @@ class Connection(H11Protocol):
         self._refuse(HEADERS_TOO_LARGE if too_large else MALFORMED)
 
     def pause_writing(self) -> None:
-        """Somebody has to read on."""
+        """Stop writing until the client reads on."""
         super().pause_writing()
         self._see_it_read(self.transport.get_write_buffer_size() + 1)
 

@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it is in one step for so long that it will not come back."""
+        """True if it is in one step for so long that it will not come back."""
         return self._seconds_of_step() > self._stuck_after
 
     def _seconds_of_step(self) -> float:
@@ -110,7 +110,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Nobody waits for this answer any more: it ends before the next step."""
+        """Give up an answer that nobody waits for any more: it ends before the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()
@@ -162,7 +162,7 @@ class Engine:
             return not self._stopping
 
     def _turn(self) -> None:
-        """One pass: those that were given up leave, others take their places, all go on by a step."""
+        """Run one turn: cancelled jobs leave, waiting jobs take their places, and all jobs make a step."""
         self._step_began = time.monotonic()
         self._leave_cancelled()
         while self._calls:
@@ -185,6 +185,7 @@ class Engine:
             self._waiting = deque(kept)
 
     def _join(self) -> None:
+        """Let waiting jobs join the batch as long as there is room; a job that can never join fails."""
         while self._waiting:
             work = self._waiting[0]
             try:

@@ -22,7 +22,7 @@ _LOG = logging.getLogger("llorch.serve")
 
 
 def event(body: Reply, name: str | None = None) -> bytes:
-    """One event of a stream."""
+    """Encode one event of a stream."""
     return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + body.json_bytes() + b"\n\n"
 
 
@@ -56,7 +56,7 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def tokens_as_events(answering: Answering, encode: Callable[[int, MadeToken], bytes]) -> AsyncIterator[bytes]:
-    """Events of tokens as they come, all that are there at once, and a sign of life while none does."""
+    """Yield tokens as events when they come, all that are there at once, and a keep-alive comment meanwhile."""
     while answering.n_open:
         some = await answering.some(SILENCE)
         yield b"".join(encode(index, one) for index, one in some) if some else _KEEP_ALIVE

@@ -132,7 +132,7 @@ def _require_bounded(schema: Mapping[str, object]) -> None:
 
 
 def _nested_values(schema: object) -> Iterator[tuple[object, int]]:
-    """Every value of a schema, and how deep it lies."""
+    """Yield every value of a schema, and how deep it lies."""
     pending = [(schema, 0)]
     while pending:
         value, depth = pending.pop()
@@ -167,7 +167,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Text that must come, as the tokens that the model would choose, if these are exactly its bytes."""
+        """Tokenize text that must come as the model would, if those tokens are exactly its bytes."""
         ids = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special=False)
         same = all(one < len(self.tokens) - 1 for one in ids) and b"".join(self.tokens[one] for one in ids) == text
         return ids if same else self._longest_first(text)

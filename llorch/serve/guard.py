@@ -51,7 +51,7 @@ WRONG_KEY_OF_PAGE = Refusal(401, _WRONG_KEY, "invalid_api_key", {"www-authentica
 
 
 def require_key(bound: socket.socket, key: str | None) -> None:
-    """ValueError where others than this machine could reach an address without a key, or the key cannot be sent."""
+    """Raise ValueError if other machines could reach an address without a key, or if the key cannot be sent."""
     if key is not None and (not key.isascii() or not key.isprintable() or " " in key or key == ""):
         raise ValueError("serve: expected an API key of printable ASCII characters without spaces, got another text")
     host = bound.getsockname()[0]
@@ -109,6 +109,7 @@ class Guard:
                 self._log(f"{scope['method']} {path} {status} {1000 * (time.perf_counter() - start):.0f} ms")
 
     async def _answer(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Refuse a request by its headers or body, or pass it on to the app."""
         refusal = self._refuse_headers(scope)
         if refusal is not None:
             return await refusal.say(send, receive)
@@ -143,13 +144,13 @@ class Guard:
         return BODY_TOO_LARGE if int(length) > self._max_body else None
 
     def _is_ours(self, host: bytes, scope: Any) -> bool:
-        """Whether a `Host` header names this server."""
+        """Tell if a `Host` header names this server."""
         name = _without_port(host.decode("latin-1").lower())
         reached = scope["server"][0].removeprefix("::ffff:") if scope.get("server") else ""
         return bool(name) and (name in LOOPBACK or name in self._hosts or name in (reached, f"[{reached}]"))
 
     def _is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Whether an `Origin` header is that of the page that this server serves."""
+        """Tell if an `Origin` header is that of the page that this server serves."""
         scheme, _, where = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https"):
             return False
@@ -221,7 +222,7 @@ def _is_preflight(scope: Any) -> bool:
 
 
 def _allowing(origin: bytes | None, varies: bool) -> list[tuple[bytes, bytes]]:
-    """Headers by which a browser lets a page of this origin read an answer; caches are told that they depend on it."""
+    """Make the headers that let a page of this origin read an answer, and that make caches depend on it."""
     vary = [(b"vary", b"origin")] if varies else []
     if origin is None:
         return vary

@@ -59,5 +59,5 @@ class Metrics:
             self._per_token.observe(work.last - before)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Write all metrics as Prometheus reads them."""
         return generate_latest(self._registry)

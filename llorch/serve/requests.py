@@ -203,7 +203,7 @@ class Answers(Sampling):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream ends with the counts."""
+        """True if the stream ends with the counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 

@@ -54,7 +54,7 @@ class Answering:
         return found
 
     async def whole(self) -> list[list[MadeToken]]:
-        """Every token of every answer; ApiError as `some`. What has not ended then is given up."""
+        """Wait for every token of every answer; ApiError as in `some`. Unfinished answers are then given up."""
         made: list[list[MadeToken]] = [[] for _ in self.works]
         try:
             while some := await self.some():

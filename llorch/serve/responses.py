@@ -114,6 +114,7 @@ class _Responding:
         return "in_progress" if self._finish is None else "incomplete" if self._finish == "length" else "completed"
 
     def _message(self, status: Status, content: list[OutputText]) -> OutputMessage:
+        """Make the message of the assistant that a response holds."""
         return OutputMessage(type="message", id=self._item_id, status=status, role="assistant", content=content)
 
     def _output(self) -> list[OutputMessage]:

@@ -22,7 +22,7 @@ class Turns:
         self._answers_next = True  # stretches of prompts and steps of answers alternate
 
     def join(self, job: Job) -> int | None:
-        """Take a job in, or None while `n_jobs` are; ValueError for an adapter that there is not."""
+        """Add a job and return its ticket, or None if the batch is full; ValueError for an unknown adapter."""
         if len(self._running) >= self._n_jobs:
             return None
         ticket = next(self._tickets)
@@ -34,7 +34,7 @@ class Turns:
         del self._running[ticket]
 
     def n_cached(self, ticket: int) -> int:
-        """None is: prompts share nothing here."""
+        """Return 0: prompts share nothing here."""
         return 0
 
     def step(self) -> Mapping[int, Sampled | Exception]:
@@ -59,7 +59,7 @@ class _Running:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether no token was made yet."""
+        """True if no token was made yet."""
         return self._n_read < len(self._job.ids)
 
     def step(self) -> Sampled | Exception | None:

@@ -47,7 +47,7 @@ class RunningServer:
     """A server at work, as the rest of the process sees it."""
 
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop, connections: Collection[Connection]) -> None:
-        """Not asked to stop."""
+        """Prepare a server that is not asked to stop."""
         self.url = url
         self.connections = connections  # that are open now
         self.stopping = asyncio.Event()
@@ -177,7 +177,7 @@ def _url(bound: socket.socket) -> str:
 
 
 def _within_open_files(limits: ClientLimits) -> ClientLimits:
-    """No more connections than the system lets the process open, after asking it for as many."""
+    """Limit connections to the files that the system lets the process open, after asking it to raise the limit."""
     try:
         import resource
     except ImportError:  # not Unix

@@ -101,7 +101,7 @@ class Service:
 
     @contextmanager
     def _refused_for(self, param: str) -> Iterator[None]:
-        """400 for a field that cannot be read; where the model's files lie is not said."""
+        """Answer 400 for a field that cannot be read, without the path of the model's files."""
         try:
             yield
         except FormatError as error:

@@ -14,7 +14,7 @@ _SIGNS = ("think", "reasoning")  # in the source of a template whose model think
 
 
 def template_variables(body: Templated, chats: Chats) -> Mapping[str, object]:
-    """Variables of the chat template for one request.
+    """Return the variables of the chat template for one request.
 
     ApiError for a wish that the template has no variable for. A wish for no thoughts is met by a template that has
     none.

@@ -20,7 +20,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """Ids to text; control tokens become theirs."""
+    """Convert ids to text; control tokens become their text."""
     body, service = await read_body(request, DetokenizeRequest), service_of(request)
     ignored = ignored_fields(body)
     return reply(await run_beside_loop(service, lambda: _detokenized(service, body)), ignored)

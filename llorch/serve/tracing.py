@@ -94,6 +94,7 @@ class _Figures(dict[str, np.ndarray]):
 
 
 def _stage_summary(name: str, array: np.ndarray) -> Stage:
+    """Summarise an array of a stage: shape, range, mean and RMS of its finite values."""
     wide = array.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     some = finite.size > 0

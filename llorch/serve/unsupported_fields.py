@@ -102,7 +102,7 @@ class Ignored(Strict):
 
 
 def ignored_fields(body: Strict) -> list[str]:
-    """Fields that nothing is done with; ApiError for one of a wrong type, or that would change the answer's meaning."""
+    """List fields without an effect; ApiError for a wrong type, or if the field would change the answer."""
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     try:
         Ignored.model_validate(unknown)

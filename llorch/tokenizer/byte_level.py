@@ -52,7 +52,7 @@ _GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_DIGIT}+| ?{_SYMBOL}+|\s+(?!
 
 
 def _cased(after: str, digits: str) -> str:
-    """Words that end where upper case follows lower case; `after` may follow a word."""
+    """Make a pattern of words that end where upper case follows lower case; `after` may follow a word."""
     words = rf"{_BEFORE_LETTERS}?{_UPPER}*{_LOWER}+{after}|{_BEFORE_LETTERS}?{_UPPER}+{_LOWER}*{after}"
     return rf"{words}|{digits}| ?{_SYMBOL}+[\r\n/]*|{_SPACES}"
 

@@ -19,14 +19,14 @@ _MAX_TEMPLATE = 1 << 20  # bytes
 
 
 def template_files(folder: Path) -> dict[str, Path]:
-    """Files of chat templates in a Hugging Face folder, by name; Unsafe for a link that leads out of it."""
+    """Return the files of chat templates in a Hugging Face folder, by name; Unsafe for a link that leads out of it."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     return {name: require_inside(file, folder) for name, file in files.items() if file.is_file()}
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Chat templates of a Hugging Face folder by name, of 1 MiB at most, from files or else from the configuration."""
+    """Read the chat templates of a Hugging Face folder, of 1 MiB at most, from files or the configuration."""
     templates = {name: _read_text(file) for name, file in template_files(folder).items()}
     return templates or _from_config(folder / "tokenizer_config.json")
 
@@ -41,7 +41,7 @@ def templates_metadata(templates: Mapping[str, str]) -> dict[str, object]:
 
 
 def templates_of_metadata(metadata: Mapping[str, object], path: Path) -> dict[str, str]:
-    """Chat templates of a GGUF file, by name; Malformed when they are no texts."""
+    """Return the chat templates of a GGUF file, by name; Malformed when they are no texts."""
     fields = Fields(metadata, path)
     keys = {"default": _KEY} | {key.removeprefix(_KEY + "."): key for key in metadata if key.startswith(_KEY + ".")}
     return {name: fields.text(key) for name, key in keys.items() if fields.has(key)}

@@ -46,7 +46,7 @@ class Breaker:
         return next((mark for mark in _MARKS if not any(mark in text for text in texts)), _MARKS[0])
 
     def found_in(self, text: str) -> bool:
-        """Whether a text holds that of a control token, or ends with the beginning of one."""
+        """Tell if a text holds that of a control token, or ends with the beginning of one."""
         return bool(self._whole.search(text) or self._single.search(text)) or self._end(text) < len(text)
 
     def broken(self, values: object, mark: str) -> object:
@@ -145,7 +145,7 @@ class Chats:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a template, be it a sound one or not."""
+        """True if there is a template, be it a sound one or not."""
         return bool(self._read())
 
     def template_mentions(self, text: str) -> bool:

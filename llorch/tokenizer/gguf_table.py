@@ -36,11 +36,11 @@ class TokenTable:
         self.types = self._read_types()
 
     def ids_of(self, *types: TokenType) -> dict[str, int]:
-        """Text to id of the tokens of some types, in the order of the ids."""
+        """Map the texts of the tokens of some types to their ids, in the order of the ids."""
         return {text: i for i, (text, kind) in enumerate(zip(self.texts, self.types, strict=True)) if kind in types}
 
     def read_scores(self) -> list[float]:
-        """One finite score per token; higher merges first. All are equal in a file without scores."""
+        """Return one finite score per token; higher merges first. All are equal in a file without scores."""
         if "tokenizer.ggml.scores" not in self._metadata:
             return [0.0] * len(self.texts)
         scores = self._numbers("scores", kinds="fi")
@@ -50,7 +50,7 @@ class TokenTable:
         return scores.tolist()
 
     def read_merges(self, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Pairs of token texts, the most important first; see `check_merges`."""
+        """Return the pairs of token texts, the most important first; see `check_merges`."""
         return check_merges(self._strings("merges"), ids, key="tokenizer.ggml.merges", path=self._path)
 
     def _read_texts(self) -> list[str]:

@@ -200,7 +200,7 @@ class NamedIds:
 
 
 def _token_ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
-    """One id, a list of ids, or nothing, in each file."""
+    """Yield the ids in a field of each file: one id, a list, or nothing."""
     for fields in files:
         value = fields.values.get(key)
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:

@@ -21,12 +21,12 @@ Json = dict[str, Any]
 
 
 def sequence(kind: str, *parts: Json) -> Json:
-    """Parts one after the other, as a file has them."""
+    """Join parts of a pipeline, one after the other, as a file has them."""
     return {"type": "Sequence", kind: list(parts)}
 
 
 def _word_splitter(pattern: str) -> Json:
-    """Words cut by a regular expression, then written in the byte alphabet."""
+    """Make the part that cuts text by a regular expression and writes words in the byte alphabet."""
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return sequence("pretokenizers", cut, BYTE_LEVEL)
 
@@ -69,7 +69,7 @@ TAKES_SPACE: Json = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def metaspace(scheme: str) -> Json:
-    """Spaces written as U+2581, one put in front by a scheme."""
+    """Make the part that writes spaces as U+2581, with one in front by a scheme."""
     return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}
 
 

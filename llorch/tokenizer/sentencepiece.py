@@ -43,7 +43,7 @@ class SentencePieceBPE:
         return ids, islice(ends, len(ids))
 
     def _encode_word(self, word: str) -> tuple[list[int], list[int]]:
-        """Ids, and how many characters each of them takes; of the bytes of one character only the last takes it."""
+        """Encode a word: ids, and the characters of each; of ids that spell one character the last one takes it."""
         ids: list[int] = []
         lengths: list[int] = []
         for piece in merge(word, self._ranks):

@@ -42,7 +42,7 @@ class SpecialTokens:
 
 
 def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int]:
-    """Tokens that are control tokens by their text: by role unless the file names one (`named`), else by that text."""
+    """Find control tokens by their text, by role unless the file names one (`named`), else by that text."""
     found = {text: ids[text] for text in END_TEXTS if text in ids}
     for role, texts in FILL_TEXTS.items():
         known = [ids[text] for text in texts if text in ids]
@@ -52,7 +52,7 @@ def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int
 
 
 def find_end_tokens(by_text: Mapping[str, int], named: Mapping[str, int]) -> frozenset[int]:
-    """Every token that ends a generation, from `find_by_text` and from the roles that the file states."""
+    """Return every token that ends a generation, from `find_by_text` and from the roles that the file states."""
     keys = (*END_TEXTS, *END_ROLES)
     return frozenset(ids[key] for ids in (by_text, named) for key in keys if key in ids)
 
@@ -74,7 +74,7 @@ class Cutter:
         ]
 
     def cut(self, text: str) -> list[tuple[int, str | int]]:
-        """Pieces of a text (none empty) and ids in place of special texts, each with its first character's index."""
+        """Cut a text at special texts into pieces (none empty) and ids, each with its first character's index."""
         parts: list[tuple[int, str | int]] = [(0, text)] if text else []
         for search in self._searches:
             if search.search(text):

@@ -74,6 +74,7 @@ class TemplateProcess:
         self._lock, self._worker = threading.Lock(), None
 
     def _running(self) -> Worker:
+        """Return the process that renders templates; start it if none runs."""
         if self._worker is not None and not self._worker.runs:
             self._ended(self._worker)  # while nothing was asked
         if self._worker is None:
@@ -102,7 +103,7 @@ class TemplateProcess:
 
 
 def _command() -> list[str]:
-    """Python on its own (no settings of the user, no site), and where this process finds packages."""
+    """Make the command of an isolated Python (no user settings, no site), with the paths of this process's packages."""
     here = Path(__file__)
     places = [str(here.parent), *(str(Path(place).absolute()) for place in sys.path), str(here.parents[2])]
     return [sys.executable, "-I", "-S", "-c", _BOOT, *places]

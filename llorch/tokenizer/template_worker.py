@@ -161,4 +161,5 @@ def _set_alarm(seconds: float) -> None:
 
 
 def _encoded(content: Mapping[str, str]) -> bytes:
+    """Encode a message as JSON bytes; lone surrogates are kept."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")

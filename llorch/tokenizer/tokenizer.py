@@ -81,7 +81,7 @@ class Tokenizer:
         return self._encode_between(text, taken)
 
     def _controls(self, ids: list[int], starts: list[int], end: int) -> list[tuple[int, int]]:
-        """First character of every control token, and the one behind it."""
+        """List the first character of every control token, and the one after it."""
         ends = [*starts[1:], end]
         return [(start, stop) for one, start, stop in zip(ids, starts, ends, strict=True) if one in self.control_ids]
 
@@ -154,7 +154,7 @@ class Tokenizer:
 
 
 def _is_inert(text: str, first: int, last: int, inert: Sequence[int]) -> bool:
-    """Whether a user wrote the text of a control token; one that strips takes whitespace with it."""
+    """Tell if a user wrote the text of a control token; one that strips takes whitespace with it."""
     if len(text[first:last].strip()) <= 1 and any(first < place <= last and inert.count(place) > 1 for place in inert):
         return True
     return any(first < place < last for place in inert)

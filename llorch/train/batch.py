@@ -46,7 +46,7 @@ class Batch:
         return int((self.labels != IGNORED).sum())
 
     def each_document(self) -> Iterator[tuple[Int64[np.ndarray, " seq"], Int64[np.ndarray, " seq"]]]:
-        """Ids and labels of every document, row by row: what a path without masks runs one after the other."""
+        """Yield the ids and labels of every document, row by row, for a path without masks."""
         for row in range(len(self.ids)):
             for document in range(int(self.documents[row].max()) + 1):
                 own = self.documents[row] == document
@@ -54,7 +54,7 @@ class Batch:
 
 
 def trained_tokens(batches: Sequence[Batch]) -> int:
-    """Tokens that one optimizer step learns, by which its loss is divided; ValueError where there is none."""
+    """Count the tokens that one optimizer step learns, by which its loss is divided; ValueError if there are none."""
     n_trained = sum(batch.n_trained for batch in batches)
     if n_trained == 0:
         n_tokens = sum(int((batch.positions != PADDING).sum()) for batch in batches)

@@ -194,7 +194,7 @@ class TrainSettings:
         return self.lr if self.lr is not None else _USUAL_RATE * _WIDE / hidden_size
 
     def warmup_for(self, total_steps: int) -> int:
-        """Optimizer steps of warm-up in a run of so many."""
+        """Count the warm-up steps of a run of so many optimizer steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         if self.warmup_ratio is not None:
@@ -202,7 +202,7 @@ class TrainSettings:
         return min(math.ceil(_WARMUP_RATIO * total_steps), total_steps - 1)  # its first step has the rate 0
 
     def as_json(self) -> dict[str, Any]:
-        """Every field, for `run.json`; `settings_from` reads it back."""
+        """Return every field, for `run.json`; `settings_from` reads it back."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def with_defaults(self, *, hidden_size: int, context: int) -> "TrainSettings":

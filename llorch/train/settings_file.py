@@ -183,7 +183,7 @@ def _require_kind(kind: type, name: str, value: Any, where: str) -> Any:
 
 
 def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
-    """Names as a list or with commas; text with anything else in it is a regular expression, or `all-linear`."""
+    """Parse names, a list or text with commas; text with other characters is a regular expression, or `all-linear`."""
     if isinstance(value, str):
         names = [part.strip() for part in value.split(",")]
         plain = all(part.replace(".", "_").isidentifier() for part in names)
@@ -194,7 +194,7 @@ def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
 
 
 def _parse_layers(value: Any, where: str) -> tuple[int, ...] | None:
-    """Numbers as a list, or as text with commas and ranges: `0,4-7`."""
+    """Parse layer numbers, a list or text with commas and ranges: `0,4-7`."""
     if isinstance(value, str) and re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", value.replace(" ", "")):
         ends = [[int(number) for number in part.split("-")] for part in value.split(",")]
         layers: Any = [layer for first, *last in ends for layer in range(first, (last or [first])[0] + 1)]

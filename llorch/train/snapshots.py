@@ -160,7 +160,7 @@ class SnapshotStore:
 
     @contextmanager
     def _or_nothing(self, step: int) -> Iterator[None]:
-        """Whatever goes wrong, nothing of the new snapshot stays."""
+        """Remove all of the new snapshot if anything goes wrong."""
         try:
             yield
         except BaseException as error:
@@ -203,6 +203,7 @@ class SnapshotStore:
 
 @contextmanager
 def _flock(folder: Path) -> Iterator[str | None]:
+    """Lock a folder against other runs; yield a warning if the system has no such lock, else None."""
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
@@ -221,7 +222,7 @@ def _flock(folder: Path) -> Iterator[str | None]:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file was being written when its run was killed; `llorch.files.new_file` gives it such a name."""
+    """Tell if a file was being written when its run was killed; `llorch.files.new_file` gives it such a name."""
     return re.fullmatch(r"\..+\.\d+\.tmp", name) is not None
 
 

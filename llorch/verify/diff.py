@@ -44,14 +44,14 @@ class Side:
 
     @classmethod
     def of_names(cls, dump: RawDump) -> "Side":
-        """Arrays under the names of their engine."""
+        """Make a side whose arrays have the names of their engine."""
         arrays = {
             (n_pass, key(array.name, array.layer)): (array.read, array.stored, None) for n_pass, array in dump.arrays
         }
         return cls(dump.source, dump.passes, arrays)
 
     def of_pass(self, number: int) -> dict[str, None]:
-        """Names of one pass, in the order in which they were written."""
+        """Return the names of one pass, in the order in which they were written."""
         return {name: None for n_pass, name in self.arrays if n_pass == number}
 
 

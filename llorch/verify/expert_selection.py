@@ -64,7 +64,7 @@ class ExpertSelection:
         return f"{said[0]}{more}; later stages use the reference engine's experts" if said else ""
 
     def fault(self, ours: "np.ndarray | None") -> str | None:
-        """Why ids cannot be compared at all."""
+        """Explain why ids cannot be compared at all; None if they can."""
         if found := measure(ours, self.ids).fault:
             return found
         assert ours is not None
@@ -78,7 +78,7 @@ class ExpertSelection:
         return (ours[token], self.ids[token]), (self.ids[token], ours[token])
 
     def _apart(self, ours: np.ndarray) -> list[tuple[int, bool]]:
-        """Tokens with another set of experts, and whether rounding decides between the two."""
+        """Find tokens with another set of experts, and if rounding decides between the two sets."""
         found = []
         for token in np.flatnonzero((np.sort(ours, axis=-1) != np.sort(self.ids, axis=-1)).any(axis=-1)).tolist():
             got, want = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))

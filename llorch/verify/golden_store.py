@@ -77,7 +77,7 @@ def _there(path: Path) -> Path:
 
 
 def plain_distances(distances: Distances) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Distances as JSON holds them: error and worst element, with four digits; more would be noise."""
+    """Convert distances to JSON: error and worst element, with four digits; more would be noise."""
     return {
         engine: {
             case: {key: [float(f"{n:.3e}") for n in (d.error, d.worst)] for key, d in found.items()}

@@ -57,7 +57,7 @@ class EngineOutput:
     route: LoadPath
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Everything under one name each, as stored."""
+        """Return every array under one name, as stored."""
         flat = {f"{case}/{key}": array for case, trace in self.traces.items() for key, array in trace.items()}
         flat |= {f"near/probabilities.{name}": array for name, array in self.probabilities.items()}
         return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}

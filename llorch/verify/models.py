@@ -260,7 +260,7 @@ def _require_able(engine: str, path: Path, unable: Mapping[str, str]) -> None:
 
 
 def _from(say: Say, name: str) -> Say:
-    """Tells how far an engine is."""
+    """Make a function that tells how far an engine is."""
     return lambda place: say(f"running {name}: {place}")
 
 

@@ -46,7 +46,7 @@ def learners_folder(impl: str | None) -> Path:
 
 
 def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
-    """Lessons by number or name, in their order; all of them if none is named."""
+    """Return the lessons by number or name, in their order; all of them if none is named."""
     from llorch.learn.lessons import LESSONS
 
     wanted = [one_lesson(word) for word in words]

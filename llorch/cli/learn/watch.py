@@ -66,7 +66,7 @@ class _Loop:
         }
 
     def run(self) -> None:
-        """Until q, the end of the terminal or Ctrl-C."""
+        """Check again after every change of the files, until q, the end of the terminal or Ctrl-C."""
         click.echo(f"{self.folder}: {summed_up(self.folder)}")
         show_lesson(self.folder, self.lesson)
         with events(self.folder) as queue:

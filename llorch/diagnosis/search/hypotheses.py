@@ -122,7 +122,7 @@ def _change_by_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
 
 
 def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
-    """Put what is made of the right array in its place."""
+    """Make a change that replaces stages by a function of llorch's array."""
     return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
 
 
@@ -201,6 +201,7 @@ def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
 
 
 def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = False) -> Hypothesis:
+    """Make the hypothesis that positions are shifted by a number."""
     n = int(value)
 
     def change(setting: LayerSetting) -> LayerSetting:
@@ -238,6 +239,7 @@ def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
 
 
 def _window(value: float, config: ModelConfig) -> Hypothesis:
+    """Make the hypothesis that a token attends only to the last few tokens."""
     n = int(value)
 
     bounds = {layer.bound for layer in map(config.layer, range(config.n_layers))}
@@ -271,6 +273,7 @@ def _scaled(value: float, config: ModelConfig) -> Hypothesis:
 
 
 def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
+    """Make the hypothesis that the weights of another layer were used."""
     layer = int(value)
 
     def change(places: Places) -> Change:
@@ -370,6 +373,7 @@ def _product_hypothesis(
     name: str, kind: str, inputs: Callable[[np.ndarray], np.ndarray], weights: Callable[..., np.ndarray] | None = None,
     results: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Hypothesis:  # fmt: skip
+    """Make the hypothesis that products round their inputs, and if given, weights and results."""
     what = "Inputs, weights and results" if results else "Inputs and weights" if weights else "Inputs"
 
     def kept(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:

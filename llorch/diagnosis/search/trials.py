@@ -62,7 +62,7 @@ class Trials:
     """Tries hypotheses beside one dump."""
 
     def __init__(self, replay: Replay, pasts: Sequence[Sequence[Past]]) -> None:
-        """`pasts` are the caches before each pass, in the ways that they may have been kept."""
+        """Prepare trials; `pasts` are the caches before each pass, in each way in which the engine may keep them."""
         self.replay, self._pasts = replay, pasts
         self.mistakes = (*known_mistakes(replay.config), *block_mistakes(replay.weights))
         self._honest = tuple(honest(replay.config))
@@ -103,6 +103,7 @@ class Trials:
                 yield family
 
     def _pairs(self, result: StageResult, singles: Sequence[Trial]) -> Iterator[Trial]:
+        """Try pairs of the best single hypotheses, and mistakes together with settings."""
         best: dict[str, Trial] = {}
         for trial in sorted(singles, key=lambda trial: trial.left):
             best.setdefault(trial.hypotheses[0].name, trial)

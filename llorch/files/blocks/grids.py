@@ -125,12 +125,12 @@ def _write_with_delta(chunk: Chunk, keys: np.ndarray, scales: np.ndarray, out: n
 
 
 def _nibbles(chunk: Chunk, start: int, size: int) -> np.ndarray:
-    """Numbers of four bits, two to a byte."""
+    """Unpack numbers of four bits, two to a byte."""
     return np.stack(chunk.bit_fields(chunk.field(start, size), 4), axis=1).reshape(-1, 2 * size)
 
 
 def _signs_and_scales(chunk: Chunk, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Four times seven signs in the lower bits of each word, a scale in the upper four."""
+    """Unpack four times seven signs from the lower bits of each word, and a scale from the upper four."""
     keys = words[:, None] >> _SIGN_SHIFTS & np.uint32(127)
     return chunk.look_up(_SEVEN_SIGNS, keys.reshape(-1)), words >> np.uint32(28)
 

@@ -94,7 +94,7 @@ def _scales_and_minima(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scales_of_q3_k(chunk: Chunk) -> np.ndarray:
-    """16 six-bit scales: their lower four bits in 8 bytes, two to a byte 8 apart, their upper two bits in 4."""
+    """Unpack 16 six-bit scales: their lower four bits lie in 8 bytes, their upper two bits in 4."""
     first, second, upper = np.ascontiguousarray(chunk.field(96, 12).view("<u4").T)
     lower = (first & _LOW_4, second & _LOW_4, first >> 4 & _LOW_4, second >> 4 & _LOW_4)
     scales = [low | (upper >> 2 * index & _LOW_2) << 4 for index, low in enumerate(lower)]

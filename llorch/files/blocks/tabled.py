@@ -32,7 +32,7 @@ _E8M0_HALVED = np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32) 
 
 
 def _ue4m3_halved() -> np.ndarray:
-    """0 and 127, its NaN, are zero in ggml; the sign bit is ignored."""
+    """Make the table of unsigned 8-bit floats, halved; 0 and 127 are zero in ggml, and the sign bit is ignored."""
     exponent, mantissa = np.arange(256) >> 3 & 15, np.arange(256) & 7
     halved = np.where(exponent == 0, np.ldexp(mantissa / 1.0, -10), np.ldexp(1 + mantissa / 8, exponent - 8))
     halved[0x7F] = 0

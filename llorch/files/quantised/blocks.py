@@ -86,7 +86,7 @@ def _pack(matrix: QuantisedMatrix, kind: GGMLType, rows: slice, out: UInt8[np.nd
 
 
 def integer_codes(matrix: QuantisedMatrix, kind: GGMLType, rows: Rows) -> UInt8[np.ndarray, "rows in"]:
-    """Codes of some rows as a block type counts them; those of Q8_0 are signed bytes."""
+    """Return the codes of some rows as a block type counts them; those of Q8_0 are signed bytes."""
     recipe = matrix.recipe
     codes = recipe.codes(matrix.parts, matrix.stored(rows))
     if kind is GGMLType.MXFP4:

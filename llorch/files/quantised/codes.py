@@ -37,7 +37,7 @@ def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows 
 
 
 def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes"]:
-    """Codes of 3 bits, ten in a 32-bit word, as compressed-tensors wrote them before 2026."""
+    """Return the codes of 3 bits, ten in a 32-bit word, as compressed-tensors wrote them before 2026."""
     shifts = np.arange(10, dtype=np.uint32) * 3
     codes = (np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts) & 7
     return codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
@@ -46,7 +46,7 @@ def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes
 def across(
     words: np.ndarray, bits: int, rows: Rows, n_rows: int, order: Sequence[int] | None = None
 ) -> UInt8[np.ndarray, "rows other"]:
-    """Codes of some rows of a matrix whose words go along its rows.
+    """Return the codes of some rows of a matrix whose words go along its rows.
 
     Args:
         words: (other, rows * bits / 32), 32-bit words; word j of a line holds codes of neighbouring rows.
@@ -72,12 +72,12 @@ def across(
 
 
 def awq(words: np.ndarray, rows: Rows, n_rows: int) -> UInt8[np.ndarray, "rows other"]:
-    """Codes of 4 bits in the order of AWQ, 8 rows in a word."""
+    """Return the codes of 4 bits in the order of AWQ, 8 rows in a word."""
     return across(words, 4, rows, n_rows, _AWQ_ORDER)
 
 
 def high_first(data: UInt8[np.ndarray, " bytes"], rows: Rows, n_in: int) -> UInt8[np.ndarray, "rows in"]:
-    """Codes of 4 bits, two in a byte, the upper half first, the rows of a matrix one after another."""
+    """Return the codes of 4 bits, two in a byte, the upper half first, the rows of a matrix one after another."""
     if not isinstance(rows, slice):
         places = rows[:, None] * n_in + np.arange(n_in)
         return data[places // 2] >> np.where(places % 2, 0, 4).astype(np.uint8) & 15

@@ -57,7 +57,7 @@ def read_fbgemm(source: Source) -> None:
 
 
 def eight_bit_modules(source: Source) -> list[str]:
-    """Modules whose weight has E4M3 bytes."""
+    """Return the modules whose weight has E4M3 bytes."""
     return [module for module in source.modules("weight") if source.tensors[f"{module}.weight"].dtype == "F8_E4M3"]
 
 

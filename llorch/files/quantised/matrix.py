@@ -61,7 +61,7 @@ class Reader(Protocol):
     """Reads something of some rows out of the parts of a matrix."""
 
     def __call__(self, parts: Parts, rows: Rows, /) -> np.ndarray:
-        """(rows, columns or groups)."""
+        """Unpack the rows as (rows, columns or groups)."""
         ...
 
 
@@ -197,7 +197,7 @@ class QuantisedMatrix(Packed):
                 raise FormatError(code, f"{message} in row {row}, group {group}", path=self.path)
 
     def spread(self, numbers: Shaped[np.ndarray, "rows groups"]) -> np.ndarray:
-        """Numbers of the groups, for each column."""
+        """Repeat the numbers of the groups for each column."""
         group, n_in = self.recipe.group, self.shape[1]
         if callable(group):
             return numbers[:, group(self.parts)]

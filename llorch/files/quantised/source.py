@@ -35,7 +35,7 @@ class Source:
     unused: set[str] = field(default_factory=set)  # tensors that exact numerics do not need
 
     def modules(self, suffix: str) -> list[str]:
-        """Names of the modules that have a tensor of this name."""
+        """Return the names of the modules that have a tensor of this name."""
         return [name.removesuffix(f".{suffix}") for name in self.tensors if name.endswith(f".{suffix}")]
 
     def has(self, module: str, suffix: str) -> bool:
@@ -108,7 +108,7 @@ class Source:
 
 
 def n_groups(source: Source, module: str, n_in: int, group_size: int, *, partial: bool = False) -> tuple[int, int]:
-    """Columns that share a scale, and how many such groups a row has; -1 is one group. A `partial` last one is fine."""
+    """Return the columns that share a scale, and the groups of a row; -1 is one group, `partial` allows a rest."""
     if group_size == -1:
         return n_in, 1
     if group_size < 1:

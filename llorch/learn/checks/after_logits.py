@@ -52,7 +52,7 @@ class AfterLogitsCheck(ABC):
 
     @abstractmethod
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
-        """All comparisons of one model."""
+        """Yield all comparisons of one model."""
 
     @abstractmethod
     def inputs(self, wrong: LessonComparison) -> Any:
@@ -76,7 +76,7 @@ class AfterLogitsCheck(ABC):
         return list(found.values())
 
     def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
-        """Known mistakes that make all of what is wrong."""
+        """Yield the known mistakes that explain all of the error."""
         known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
         read = [self.inputs(each) for each in wrong]
         for mistake in known:
@@ -143,7 +143,7 @@ class ArgmaxCheck(AfterLogitsCheck):
     stage = "argmax"
 
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
-        """Ids, equal or not; of one's own row as the suite judges them."""
+        """Compare ids, which must be equal; the suite judges a row of logits of the learner."""
         for witness, golden in here.witnesses.items():
             with here.installed():
                 row = here.runner.last_row(here.suite.cases["near"]) if here.chained else golden.selected_logits
@@ -188,7 +188,7 @@ class FilterCheck(AfterLogitsCheck):
                 yield LessonComparison(here.suite.distribution_row(here.runner, claim, got), claim, got)
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
-        """Logits as the filters get them."""
+        """Return the logits as the filters get them."""
         logits, history = suite_of(wrong.row.model).sampler_inputs()
         return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.row.place.part], history)
 
@@ -214,7 +214,7 @@ class GenerationCheck(AfterLogitsCheck):
     stage = "generation"
 
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
-        """Greedy text, token for token."""
+        """Compare the greedy text, token by token."""
         with here.installed():
             text = here.runner.text(here.suite.prompt, here.suite.n_greedy(here.runner))
         for witness, golden in here.witnesses.items():

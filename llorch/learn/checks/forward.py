@@ -81,7 +81,7 @@ def suspects_named_by(
 
 
 def _runs(wrong: Sequence[LessonComparison]) -> list[tuple[str, str, str]]:
-    """Parts, models and cases that are wrong: one of every part first, and cases that begin at 0 before others."""
+    """List the parts, models and cases that are wrong: each part once first, cases from position 0 first."""
     runs = list(dict.fromkeys((each.part, each.row.model, each.row.place.case) for each in wrong))
     runs.sort(key=lambda run: run[2] != "near")
     turns = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
@@ -113,7 +113,7 @@ def _honest_suspect(finding: Finding) -> Suspect:
 
 
 def _as_one(suspects: Sequence[Suspect]) -> list[Suspect]:
-    """Two that make it together."""
+    """Join two suspects that explain an error together."""
     if len(suspects) < 2:
         return [*suspects]
     name, sentence = " + ".join(each.name for each in suspects), " And: ".join(each.sentence for each in suspects)
@@ -126,7 +126,7 @@ def written_parts(lesson: Lesson, implementation: Implementation) -> list[Exerci
 
 
 def parts_so_far(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
-    """All that is written of the lessons up to this one."""
+    """List the written parts of the lessons up to this one."""
     lessons = LESSONS[: LESSONS.index(lesson) + 1]
     return [part for each in lessons for part in written_parts(each, implementation)]
 
@@ -143,7 +143,7 @@ def models_of(lesson: Lesson) -> Sequence[str]:
 
 
 def stages_of(lesson: Lesson) -> set[str]:
-    """Names of the stages that a lesson is about."""
+    """Return the names of the stages that a lesson is about."""
     return {stage for part in lesson.parts for stage in part.stages}
 
 
@@ -172,7 +172,7 @@ class ForwardModel:
         self.hidden = {name for part in parts for name in part.hidden(self.config)}
 
     def judged(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
-        """Isolated where a stage can be, and chained; a pass in two parts for the caches."""
+        """Yield the comparisons: isolated if a stage can be, and chained; a pass in two parts for the caches."""
         alone = (
             {stage.name for stage in self._visible_stages(stages) if self._alone(stage)}
             if mode == "isolated"
@@ -185,7 +185,7 @@ class ForwardModel:
                 yield from self._chained(case, this, stages, n_cached)
 
     def trace(self, this: Pass, **how: object) -> dict[str, np.ndarray]:
-        """Every stage that shows, of a pass with the learner's parts."""
+        """Return every stage that shows, of a pass with the learner's parts."""
         with self.implementation.installed(self.parts):
             return run(self.weights, this, **how)  # type: ignore[arg-type]
 
@@ -201,7 +201,7 @@ class ForwardModel:
         return causes(wide(self.model), StageDump.of_arrays([*begin, this.after(n_cached)], *traces))
 
     def traces(self, this: Pass, n_cached: int, wrong: Trace = MappingProxyType({})) -> list[dict[str, np.ndarray]]:
-        """Every stage that shows, of one or two passes; in the last one `wrong` takes the place of some."""
+        """Return every stage that shows, of one or two passes; in the last one `wrong` takes the place of some."""
         cache = KVCache(self.config, self.weights.dtype, first_position=this.first_position)
         passes = [ids for ids in (this.ids[:n_cached], this.ids[n_cached:]) if ids]
         traces: list[dict[str, np.ndarray]] = []
@@ -245,5 +245,5 @@ class ForwardModel:
         return [stage for name, stage in found.items() if name in stages - self.hidden]
 
     def _alone(self, stage: Stage) -> bool:
-        """Whether all that the stage is made from shows."""
+        """Tell if all inputs of the stage are visible."""
         return not self.hidden & set(stage.input_names(self.config))

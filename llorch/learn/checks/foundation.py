@@ -51,7 +51,7 @@ class FoundationCheck:
 
 
 def numbers(installed: Install) -> Iterator[Comparison]:
-    """Every finite bfloat16, beside the gguf package."""
+    """Compare every finite bfloat16 with the gguf package."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[(bits & 0x7F80) != 0x7F80]  # without infinities and those that are no number
     ours = np.empty(bits.shape, np.float32)

@@ -54,7 +54,7 @@ class TrainingCheck:
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
-        """Known mistakes of the lesson that make in our code what the learner's parts make, the best first.
+        """Name the known mistakes of the lesson that make llorch's code give the learner's results, the best first.
 
         Whatever the mode they are looked for where a part is alone: what is right there was made wrong before.
         """
@@ -86,7 +86,7 @@ class TrainingOutput:
 def runs(
     lesson: Lesson, implementation: Implementation, mode: Mode
 ) -> "Iterator[tuple[CheckpointRun, Sequence[Exercise]]]":
-    """Every run of a check, and the parts that are in it."""
+    """Yield every run of a check, and the parts that are in it."""
     for model in MODELS:
         if mode == "chained":
             parts = [part for part in parts_so_far(lesson, implementation) if _may_chain(part)]
@@ -100,13 +100,13 @@ def runs(
 
 
 def _may_chain(part: Exercise) -> bool:
-    """Whether the adapter and the backward pass see all that they need behind a part."""
+    """Tell if the adapter and the backward pass get all that they need after a part."""
     return part.replaces.startswith(IN_A_STEP) and part.replaces not in HIDING
 
 
 @contextmanager
 def learned(implementation: Implementation, parts: Sequence[Exercise]) -> Iterator[None]:
-    """Parts in their places; what ours cannot go on with is their fault."""
+    """Put the learner's parts in place; an error of llorch's code on their results is the fault of the parts."""
     with implementation.installed(parts):
         try:
             yield
@@ -145,7 +145,7 @@ class CheckpointRun:
             return TrainingOutput(arrays | {CHAINED: arrays[CHAINED] | logits}, tables)
 
     def _chained(self, runner: NumpyTrainingRunner) -> Results:
-        """All of it, or what a lesson is judged by that has little or nothing to be fed."""
+        """Run the chained steps, all of them or those by which a lesson without isolated stages is judged."""
         if self.whole:
             return runner.chained(self.number)
         brief = {"19": lambda: runner.curve(FIRST_STEPS), "20": runner.merged}
@@ -159,7 +159,7 @@ class CheckpointRun:
             return {"lora_gguf": gguf_table(path)}
 
     def judged(self, made: TrainingOutput) -> Iterator[LessonComparison]:
-        """Every claim beside what was made, and every file."""
+        """Yield every expectation with the learner's result, and every file."""
         for claim in self.claims:
             got = made.arrays[claim.mode].get(claim.place)
             yield LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got)

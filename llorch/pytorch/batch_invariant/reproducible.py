@@ -177,6 +177,7 @@ def _queries(q: Float[Tensor, "heads seq head_dim"], keys: Float[Tensor, "kv_hea
 
 @torch.no_grad()
 def _queries_stand_alone(q: Float[Tensor, "heads seq width"], keys: Float[Tensor, "kv_heads ctx width"]) -> bool:
+    """Check by random numbers that a query gives equal bits over a block of keys, whatever queries are beside it."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

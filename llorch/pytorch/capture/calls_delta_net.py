@@ -80,6 +80,7 @@ class DeltaNetCalls(Calls):
         return fused.view(self._n_tokens, self.module.num_k_heads, -1).split(sizes, dim=-1)
 
     def _joined(self, stage: str, parts: Sequence[torch.Tensor]) -> None:
+        """Keep parts as one stage; what replaces the stage is written back into the parts."""
         shown = torch.cat([part.flatten(1) for part in parts], dim=-1)
         if self.keep(stage, self.layer, shown):
             widths = [part[0].numel() for part in parts]

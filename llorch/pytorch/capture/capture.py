@@ -133,7 +133,7 @@ def shown_at(hook: str, config: ModelConfig | None, layer: int | None) -> str | 
 def hook_points(
     model: nn.Module, config: ModelConfig | None, names: Mapping[str, str] | None = None
 ) -> Iterator[HookPoint]:
-    """Every module whose path ends as a name says; outside the layers a path has no number."""
+    """Yield every module whose path ends as a name says; outside the layers a path has no number."""
     patterns = []
     for name in names or HUGGINGFACE:
         end, path = re.fullmatch(r"(?:(output|input) of )?(.*)", name).groups()  # type: ignore[union-attr] (all fit)

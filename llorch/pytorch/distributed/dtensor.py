@@ -20,7 +20,7 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank; where parts are put together all ranks have to ask."""
+    """Join the parts of a tensor on every rank; all ranks must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -45,6 +45,6 @@ def part_of(complete: Tensor, example: Tensor) -> Tensor:
 
 
 def _chunk_of(tensor: Tensor, count: int, dim: int, number: int) -> Tensor:
-    """One of some chunks as torch cuts them; those at the end may be shorter, or have nothing."""
+    """Return one of some chunks as torch cuts them; the last ones may be shorter or empty."""
     chunks = tensor.chunk(count, dim)
     return chunks[number] if number < len(chunks) else tensor.narrow(dim, 0, 0)

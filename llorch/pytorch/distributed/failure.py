@@ -77,7 +77,7 @@ class Ending:
         return said
 
     def _here(self) -> Mapping[int, bool]:
-        """Ranks that have said that they are there, and whether they waited in vain."""
+        """Collect the ranks that reported, and tell if a rank waited in vain."""
         names = {rank: f"here {rank}" for rank in range(self._n_ranks)}
         return {rank: self._store.get(name) == b"late" for rank, name in names.items() if self._store.check([name])}
 

@@ -166,7 +166,7 @@ def _require_plain_experts(layer: Any) -> None:
 
 
 def _entries(layer: Any) -> Iterator[str]:
-    """Modules whose input is the same on all ranks, and its gradient a sum over them."""
+    """Yield the modules whose input is equal on all ranks, and whose gradient is a sum over them."""
     yield "self_attn"
     if not isinstance(layer.mlp, SparseMoe):
         yield "mlp"
@@ -182,7 +182,7 @@ def _sharded_modules(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
-    """Every factor that has the axis along which the matrix is cut, as a part; the other ones whole."""
+    """Cut each factor that has the axis along which its matrix is cut; other factors stay whole."""
     cut, whole = Shard(1 if by_rows else 0), Replicate()
     kinds = {"A": cut if by_rows else whole, "B": whole if by_rows else cut, "vector": whole if by_rows else cut}
     stores = (leaf.lora_A, leaf.lora_B, leaf.lora_magnitude_vector, leaf.start_A, leaf.start_B)
@@ -232,7 +232,7 @@ def _with_whole_stages(kwargs: dict[str, Any], ranks: DeviceMesh) -> dict[str, A
 
 
 def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
-    """Gathers a stage of which every rank has a part, and goes on with this rank's part of what `keep` gives back."""
+    """Gather a stage whose parts lie on all ranks for `keep`, and go on with this rank's part of the result."""
 
     def shown(name: str, part: Tensor) -> Tensor:
         stage = BY_NAME[name.rpartition(".")[2]]

@@ -41,7 +41,7 @@ class OwnExperts(ExpertsModule):
 
 
 def _among_zeros(rows: Tensor, mine: Tensor) -> PerExpert:
-    """Rows of some choices at their places in a tensor of all."""
+    """Put the rows of some choices at their places in a tensor of all choices; other rows are zero."""
     return rows.new_zeros(*mine.shape, rows.shape[-1]).masked_scatter(mine[..., None], rows)
 
 

@@ -23,7 +23,7 @@ EXPERTS = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
 
 
 def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
-    """Why the layers of a model cannot be split over so many ranks."""
+    """Explain why the layers of a model cannot be split over so many ranks; None if they can."""
     if n_ranks == 1:
         return None
     if any(layer not in (Layer(), Layer(experts=True)) for layer in config.layers):
@@ -46,7 +46,7 @@ def require_split(config: ModelConfig, n_ranks: int) -> None:
 
 
 def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
-    """Why matrices cannot be cut as they are packed: a column cut must fall between two blocks."""
+    """Explain why packed matrices cannot be cut: a column cut must fall between two blocks; None if they can."""
     for row in inventory(weights.config).values():
         kind, path = kind_of(weights, row.name), path_of(row.name).removesuffix(".weight")
         if kind is not None and path.endswith(EXPERTS) and n_ranks > 1:
@@ -60,7 +60,7 @@ def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
 
 
 def cut_axis(path: str) -> int | None:
-    """Along which axis a weight is cut, by its attribute path; None: no rank has a part of it."""
+    """Find the axis along which a weight is cut, by its attribute path; None if every rank has the whole weight."""
     matrix, _, kind = path.rpartition(".")
     if matrix.endswith((*COLUMNS, *EXPERTS)):
         return 0

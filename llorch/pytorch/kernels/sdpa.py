@@ -42,5 +42,5 @@ def sdpa_attention(q: Heads, keys: Context, values: Context, visible: Visible, k
 
 
 def _every_head(context: Tensor, n_heads: int) -> Tensor:
-    """Keys or values repeated for each query head, in new memory."""
+    """Return the keys or values repeated for each query head, in new memory."""
     return context.repeat_interleave(n_heads // context.shape[1], dim=1)

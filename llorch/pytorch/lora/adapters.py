@@ -111,7 +111,7 @@ def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
 
 
 def adapter_names(module: CausalLM) -> list[str]:
-    """Names of the adapters that are attached, in the order in which they came."""
+    """Return the names of the adapters that are attached, in the order in which they came."""
     return list(dict.fromkeys(name for *_, leaf in lora_leaves(module) for name in leaf.names))
 
 
@@ -121,7 +121,7 @@ def require_adapter(module: CausalLM, name: str) -> None:
 
 
 def lora_leaves(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraLeaf]]:
-    """Leaves that have adapters, by path and target, in the order of the forward pass."""
+    """Yield the leaves that have adapters, by path and target, in the order of the forward pass."""
     for target in targets_of(module.config).values():
         for path in paths_of(target):
             leaf = module.get_submodule(path)
@@ -159,7 +159,7 @@ def _require_free(module: CausalLM, name: str) -> None:
 
 
 def _freeze(module: CausalLM) -> None:
-    """Gradients are for adapters only."""
+    """Turn off the gradients of all parameters but those of adapters."""
     of_adapters = {
         id(p) for *_, leaf in lora_leaves(module) for name in leaf.names for p in leaf.parameters_of(name).values()
     }
@@ -169,7 +169,7 @@ def _freeze(module: CausalLM) -> None:
 
 
 def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Leaves made for inference cut the graph without a word; so each is tried with a row of zeros."""
+    """Refuse kernels that cut the graph silently: each kernel is tried with a row of zeros."""
     norm = module.model.norm.weight
     for target in adapter.targets.values():
         if target.is_embedding:

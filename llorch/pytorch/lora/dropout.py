@@ -81,7 +81,7 @@ class Dropping(nn.Module):
 
 @contextmanager
 def keyed(module: nn.Module, keys: Int64[Tensor, "batch seq"]) -> Iterator[None]:
-    """Within this, forward passes and what runs them again are given a batch of these tokens."""
+    """Give the tokens of a batch to forward passes and to their recomputation."""
     leaves = [leaf for leaf in module.modules() if isinstance(leaf, Dropping)]
     keys = keys.to(next(module.parameters()).device)
     for leaf in leaves:
@@ -108,7 +108,7 @@ def only(leaf: nn.Module, tokens: Int64[Tensor, " rows"]) -> Iterator[None]:
 
 
 def _mix(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Splitmix64 from one state."""
+    """Compute Splitmix64 from one state."""
     x = x + _STEP
     x = (x ^ _right(x, 30)) * _FIRST
     x = (x ^ _right(x, 27)) * _SECOND

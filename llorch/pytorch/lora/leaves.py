@@ -67,7 +67,7 @@ class DeltaFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, A, B and the base's result; those that nobody wants are not made."""
+        """Return the gradients of input, A, B and the base's result; those that nobody wants are not made."""
         x, lora_A, lora_B, narrow, mask = ctx.saved_tensors
         (grad,) = grads
         rows = grad.reshape(-1, grad.shape[-1]).to(lora_B.dtype)
@@ -188,7 +188,7 @@ class LoraLeaf(Dropping):
         return self._settings[name].config
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        """Parameters of an adapter by kind; none if it is not here."""
+        """Return the parameters of an adapter by kind; none if it is not here."""
         stores: dict[str, Any] = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.lora_magnitude_vector}
         return {kind: store[name] for kind, store in stores.items() if name in store}
 
@@ -224,7 +224,7 @@ class LoraLeaf(Dropping):
         return self.own(self.lora_A[name]), self._settings[name].of_leaf(self.own(self.lora_B[name]))
 
     def _length(self, name: str) -> Tensor:
-        """|W + scaling * B A| along the input; kept while nothing it depends on is trained."""
+        """Compute |W + scaling * B A| along the input; kept while nothing that it depends on is trained."""
         if name in self._lengths:
             return self._lengths[name]
         lora_A, lora_B = self._factors(name)
@@ -263,6 +263,7 @@ class LoraLinear(LoraLeaf):
         return (y + added).to(y.dtype)
 
     def _delta(self, x: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling: float, **dropout: Any) -> Tensor:
+        """Compute what an adapter adds to the layer's output, in a fixed order of sums if batches must not matter."""
         if self.fixed:
             return fixed_product(fixed_product(x.to(lora_A.dtype), lora_A) * scaling, lora_B)
         return delta(x, lora_A, lora_B, scaling=scaling, **dropout)

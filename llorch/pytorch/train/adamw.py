@@ -79,7 +79,7 @@ class AdamW:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next step depends on, besides the parameters: not copied, so the next step changes it.
+        """Return all that the next step depends on, besides the parameters: not copied, so the next step changes it.
 
         `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`, parts as their parameter is one; with 8 bits these
         are codes, beside `.m_absmax` and `.v_absmax`.

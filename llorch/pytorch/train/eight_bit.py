@@ -45,7 +45,7 @@ def code_book(*, signed: bool) -> CodeBook:
 
 
 def _cells(n: int) -> Float64[np.ndarray, " n"]:
-    """Middles of `n` even cells of 0.1 ... 1."""
+    """Return the middles of `n` even cells of 0.1 ... 1."""
     return 0.1 + 0.9 * (np.arange(n) + 0.5) / n
 
 
@@ -95,7 +95,7 @@ class Codec:
 def cells(
     book: CodeBook,
 ) -> tuple[UInt8[np.ndarray, "65536"], Float32[np.ndarray, "65536"], UInt8[np.ndarray, "65536"]]:
-    """Tables by the upper 16 bits of a float32, faster than a search: such a cell has at most one threshold.
+    """Return the tables by the upper 16 bits of a float32, faster than a search: such a cell has at most one threshold.
 
     The code below the threshold of each cell, the threshold, infinite where there is none, and the code above.
     """

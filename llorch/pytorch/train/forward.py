@@ -78,7 +78,7 @@ def _near(bound: Bound, positions: Int[Tensor, "batch seq"], visible: Visible) -
 
 
 def _own_document(documents: Tensor) -> Bool[Tensor, "batch 1 seq ctx"]:
-    """Block-diagonal and causal."""
+    """Make a block-diagonal and causal mask."""
     same = documents[:, :, None] == documents[:, None, :]  # (batch, seq, ctx)
     return same.tril()[:, None]
 

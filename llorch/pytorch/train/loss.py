@@ -50,7 +50,7 @@ def loss_sum(
 def _trained_rows(
     hidden: Float[Tensor, "batch seq hidden"], labels: Int64[Tensor, "batch seq"]
 ) -> tuple[Float[Tensor, "rows hidden"], Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
-    """Hidden states that predict a trained token, these tokens, and the numbers of the rows in the batch."""
+    """Return the hidden states that predict a trained token, these tokens, and the numbers of the rows in the batch."""
     judged_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     index = (judged_by != IGNORED).nonzero()[:, 0]
     targets, tokens = judged_by[index].to(hidden.device), index.to(hidden.device)

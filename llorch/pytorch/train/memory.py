@@ -48,7 +48,7 @@ class StepMemory:
 
 
 def kept_bytes(module: CausalLM, device: torch.device) -> tuple[float, float]:
-    """Bytes that a forward pass keeps for each token, and once (DoRA: matrices); blocks are not recomputed yet."""
+    """Count the bytes that a forward pass keeps for each token, and once (DoRA: matrices)."""
     training = module.training
     module.train()  # dropout keeps what it made
     n_tokens = max(1, min(_SHORT, module.config.max_position_embeddings // 2))
@@ -81,7 +81,7 @@ def step_memory(
 
 
 def _kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:
-    """Bytes of the tensors that a pass saves, each storage once, without parameters and buffers."""
+    """Sum the bytes of the tensors that a pass saves, each storage once, without parameters and buffers."""
     own = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
     found: dict[int, int] = {}
 
@@ -116,5 +116,5 @@ def _now(device: torch.device) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors."""
+    """Sum the bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -151,7 +151,7 @@ def _left_out(weights: Weights) -> list[str]:
 
 
 def _of_tied(adapter: Adapter, weights: Weights) -> list[str]:
-    """Matrices that are one in the base and two with an adapter, which not every program can load."""
+    """Note matrices that are one in the base and two with an adapter, which not every program can load."""
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
     if not outer or not weights.config.tie_word_embeddings:
         return []

@@ -60,7 +60,7 @@ class Watcher(Protocol):
         ...
 
     def note(self, line: str) -> None:
-        """Something that is good to know."""
+        """Tell the user something that is good to know."""
         ...
 
 
@@ -285,6 +285,7 @@ class Run:
         return self._ranks.first(lambda: self._written(adapter, seconds))
 
     def _written(self, adapter: Adapter, seconds: float) -> RunResult:
+        """Write the adapter and the loss curve, and summarise the run."""
         training, records = self._training, read_log(self._folder / LOG)
         write_peft(adapter, self._folder, base=training.plan.base)
         if adapter.of_whole:

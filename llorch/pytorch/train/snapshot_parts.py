@@ -65,7 +65,7 @@ def _loaded(reader: FileSystemReader, described: Described) -> dict[str, np.ndar
 
 
 def _require_whole(name: str, tensor: TensorStorageMetadata, folder: Path) -> None:
-    """Each value lies in one part."""
+    """Require that each value lies in exactly one part."""
     n_parts = np.zeros(tensor.size, np.uint8)
     for part in tensor.chunks:
         n_parts[tuple(slice(at, at + n) for at, n in zip(part.offsets, part.sizes, strict=True))] += 1

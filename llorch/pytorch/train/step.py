@@ -99,7 +99,7 @@ def mean_loss(
     chunk: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss over all trained tokens of some batches, without dropout and smoothing; None when `stop` gave up.
+    """Compute the mean loss over all trained tokens, without dropout and smoothing; None when `stop` gave up.
 
     The order of the batches is in its last bits. `chunk`: tokens whose logits exist at the same time.
     """

@@ -93,7 +93,7 @@ class Training:
         return StepReport(self.step, loss, norm, rate, sum(batch.n_trained for batch in made), n_tokens)
 
     def validate(self, *, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the trained tokens of the validation set, which is not empty; see `mean_loss`."""
+        """Return the mean loss over the trained tokens of the validation set, which is not empty; see `mean_loss`."""
         made = batches(self.data.rows(self.data.valid), self.settings.batch_size)
         loss = mean_loss(self._worker, made, self.target.device, chunk=self.settings.chunk or None, stop=stop)
         if loss is not None and not math.isfinite(loss):
@@ -104,12 +104,12 @@ class Training:
         return loss
 
     def tensors(self) -> dict[str, Tensor]:
-        """`adapter/...` and `optimizer/...`, in use: the next step changes them. On a mesh a rank has parts."""
+        """Return `adapter/...` and `optimizer/...`, not copied: the next step changes them."""
         found: dict[str, Tensor] = {f"adapter/{name}": value.detach() for name, value in self.parameters.items()}
         return found | {f"optimizer/{name}": value for name, value in self._optimizer.state().items()}
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Everything that the steps to come depend on, besides what `identity` says.
+        """Return everything that the steps to come depend on, except `identity`.
 
         Tensors `adapter/...` and `optimizer/...`, and what is no tensor. On the CPU they are the arrays in use, which
         the next step changes: a save needs no second copy of them.
@@ -159,5 +159,5 @@ class Training:
 
 
 def _below(prefix: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Tensors whose names begin with a prefix, without it."""
+    """Return the tensors whose names begin with a prefix, under names without it."""
     return {name.removeprefix(prefix): torch.from_numpy(a) for name, a in tensors.items() if name.startswith(prefix)}

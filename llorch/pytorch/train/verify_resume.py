@@ -234,7 +234,7 @@ def _without(what: str, run: Path) -> Path:
 
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of the last snapshot, and the bytes of the adapter."""
+    """Return all tensors of the last snapshot, and the bytes of the adapter."""
     return {**_newest(folder).tensors, ADAPTER: np.fromfile(folder / ADAPTER, np.uint8)}
 
 

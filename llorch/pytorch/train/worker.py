@@ -65,7 +65,7 @@ class OnMesh(Alone):
         return self._together(work)
 
     def rows_of(self, batch: Batch) -> tuple[Batch, float]:
-        """Every n-th row; where there are fewer rows than ranks, one of another rank that does not count."""
+        """Return every n-th row; if there are fewer rows than ranks, a row of another rank that does not count."""
         mine = {name: self.own_rows(array) for name, array in vars(batch).items()}
         return replace(batch, **mine), float(self.data_parallel.get_local_rank() < len(batch.ids))
 

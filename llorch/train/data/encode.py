@@ -69,6 +69,7 @@ class Encoder:
         yield from filter(None, map(self._cut, examples))
 
     def _learned(self, row: Parsed) -> Iterator[Learned]:
+        """Yield the token sequences of a row, whatever its format, with the part that is trained."""
         match row:
             case Text():
                 yield self._plain(row.text, 0)
@@ -83,7 +84,7 @@ class Encoder:
                 yield self._ready(row)
 
     def _plain(self, text: str, start: int) -> Learned:
-        """Text that is learned from `start` on, with the end token."""
+        """Encode text that is learned from `start` on, with the end token."""
         tokenizer = self._model.tokenizer
         ids, starts = tokenizer.encode_spans(text, parse_special=self._settings.parse_special)
         if not self._settings.parse_special and self._model.chats.breaker.found_in(text):

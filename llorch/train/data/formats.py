@@ -107,7 +107,7 @@ def parse(record: Record, name: str) -> Parsed:
 
 
 def unused_keys(record: Record, name: str) -> set[str]:
-    """Keys of a row that its format does not read."""
+    """Return the keys of a row that its format does not read."""
     keys, optional, _ = FORMATS[name]
     return {key for key, value in record.values.items() if value is not None} - {*keys, *optional}
 

@@ -52,7 +52,7 @@ class PackedRows(Sequence[Row]):
         return len(self._examples) if self._members is None else len(self._members)
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override] (rows are taken one by one)
-        """One row."""
+        """Return one row."""
         if self._members is None:
             return (self._examples[index],)
         return tuple(self._examples[one] for one in self._members[index])

@@ -108,7 +108,7 @@ def undecoded(weights: Weights) -> dict[str, str]:
 
 
 def _share_of_others(folder: QuantisedFolder, name: str, theirs: np.ndarray | None) -> float:
-    """Elements that are other numbers; 1 where the library reads no such matrix."""
+    """Compute the share of elements with other numbers; 1 if the library does not read such a matrix."""
     ours = folder.array(name)
     if theirs is None or theirs.shape != ours.shape:
         return 1.0
@@ -137,7 +137,7 @@ def foreign_tensors(path: Path) -> Table:
 
 
 def differing(own: Table, foreign: Table) -> list[str]:
-    """Names of tensors that are missing on one side or not the same on both."""
+    """Name the tensors that are missing on one side or differ between both."""
     return sorted(name for name in own.keys() | foreign.keys() if own.get(name) != foreign.get(name))
 
 

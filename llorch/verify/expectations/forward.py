@@ -102,7 +102,7 @@ class ForwardSuite:
         return {name: shown.route for name, shown in {**self.evidence, **true}.items()}
 
     def stage_rows(self, runner: Runner) -> list[Comparison]:
-        """Checkpoints 00 to 08: every stage and layer, isolated and chained; and logits with no flip replaced."""
+        """Compare checkpoints 00 to 08: every stage and layer, isolated and chained, and logits with flips."""
         return [*chain.from_iterable(self._made(runner, list(self._stage_passes(runner))))]
 
     def decode_rows(self, runner: Runner) -> list[Comparison]:
@@ -190,7 +190,7 @@ class ForwardSuite:
     def _seen(
         self, runner: Runner, claims: Sequence[Callable[..., Expectation]], run: Callable[[See], None]
     ) -> list[Comparison]:
-        """Rows of the stages of one pass, each judged as soon as it is there; one that never comes fails."""
+        """Compare the stages of one pass, each as soon as it is there; a stage that never comes fails."""
         rows: dict[str, list[Comparison]] = {}
 
         def judged(name: str, array: np.ndarray | None) -> list[Comparison]:
@@ -280,11 +280,11 @@ class ForwardSuite:
         return self.limits(case, runner.dtype, fused=runner.hidden >= SCORES)
 
     def sampler_rows(self, runner: Runner) -> Iterator[Comparison]:
-        """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
+        """Compare checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
         return self._sampler_rows(runner, self._last_row(runner), runner.text(self.prompt, self.n_greedy(runner)))
 
     def n_greedy(self, runner: Runner) -> int:
-        """Length of the greedy text."""
+        """Count the tokens of the greedy text."""
         return max((len(golden.greedy) for golden in self.witnesses(runner).values()), default=0)
 
     def _sampler_rows(self, runner: Runner, last: Mapping[str, np.ndarray], text: np.ndarray) -> Iterator[Comparison]:
@@ -303,7 +303,7 @@ class ForwardSuite:
             yield tokens.row("12", "generation", witness, text, golden.greedy)
 
     def tokens(self, runner: Runner) -> GreedyJudge:
-        """Checkpoints 10 and 12: judges tokens, which rounding decides at near-ties."""
+        """Make the judge of tokens at checkpoints 10 and 12, where rounding decides near-ties."""
         return GreedyJudge(self.model, runner, self.prompt, self._margins(runner))
 
     def selected(self, runner: Runner, witness: str) -> Expectation:
@@ -342,7 +342,7 @@ class ForwardSuite:
         return replace(row, note=row.note or said)
 
     def _beside_one_pass(self, runner: Runner, row: Comparison, ours: np.ndarray, golden: EngineOutput) -> Comparison:
-        """Values flip inside llama.cpp too, so that it differs from its own pass over all tokens, which ours equals.
+        """Mark a failing row as a tie if flips explain it: llorch equals llama.cpp's result for all rows in one batch.
 
         With one row of logits it adds in another order than with many rows. It may differ by what flips cost.
         """
@@ -357,7 +357,7 @@ class ForwardSuite:
         return tied(row, note)
 
     def _margins(self, runner: Runner) -> Margins:
-        """Between which tokens rounding decides: by the truth's logits, under ggml numerics by llama.cpp's one pass."""
+        """Find between which tokens rounding decides: by float64 logits, under ggml numerics by llama.cpp's pass."""
         if self.rounds:
             logits, first = next(iter(self.evidence.values())).traces["near"]["logits"], len(self.prompt) - 1
             return Margins(logits[first:], None, self._limits_for(runner, "near").free_variances[first:])
@@ -367,7 +367,7 @@ class ForwardSuite:
         return Margins(self.truth.step_logits, self.truth.evidence.greedy, moved)
 
     def sampler_inputs(self) -> tuple[np.ndarray, Sequence[int]]:
-        """Logits and history that the filters are shown."""
+        """Return the logits and history that the filters are shown."""
         return sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
 
     def _isolated_limit(self, runner: Runner, case: str, stage: Stage, key: str) -> Tolerance:
@@ -388,7 +388,7 @@ class ForwardSuite:
         return self.truth.isolated[witness][case][key].error
 
     def _measure_producers(self) -> None:
-        """Their largest distances from the truth, of a stage in all layers; one with a fault says nothing."""
+        """Measure the engines' largest distances from the float64 reference, for a stage in all layers."""
         if self.truth is None:
             return
         near, logits = self.truth.evidence, BY_NAME["logits"]

@@ -91,7 +91,7 @@ def made_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple
 
 
 def decode_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Blocks of every type decode to the bits of ggml's C; only the payload of a NaN is free."""
+    """Compare decoded blocks of every type with the bits of ggml's C; only the payload of a NaN is free."""
     for kind in types():
         blocks, values = (golden.blocks[f"{kind.name}.{part}"] for part in ("blocks", "values"))
         yield decode_row(kind, decode(blocks, kind, values.shape), values)
@@ -108,7 +108,7 @@ def other_bits(ours: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def rounding_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Activations are rounded to the bytes of ggml's C, in every variant that was recorded."""
+    """Compare rounded activations with the bytes of ggml's C, in every variant that was recorded."""
     for kind in ROUNDED_TO:
         rows = golden.rounding[f"{kind}.rows"]
         for variant in get_args(VariantName):

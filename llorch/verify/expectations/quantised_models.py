@@ -163,7 +163,7 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def random_blocks(ggml_type: GGMLType, count: int, *, key: str) -> np.ndarray:
-    """Blocks of random codes and scales.
+    """Draw blocks of random codes and scales.
 
     Args:
         ggml_type: Their type.
@@ -226,12 +226,12 @@ def _random_bytes(count: int, key: str) -> np.ndarray:
 
 
 def _floats(bits: np.ndarray, size: float) -> np.ndarray:
-    """Numbers between -size and size from 16 random bits each, by operations that round the same everywhere."""
+    """Draw numbers between -size and size from 16 random bits each, by operations that round the same everywhere."""
     return ((bits.astype(np.float64) - 32767.5) / 32768 * size).astype(np.float32)
 
 
 def _scale_of(bits: np.ndarray, size: float) -> np.ndarray:
-    """Between a half and one and a half times `size`, the lowest bit giving the sign, as float16 bits."""
+    """Draw scales from half to one and a half times `size`, as float16 bits; the lowest bit gives the sign."""
     magnitude = size * (0.5 + (bits >> 1) / 32768.0)
     return np.where(bits & 1, -magnitude, magnitude).astype("<f2").view("<u2")
 

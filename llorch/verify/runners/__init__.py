@@ -61,7 +61,7 @@ class Runner(Protocol):
         ...
 
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
-        """Logits of the last token, the row that sampling sees."""
+        """Return the logits of the last token, the row that sampling sees."""
         ...
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:

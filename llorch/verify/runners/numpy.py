@@ -231,7 +231,7 @@ class GgmlRunner(NumpyRunner):
         show(self.weights, this, lambda name, array: see(name, self._in_own_dtype(array)), golden=golden)
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
-        """Values at an edge are replaced."""
+        """Run a pass on its own results, with values at a rounding edge replaced; see `Runner.chained`."""
         self._adopting(case, this, see, n_cached, go_on=go_on)
 
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
@@ -239,7 +239,7 @@ class GgmlRunner(NumpyRunner):
         return self._adopting("near", this, last_only=True, go_on=go_on)[-1]
 
     def free(self, this: Pass) -> np.ndarray:
-        """Logits of a pass as users get it."""
+        """Return the logits of a pass as users get it."""
         return _passes(self.weights, this, 0, lambda start, stop: lambda name, array: array)
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
@@ -252,6 +252,8 @@ class GgmlRunner(NumpyRunner):
         self, case: str, this: Pass, see: See | None = None, n_cached: int = 0, *, last_only: bool = False,
         go_on: GoOn = as_made,
     ) -> np.ndarray:  # fmt: skip
+        """Run passes in which values at a rounding edge are replaced by the golden's, and show every stage."""
+
         def keeping(start: int, stop: int) -> Keep:
             def keep(name: str, array: np.ndarray) -> np.ndarray:
                 made, flips, refused = self._adopted(case, name, array, stop)

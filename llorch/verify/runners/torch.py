@@ -84,7 +84,7 @@ VARIANTS: Mapping[str, TorchVariant] = {  # suffix of the backend's name
 
 
 def variants_for(target: Target, weights: Weights) -> list[str]:
-    """Suffixes of all that is judged: compiled on CUDA only, where it is used; packed where the file has such."""
+    """List the suffixes of variants to judge: compiled on CUDA only, packed if the file has packed matrices."""
     packed = any(kind_of(weights, name) for name in weights)
     left_out = {"-compiled": target.device.type != "cuda", "-packed": not packed}
     return [suffix for suffix in VARIANTS if not left_out.get(suffix, False)]
@@ -205,7 +205,7 @@ class TorchRunner:
     def _filtered(
         self, names: Sequence[str], logits: np.ndarray, history: Sequence[int]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Distributions of some settings, as rows of one batch."""
+        """Yield the distributions of some settings, computed as rows of one batch."""
         settings, device = [SAMPLINGS[name] for name in names], self.target.device
         seen = torch.from_numpy(seen_tokens([history] * len(names), logits.size)).to(device)
         dtype = torch.promote_types(self.target.dtype, torch.float32)  # as the model makes its logits

@@ -59,7 +59,7 @@ def _conv_state(s: Step) -> np.ndarray:
 
 
 def _behind_past(s: Step, given: np.ndarray, taps: int) -> np.ndarray:
-    """Variances of the rows of a convolution, and before them of those that its state held."""
+    """Return the variances of the rows of a convolution, and before them of those that its state held."""
     before = np.zeros((len(given), taps, given.shape[-1]), given.dtype) if s.past is None else s.past
     return np.concatenate([before, given], axis=1)
 
@@ -136,7 +136,7 @@ class _Head:
         return decayed, missing
 
     def read(self, *, at_the_end: bool) -> np.ndarray:
-        """Variances of what every token reads, or of the state itself behind the last one."""
+        """Return the variances of what every token reads, or of the state itself behind the last one."""
         decayed, missing = self.steps()
         seq, key_dim = self.k.shape
         of_g = self.of_g + np.square(UNIT) * (4 + 2 * np.square(_chunk_sums(self.g)))
@@ -200,7 +200,7 @@ def _head(s: Step, at: int) -> _Head:
 
 
 def _gated_norm(s: Step) -> np.ndarray:
-    """RMSNorm of every head, times SiLU of z."""
+    """Normalise every head by its RMS, and multiply by SiLU of z."""
     (x, z), (of_x, of_z) = s.x, s.given
     gain, z, of_z = s.weights["delta_norm"].astype(x.dtype), z.reshape(x.shape), of_z.reshape(of_x.shape)
     per_one = gain / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps))

@@ -94,14 +94,14 @@ def _others(names: list[str], shared: str) -> tuple[int, ...]:
 
 
 def _groups(stage: Stage, names: list[str]) -> tuple[str, ...]:
-    """Axes that elements with a common rounding share; of a product an input's and a weight's."""
+    """Name the axes along which elements share a rounding; for a product those of an input and of a weight."""
     if stage.matrix:
         return "seq", names[-1]
     return SHARED.get(stage.name, (" ".join(names),))
 
 
 def _shape(stage: Stage, shape: tuple[int, ...], names: list[str], config: ModelConfig) -> list[int]:
-    """Sizes of the axes when joined ones are taken apart."""
+    """Return the sizes of the axes when joined ones are split."""
     found = dict(zip(stage.axes.split(), shape, strict=True))
     sizes = axis_sizes(config, seq=found.get("seq", 0), ctx=found.get("ctx", 0)) | {"group": config.group_size}
     return [sizes[name] for name in names]

@@ -387,7 +387,7 @@ def product_error(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarr
 
 
 def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind, *, token_axis: int = 0) -> np.ndarray:
-    """Variances behind a rounding to codes: an error ends there, unless it moves a value over an edge."""
+    """Derive the variances after a rounding to codes: an error ends there, unless it moves a value over an edge."""
     if kind == "F32":
         return given
     out = np.zeros_like(given)
@@ -501,7 +501,7 @@ def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarr
 
 
 def _rope_variance(s: Step) -> np.ndarray:
-    """Pairs mix their errors. The angle is a product of j + 1 float32 factors, each off by half a step.
+    """Mix the errors of pairs. The angle is a product of j + 1 float32 factors, each off by half a step.
 
     A scaling only slows the rotation. It adds a few roundings; cosine and sine are off by some more.
     """

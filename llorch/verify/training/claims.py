@@ -175,7 +175,7 @@ def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig,
 
 
 def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:
-    """Made from the distances of the witnesses from the truth; those that are of the dtype."""
+    """Derive the tolerances of a dtype from the distances of the engines from the float64 reference."""
     found: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for claim, distance in distances(golden, config, dtype):
         if limits.held_to(claim.place, claim.mode, dtype) == dtype:

@@ -104,7 +104,7 @@ class Peft:
         return {place: tokens_of(tensor, batch) for place, tensor in seen.items()}
 
     def losses(self, adapter: Adapter, batch: Batch) -> Arrays:
-        """Mean over the learned tokens, and the loss of each, with and without smoothing."""
+        """Compute the mean loss over the learned tokens, and the loss of each, with and without smoothing."""
         with torch.no_grad():
             return losses_of(logits_of(self.adapted(adapter), batch), batch)
 
@@ -123,7 +123,7 @@ class Peft:
     def steps(
         self, adapter: Adapter, steps: Sequence[Sequence[Batch]], recipe: OptimizerRecipe, *, shown: Sequence[int]
     ) -> Arrays:
-        """AdamW with clipping at a constant rate, from an adapter and the micro-batches of every step.
+        """Run AdamW steps with clipping at a constant rate, from an adapter and the micro-batches of every step.
 
         Of the steps `shown`, counted from 1: gradients before clipping, their norm, moments and parameters after it.
         """
@@ -139,7 +139,7 @@ class Peft:
         return found
 
     def curve(self, adapter: Adapter, batches: Sequence[Batch]) -> Arrays:
-        """Loss and norm of every step, with a cosine schedule."""
+        """Record loss and norm of every step, with a cosine schedule."""
         model, losses, norms = self.adapted(adapter), list[float](), list[float]()
         optimizer = optimizer_of(model, CURVE.optimizer)
         schedule = SCHEDULE_MAKERS["cosine"](optimizer, CURVE.warmup_steps, CURVE.n_steps)
@@ -153,7 +153,7 @@ class Peft:
         return {at("loss_curve", case="curve"): np.asarray(losses), at("norm_curve", case="curve"): np.asarray(norms)}
 
     def merged(self, adapter: Adapter, batch: Batch) -> Arrays:
-        """Logits after PEFT merged the adapter into the base, and the merged matrix that is stored."""
+        """Merge the adapter by PEFT; return the logits after it, and the merged matrix that is stored."""
         model = self.adapted(adapter).merge_and_unload()
         with torch.no_grad():
             logits = tokens_of(logits_of(model, batch), batch)
@@ -162,7 +162,7 @@ class Peft:
 
     @staticmethod
     def schedules() -> Arrays:
-        """Learning rates of all steps by transformers' schedules."""
+        """Compute the learning rates of all steps by transformers' schedules."""
         return {at("learning_rate", case=name): _rates(SCHEDULE_MAKERS[name]) for name in SCHEDULES}
 
     def saved(self, adapter: Adapter, folder: Path) -> Path:
@@ -171,14 +171,14 @@ class Peft:
         return folder / "adapter_model.safetensors"
 
     def loaded(self, folder: Path, batch: Batch) -> np.ndarray:
-        """Logits with an adapter that PEFT loads from a folder."""
+        """Compute the logits with an adapter that PEFT loads from a folder."""
         with _quiet():
             model = peft.PeftModel.from_pretrained(self._base()._model, folder).eval()
         with torch.no_grad():
             return tokens_of(logits_of(model, batch), batch)
 
     def _backward(self, model: Any, batches: Sequence[Batch]) -> None:
-        """Gradients of one of `steps`."""
+        """Compute the gradients of one of `steps`."""
         accumulate(model, batches, smoothing=0.0)
 
     def _base(self) -> Transformers:
@@ -215,14 +215,14 @@ def peft_settings(lora: LoraConfig) -> dict[str, Any]:
 
 
 def trained(model: Any) -> dict[str, nn.Parameter]:
-    """Trained parameters under our flat names, in the order of the forward pass."""
+    """Collect the trained parameters under flat names, in the order of the forward pass."""
     found = {_flat_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     order = list(of_tensors("parameters", model.config.num_hidden_layers))
     return {name: found[name] for name in sorted(found, key=order.index)}
 
 
 def gradients_of(model: Any) -> dict[str, np.ndarray]:
-    """Gradient of every trained parameter."""
+    """Collect the gradient of every trained parameter."""
     return {name: array_of(gradient_of(parameter)) for name, parameter in trained(model).items()}
 
 
@@ -233,13 +233,13 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 def logits_of(model: Any, batch: Batch) -> Tensor:
-    """Logits of every slot of a batch; padding is masked."""
+    """Compute the logits of every slot of a batch; padding is masked."""
     mask = torch.from_numpy((batch.documents >= 0).astype(np.int64))
     return model(input_ids=torch.from_numpy(batch.ids), attention_mask=mask, use_cache=False).logits
 
 
 def token_losses(logits: Tensor, batch: Batch, *, smoothing: float, reduction: str) -> Tensor:
-    """Torch's cross entropy of what comes next."""
+    """Compute torch's cross entropy of the next tokens."""
     labels = torch.from_numpy(batch.labels)[:, 1:].reshape(-1)
     return cross_entropy(
         logits[:, :-1].reshape(-1, logits.shape[-1]).float(), labels,
@@ -248,7 +248,7 @@ def token_losses(logits: Tensor, batch: Batch, *, smoothing: float, reduction: s
 
 
 def losses_of(logits: Tensor, batch: Batch) -> Arrays:
-    """Mean over the learned tokens, and the loss of each, with and without smoothing."""
+    """Compute the mean loss over the learned tokens, and the loss of each, with and without smoothing."""
     kept, found = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED, Arrays()
     for case, smoothing in SMOOTHINGS.items():
         mean, each = (token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none"))
@@ -298,7 +298,7 @@ class Watch(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT looks at names that transformers has given up, which transformers says at every model."""
+    """Silence a warning of transformers: PEFT looks at names that transformers has given up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -333,7 +333,7 @@ def fed(
 
 
 def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
-    """Backward of a step: the sum over all learned tokens of its micro-batches, divided by their number."""
+    """Run the backward passes of a step: the sum over all learned tokens, divided by their number."""
     n_trained = sum(batch.n_trained for batch in batches)
     total = 0.0
     for batch in batches:
@@ -344,7 +344,7 @@ def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> flo
 
 
 def optimizer_of(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
-    """Torch's, one tensor after the other."""
+    """Make torch's AdamW, which updates one tensor after the other."""
     return torch.optim.AdamW(
         trained(model).values(), lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps,
         weight_decay=recipe.weight_decay, foreach=False, fused=False,

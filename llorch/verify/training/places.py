@@ -69,7 +69,7 @@ def after(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
 
 
 def named(where: Mapping[str, StageRef], arrays: Mapping[str, np.ndarray]) -> Arrays:
-    """Arrays at their places instead of under their names."""
+    """Map arrays by place instead of by name."""
     return {place: arrays[name] for name, place in where.items()}
 
 

@@ -79,7 +79,7 @@ class Bits:
         self._bits = np.random.Philox(key=key)
 
     def signed(self, *shape: int) -> np.ndarray:
-        """Uniform between -1 and 1."""
+        """Draw numbers uniformly between -1 and 1."""
         raw = self._bits.random_raw(int(np.prod(shape))) >> 40
         return (raw / 2.0**23 - 1).reshape(shape).astype(np.float32)
 

@@ -95,7 +95,7 @@ class NumpyTrainingRunner:
             yield from made[number]()
 
     def curve(self, n_steps: int) -> Results:
-        """Losses and norms of the first steps of the run of N."""
+        """Run the first steps of a run of N; return their losses and norms."""
         _, losses, norms, _ = zip(
             *self._trained(n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate), strict=True
         )
@@ -103,7 +103,7 @@ class NumpyTrainingRunner:
         yield at("norm_curve", case="curve"), np.asarray(norms)
 
     def merged(self) -> Results:
-        """Logits of the model with the adapter merged in."""
+        """Compute the logits of the model with the adapter merged in."""
         yield at("merged_logits"), logits_of(MergedWeights(self.weights, self.adapter), self._documents)
 
     @property
@@ -150,7 +150,7 @@ class NumpyTrainingRunner:
         return {name: self._golden_array(place) for name, place in where.items()}
 
     def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """Rows of all documents of the first batch, taken apart."""
+        """Split the rows of the first batch by document."""
         return np.split(tokens, np.cumsum([len(ids) for ids in self._documents])[:-1])
 
     def _traces(self, adapter: Adapter) -> list[dict[str, np.ndarray]]:
@@ -240,7 +240,7 @@ class NumpyTrainingRunner:
     def _trained(
         self, n_steps: int, accumulation: int, recipe: OptimizerRecipe, smoothing: float, rate: Callable[[int], float]
     ) -> Iterator[tuple[int, float, float, State]]:
-        """Optimizer steps from the first: number, loss, norm and the state after it."""
+        """Run the optimizer steps from the first; yield number, loss, norm and the state after each."""
         state = self._initial()
         for step in range(1, n_steps + 1):
             loss, grads = numpy_step.loss_and_gradients(
@@ -271,10 +271,10 @@ class NumpyTrainingRunner:
 
 
 def join_documents(documents: Sequence[Arrays]) -> Arrays:
-    """Tokens of all documents in a row."""
+    """Join the tokens of all documents in a row."""
     return {place: np.concatenate([found[place] for found in documents]) for place in documents[0]}
 
 
 def logits_of(weights: Weights, documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Logits of all documents, in a row."""
+    """Compute the logits of all documents, in a row."""
     return np.concatenate([forward(ids, weights, KVCache(weights.config, weights.dtype)) for ids in documents])

@@ -210,7 +210,7 @@ class TorchTrainingRunner:
             yield place, array_of(deltas[name])
 
     def _forward(self) -> Results:
-        """Deltas on our own activations, logits, and losses made from our hidden states."""
+        """Compute the deltas on llorch's activations, the logits, and the losses of llorch's hidden states."""
         worker, deltas = self._worker(self.adapter), dict[str, Tensor]()
 
         def note(leaf: Any, name: str, x: Tensor) -> None:

@@ -105,7 +105,7 @@ class CpuBlock(Block):
 
 
 def leaves_of(block: Block) -> list[object]:
-    """Everything that a block calls, in a fixed order."""
+    """List everything that a block calls, in a fixed order."""
     attention, mlp = block.self_attn, block.mlp
     projections, rest = attention._modules, mlp._modules
     return [
@@ -137,7 +137,7 @@ def can_describe(block: Block, *, fixed: bool) -> bool:
 
 
 def describe(block: Block, *, fixed: bool) -> _Block:
-    """Addresses and sizes of the parts of a block, which must outlive what is returned."""
+    """Return the addresses and sizes of the parts of a block, which must outlive what is returned."""
     attention, first = block.self_attn, block.input_layernorm
     half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
     gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]

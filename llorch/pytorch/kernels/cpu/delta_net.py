@@ -106,5 +106,5 @@ def in_rows(x: Float[Tensor, "batch seq heads width"]) -> Float[Tensor, "batch s
 
 
 def stride_of(x: Float[Tensor, "batch seq heads width"]) -> int:
-    """From one token to the next."""
+    """Return the stride from one token to the next."""
     return x.stride(1)

@@ -57,11 +57,11 @@ class CpuExperts(_Chosen):
         self.weight = weight
 
     def expert(self, number: int) -> CpuLinear:
-        """One of them."""
+        """Return one of the experts."""
         return CpuLinear(self.weight[number], None, self.library)
 
     def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
-        """Kind, addresses, and the kind of what is multiplied."""
+        """Return the kind, addresses, and the kind of what is multiplied."""
         kind = KINDS[self.weight.dtype]
         return kind, self.weight.data_ptr(), None, None, None, kind
 
@@ -76,11 +76,11 @@ class CpuQuantisedExperts(_Chosen):
         self.all = self_all
 
     def expert(self, number: int) -> CpuQuantisedLinear:
-        """One of them, a view."""
+        """Return a view of one of the experts."""
         rows = slice(number * self.sizes[1], (number + 1) * self.sizes[1])
         fields = {name: field[rows] for name, field in self.all.fields.items()}
         return CpuQuantisedLinear(fields, self.all.ggml_type, None, self.library)
 
     def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
-        """Kind, addresses, and the kind of what is multiplied."""
+        """Return the kind, addresses, and the kind of what is multiplied."""
         return self.all.matrix_of(dtype)

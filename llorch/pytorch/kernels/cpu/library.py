@@ -76,7 +76,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def find_compiler() -> list[str] | None:
-    """Command of the compiler that the environment variable CC names, or of the first that is installed."""
+    """Return the command of the compiler that the environment variable CC names, or of the first that is installed."""
     for text in (os.environ.get("CC", ""), *COMPILERS):
         name, *arguments = shlex.split(text) or [""]
         if path := shutil.which(name):
@@ -173,5 +173,5 @@ def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Address of the elements, which must be contiguous; None is a null pointer."""
+    """Return the address of the elements, which must be contiguous; None is a null pointer."""
     return None if tensor is None else tensor.data_ptr()

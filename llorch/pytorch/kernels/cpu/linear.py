@@ -57,7 +57,7 @@ class CpuLinear(nn.Module):
         return y
 
     def described(self) -> tuple[int | None, ...]:
-        """Addresses and sizes as `cpu_block.c` wants them."""
+        """Return the addresses and sizes as `cpu_block.c` wants them."""
         return self.weight.data_ptr(), None, None, None, pointer(self.bias), *self._sizes
 
 

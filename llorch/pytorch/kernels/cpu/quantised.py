@@ -119,7 +119,7 @@ class CpuQuantisedLinear(PackedMatrix):
         return self._kind, *self._found, HALF[dtype]
 
     def described(self) -> tuple[int | None, ...]:
-        """Addresses and sizes as `cpu_block.c` wants them."""
+        """Return the addresses and sizes as `cpu_block.c` wants them."""
         kind, *found, _ = self.matrix_of(torch.float32)
         return *found, pointer(self.bias), kind, self.out_features, self.in_features
 
