@@ -4,7 +4,7 @@ In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnos
 
     verdict      the result: every stage's error, local and inherited, and findings
     profile      the tokens, heads and channels that have an error
-    guards       checks that numbers can be compared at all: ids, positions, layout, the run; `weight_hashes`
+    guards       reads a dump if its numbers can be compared at all: ids, positions, layout, the run; `weight_hashes`
     replay       llorch's forward pass on the engine's arrays, with mistakes injected at given stages
     judged       every stage compared with llorch's; `expected` gives the tolerance of a right engine
     mistakes/    known mistakes; `variants` injects them
