@@ -186,6 +186,12 @@ def test_end_tokens_are_those_of_the_file_and_those_known_by_their_text():
     assert sentencepiece().eos_token_ids == {2}
 
 
+def test_sentencepiece_begins_with_1_and_ends_with_2_if_the_file_names_no_token_of_it():
+    tokens = renamed({1: b"<begin>", 2: b"<end>"}, tiny_sentencepiece())
+    tokenizer = sentencepiece(tokens=tokens, bos_token_id=len(tokens), eos_token_id=len(tokens))
+    assert (tokenizer.encode(""), tokenizer.eos_token_ids) == ([1], {2})
+
+
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 def test_decoding_gives_the_text_back(make):
     tokenizer = make()
