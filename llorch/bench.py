@@ -220,13 +220,13 @@ def speeds(samples: Sequence[float]) -> dict[str, float]:
 
 
 def prompts(load: Load, vocab_size: int) -> np.ndarray:
-    """Draw token ids, different ones in every row; the speed does not depend on them."""
+    """Make token ids, different ones in every row; the speed does not depend on them."""
     grid = np.arange(load.prompt)[None] * 7 + np.arange(load.batch)[:, None] * 13
     return grid % vocab_size
 
 
 def step_bytes(subject: Subject, batch: int, context: float) -> float:
-    """Count the bytes that one decode step moves: the weights once, and the memory of every sequence in and out."""
+    """Count the bytes of one decode step: weights, keys and values are read once; states are read and written."""
     per_token, of_states = remembered(subject.config)
     return subject.weight_bytes + batch * (per_token * context * subject.cache_itemsize + 2 * 4 * of_states)
 

@@ -75,7 +75,7 @@ def say_blocks(kept: Mapping[str, str], decoded: Mapping[str, str]) -> None:
 
 @contextmanager
 def cleaning_up_when_terminated() -> Iterator[None]:
-    """Remove the temporary file before SIGTERM ends the process with its usual code."""
+    """Turn SIGTERM into SystemExit with its usual code, so that the block can remove its temporary files."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(_TERMINATED)

@@ -50,7 +50,10 @@ def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
 
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
-    """Yield the lines up to the first cause: its layer stage by stage, each layer before it as one line."""
+    """Yield the lines up to the first cause: its layer stage by stage, all layers before it in one line.
+
+    Without a cause, yield a line for each stage.
+    """
     found = causes(diagnosis)
     if not found:
         yield from _by_stage(diagnosis.results)

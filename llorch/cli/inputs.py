@@ -116,7 +116,7 @@ def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
 
 
 def spread_ids(vocab_size: int, n: int = 12) -> list[int]:
-    """Spread ids over a vocabulary, distinct if it is large enough, in an order without a pattern."""
+    """Spread `n` distinct ids over a vocabulary, fewer if it is smaller, in an order without a pattern."""
     stretches = [SPREAD[n] * i % n for i in range(n)]
     return list(dict.fromkeys((2 * stretch + 1) * vocab_size // (2 * n) for stretch in stretches))
 

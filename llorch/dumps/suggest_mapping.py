@@ -167,7 +167,7 @@ def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int
 
 
 def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collection[str]) -> list[str]:
-    """List the lines of a layout: another order of the axes, and neighbouring pairs (`rotated`: q and k)."""
+    """List the lines of a layout: axes, fused, masked, and permuted, as a comment unless q or k is in `rotated`."""
     lines = []
     if guess.read.form.differs_from(table_axes(guess.stages)):
         lines.append(f'axes = "{guess.read.form}"')

@@ -68,7 +68,7 @@ class HookRecorder:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Copy a tensor to a contiguous array: float64 and integers as they are, all other types as float32."""
+    """Convert a tensor to a contiguous array, if possible a view; all types but float64 and int64 become float32."""
     as_it_is = tensor.dtype in (torch.float64, torch.int64)
     wide = tensor.detach() if as_it_is else tensor.detach().float()
     return wide.contiguous().numpy()

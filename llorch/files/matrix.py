@@ -92,7 +92,7 @@ class Matrix:
         return rows if self._columns is None else rows[:, self._columns]
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows in the order of the file, brought to that of Hugging Face."""
+        """Reorder rows from the order of the file to the order of Hugging Face."""
         return undo_interleave(rows, self._heads) if self._heads else rows
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:

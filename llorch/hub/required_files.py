@@ -31,7 +31,7 @@ def of_folder(files: Collection[str], shards: Iterable[str]) -> list[str]:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Return the files that an index names; ValueError where it is none."""
+    """Return the files that an index names; for another file ValueError, KeyError, TypeError or AttributeError."""
     weight_map = json.loads(index.read_bytes())["weight_map"]
     return sorted({str(name) for name in weight_map.values()})
 

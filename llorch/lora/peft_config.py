@@ -245,7 +245,7 @@ def _integer_if_whole(alpha: float) -> float | int:
 
 
 def _patterned_layers(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, object]:
-    """Refuse a choice of layers beside a regular expression, as PEFT does: every module must be named."""
+    """Name every module instead of a regular expression with a choice of layers; PEFT does not accept both."""
     if config.layers_to_transform is None or not isinstance(_module_names(config.target_modules, targets), str):
         return {}
     paths = sorted(target.path for target in modules(targets.values()))

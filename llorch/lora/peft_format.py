@@ -195,7 +195,7 @@ def _module_of(target: LoraTarget, targets: Mapping[str, LoraTarget]) -> str:
 
 
 def _check_copies(file: SafetensorsFile, targets: Mapping[str, LoraTarget]) -> None:
-    """Check that a matrix stored beside an adapter of embedding or output is the base's own."""
+    """Check that a base matrix stored with an adapter is the embedding or output and has its shape."""
     for name, info in file.tensors.items():
         if not name.endswith(_COPY):
             continue

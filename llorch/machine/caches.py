@@ -11,7 +11,7 @@ _LITTLE = 1e9  # bytes
 
 
 def of_caches() -> Iterator[HealthCheck]:
-    """Yield each cache, whether it exists or not."""
+    """Check each cache, whether it exists or not."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or root / "huggingface") / "hub")
     yield _cache("models of the hub", hub.expanduser())

@@ -70,7 +70,7 @@ def imported(pool: Executor) -> dict[str, str]:
 
 
 def of_packages(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
-    """Yield llorch itself, each package that it needs, and each extra; `probed` is the result of `imported`."""
+    """Check llorch itself, each package that it needs, and each extra; `probed` is the result of `imported`."""
     yield HealthCheck("packages", "llorch", "ok", installed_version("llorch") or "run from its sources")
     for one in NEEDED:
         yield _needed(one, probed)

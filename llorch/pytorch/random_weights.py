@@ -92,7 +92,7 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
 
 
 def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
-    """Draw scales for groups of `GROUP` columns; tables of unsigned integers have a minimum in each group."""
+    """Add equal scales for groups of `GROUP` columns, and minima if the table has no negative values."""
     values = values_of(table, codes.device)
     if not values.isfinite().all():  # codes that are no numbers
         codes = codes.where(values.isfinite()[codes.int()], 0)

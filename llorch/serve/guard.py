@@ -222,7 +222,7 @@ def _is_preflight(scope: Any) -> bool:
 
 
 def _allowing(origin: bytes | None, varies: bool) -> list[tuple[bytes, bytes]]:
-    """Make the headers that let a page of this origin read an answer, and that make caches depend on it."""
+    """Make the headers that let a page of this origin read an answer; `varies` makes caches depend on the origin."""
     vary = [(b"vary", b"origin")] if varies else []
     if origin is None:
         return vary

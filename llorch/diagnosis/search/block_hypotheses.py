@@ -66,7 +66,7 @@ def _hypotheses(mistake: Mistake[Any], weights: Weights, wrong: Wrong) -> Iterat
 
 
 def _decoded_by(decoded: Wrong, weights: Weights, stages: Sequence[str]) -> Any:
-    """Make the change that replaces weights by wrongly decoded ones; a tied embedding stays right."""
+    """Make the change to wrongly decoded weights; the embedding stays right unless `stages` has `embed`."""
     right = () if "embed" in stages else ("embed_tokens",)
     wrong = lru_cache(maxsize=16)(lambda name: None if name in right else decoded(name))
 

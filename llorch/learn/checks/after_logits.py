@@ -143,7 +143,7 @@ class ArgmaxCheck(AfterLogitsCheck):
     stage = "argmax"
 
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
-        """Compare ids, which must be equal; the suite judges a row of logits of the learner."""
+        """Compare the argmax of a row with the golden, except at near-ties; of equal logits the lowest id is right."""
         for witness, golden in here.witnesses.items():
             with here.installed():
                 row = here.runner.last_row(here.suite.cases["near"]) if here.chained else golden.selected_logits

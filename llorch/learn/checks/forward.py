@@ -172,7 +172,7 @@ class ForwardModel:
         self.hidden = {name for part in parts for name in part.hidden(self.config)}
 
     def judged(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
-        """Yield the comparisons: isolated if a stage can be, and chained; a pass in two parts for the caches."""
+        """Compare stages: isolated if the mode is and all inputs are visible, else chained; also cached passes."""
         alone = (
             {stage.name for stage in self._visible_stages(stages) if self._alone(stage)}
             if mode == "isolated"

@@ -159,7 +159,7 @@ class CheckpointRun:
             return {"lora_gguf": gguf_table(path)}
 
     def judged(self, made: TrainingOutput) -> Iterator[LessonComparison]:
-        """Yield every expectation with the learner's result, and every file."""
+        """Compare each result of the learner with its expectation, and each file with its golden."""
         for claim in self.claims:
             got = made.arrays[claim.mode].get(claim.place)
             yield LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got)

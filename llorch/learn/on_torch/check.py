@@ -72,7 +72,7 @@ class OnTorch:
         self.suite, self.runner = suite_of(model), runner_of(model, backend)
 
     def isolated(self, stages: set[str]) -> Iterator[LessonComparison]:
-        """Yield every stage fed the goldens' own numbers."""
+        """Compare every stage, fed the numbers of the goldens."""
         for case, this in self.suite.cases.items():
             for witness, golden in self.suite.evidence.items():
                 trace = self._trace(lambda see, at=(this, golden.traces[case]): self.runner.isolated(*at, see))
@@ -80,7 +80,7 @@ class OnTorch:
                     yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace[name])
 
     def chained(self, stages: set[str]) -> Iterator[LessonComparison]:
-        """Yield every stage of a pass on its own results."""
+        """Compare every stage of a pass, fed the results of the stages before it."""
         for case in self.suite.cases:
             trace = self._pass(case)
             for witness in self.suite.evidence:

@@ -77,7 +77,7 @@ class Ending:
         return said
 
     def _here(self) -> Mapping[int, bool]:
-        """Collect the ranks that reported, and tell if a rank waited in vain."""
+        """Map each rank that reported to True if it waited in vain."""
         names = {rank: f"here {rank}" for rank in range(self._n_ranks)}
         return {rank: self._store.get(name) == b"late" for rank, name in names.items() if self._store.check([name])}
 

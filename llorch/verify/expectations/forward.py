@@ -102,7 +102,7 @@ class ForwardSuite:
         return {name: shown.route for name, shown in {**self.evidence, **true}.items()}
 
     def stage_rows(self, runner: Runner) -> list[Comparison]:
-        """Compare checkpoints 00 to 08: every stage and layer, isolated and chained, and logits with flips."""
+        """Compare checkpoints 00 to 08: every stage, isolated and chained, and logits with no flip replaced."""
         return [*chain.from_iterable(self._made(runner, list(self._stage_passes(runner))))]
 
     def decode_rows(self, runner: Runner) -> list[Comparison]:

@@ -226,12 +226,12 @@ def _random_bytes(count: int, key: str) -> np.ndarray:
 
 
 def _floats(bits: np.ndarray, size: float) -> np.ndarray:
-    """Draw numbers between -size and size from 16 random bits each, by operations that round the same everywhere."""
+    """Convert 16 random bits each to numbers between -size and size, by operations that round equally everywhere."""
     return ((bits.astype(np.float64) - 32767.5) / 32768 * size).astype(np.float32)
 
 
 def _scale_of(bits: np.ndarray, size: float) -> np.ndarray:
-    """Draw scales from half to one and a half times `size`, as float16 bits; the lowest bit gives the sign."""
+    """Convert random bits to scales of 0.5 to 1.5 times `size`, as float16 bits; the lowest bit is the sign."""
     magnitude = size * (0.5 + (bits >> 1) / 32768.0)
     return np.where(bits & 1, -magnitude, magnitude).astype("<f2").view("<u2")
 

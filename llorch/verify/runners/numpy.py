@@ -266,7 +266,7 @@ class GgmlRunner(NumpyRunner):
         return _passes(self.weights, this, n_cached, keeping, last_only=last_only)
 
     def _in_own_dtype(self, array: np.ndarray) -> np.ndarray:
-        """Convert floats of the golden to the dtype of the run."""
+        """Convert an array of floats to the dtype of the run; integers stay."""
         return array.astype(self.weights.dtype) if array.dtype.kind == "f" else array
 
     def _adopted(self, case: str, name: str, array: np.ndarray, stop: int) -> tuple[np.ndarray, int, int]:

@@ -200,7 +200,7 @@ def _head(s: Step, at: int) -> _Head:
 
 
 def _gated_norm(s: Step) -> np.ndarray:
-    """Normalise every head by its RMS, and multiply by SiLU of z."""
+    """Derive the variances after the RMSNorm of every head, times SiLU of z."""
     (x, z), (of_x, of_z) = s.x, s.given
     gain, z, of_z = s.weights["delta_norm"].astype(x.dtype), z.reshape(x.shape), of_z.reshape(of_x.shape)
     per_one = gain / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps))

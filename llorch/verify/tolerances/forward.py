@@ -501,9 +501,10 @@ def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarr
 
 
 def _rope_variance(s: Step) -> np.ndarray:
-    """Mix the errors of pairs. The angle is a product of j + 1 float32 factors, each off by half a step.
+    """Derive the variances after RoPE, which mixes the errors of the two values of a pair.
 
-    A scaling only slows the rotation. It adds a few roundings; cosine and sine are off by some more.
+    The angle is a product of j + 1 float32 factors, each off by half a step. A scaling only slows the rotation. It adds
+    a few roundings; cosine and sine are off by some more.
     """
     half = s.config.rotated // 2
     j = np.arange(half)
