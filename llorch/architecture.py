@@ -87,12 +87,12 @@ class Layer:
 
     @property
     def is_dense(self) -> bool:
-        """True if `llorch.forward` alone computes it."""
+        """True if the layer is a plain dense one, so that `llorch.forward` alone computes it."""
         return self == Layer()
 
     @property
     def looks_at_positions(self) -> bool:
-        """True if its attention treats positions otherwise than a dense one."""
+        """True if attention uses positions unlike a dense layer: no RoPE, a temperature, a window or chunks."""
         return not self.rope or self.tempered or self.bound is not None
 
     @property

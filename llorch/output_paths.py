@@ -129,7 +129,7 @@ def _format_size(n_bytes: int) -> str:
 
 
 def _as_float32(value: object) -> object:
-    """Convert to numbers as GGUF files hold them."""
+    """Round floats to float32, as GGUF files hold them; other values stay."""
     if isinstance(value, Temperature):
         return replace(value, scale=float(np.float32(value.scale)))
     return np.float32(value) if isinstance(value, float) else value

@@ -69,7 +69,7 @@ class Stage:
 
     @property
     def by_expert(self) -> bool:
-        """True if its matrix is one of each expert."""
+        """True if each expert has a matrix for the stage."""
         return self.matrix.startswith("experts_")
 
     @property

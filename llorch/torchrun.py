@@ -16,7 +16,7 @@ def is_rank() -> bool:
 
 
 def is_launched_by_us() -> bool:
-    """Tell if a process of llorch looks after this rank, and tells what became of it."""
+    """Tell if llorch launched this rank; the process that launched it reports how it ended."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
 
 

@@ -98,7 +98,7 @@ class Talk:
         return stream(self._sampled(self.model, job), answer)
 
     def _sampled(self, model: Model, job: Job) -> Iterator[tuple[int, float]]:
-        """Sample as `Model.generate` does, from the conversation so far on."""
+        """Sample as `Model.generate` does, but reuse the cache of the conversation so far."""
         cache, fed = self._remembered(model, job), list[int]()
         self.counted = Counted(len(job.ids), cache.length)
         self._memory = (cache, fed, job.adapter)
@@ -141,7 +141,7 @@ class Talk:
         return self.model.chats.encoded(self.model.chats.spoken(self.messages, opened=False))
 
     def trace(self) -> dict[str, Any]:
-        """Return every stage of the conversation."""
+        """Compute every stage for the tokens of the conversation."""
         arrays: dict[str, Any] = {}
         self.model.forward(self.ids(), trace=arrays, adapter=self.adapter)
         return arrays

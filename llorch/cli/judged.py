@@ -67,7 +67,7 @@ class Line:
 
 
 def lines(judged: JudgedModel, *, by_stage: bool = False) -> list[Line]:
-    """Group the comparisons of a model by checkpoint, also those without one; `by_stage` groups by stage."""
+    """Make a line for each checkpoint, even without comparisons; with `by_stage` a line for each stage or model."""
     groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for row in judged.rows:
         stage = row.place.stage if row.checkpoint in TRAINING else row.stage  # one of many tensors there

@@ -216,7 +216,7 @@ def _judge_on_numpy(
 
 
 def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> JudgedModel:
-    """Judge a model on a torch backend: by live engines or by goldens, training included where there are any."""
+    """Judge a model on a torch backend: by live engines or by goldens, which may include goldens of training."""
     if plan.engines:
         judged = _judge_by_engines(plan, given, tell, backend.live)
     elif plan.weights is None:

@@ -136,7 +136,7 @@ def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
 
 
 def _sections(fields: Fields, family: Family) -> tuple[int, ...]:
-    """Return the pairs of the head for each of RoPE's axes: of a text all three are its positions."""
+    """Return the number of pairs for each axis of multimodal RoPE; in text all axes have the same position."""
     if not family.sections:
         return ()
     sections = _read_integers(fields, key := "rope.dimension_sections")

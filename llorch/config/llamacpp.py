@@ -17,12 +17,12 @@ from llorch.config.families import Family
 
 
 def cannot_express(config: ModelConfig, n_tokens: int | None = None) -> str:
-    """Explain why llama.cpp computes something else in runs of up to so many tokens; empty if it does not."""
+    """Explain why llama.cpp differs in runs of up to `n_tokens` (None: the context length); empty if it does not."""
     return next(_reasons_of_layers(config, config.max_position_embeddings if n_tokens is None else n_tokens), "")
 
 
 def _reasons_of_layers(config: ModelConfig, n_tokens: int) -> Iterator[str]:
-    """Yield the reasons why llama.cpp computes other layers: windows, RoPE, experts, chunks, temperatures."""
+    """Yield the reasons why llama.cpp computes layers differently: windows, RoPE, experts, chunks, temperatures."""
     layers, experts, family = [config.layer(i) for i in range(config.n_layers)], config.experts, FAMILIES[config.family]
     window = min((layer.window for layer in layers if layer.window is not None), default=n_tokens)
     if window < n_tokens:
@@ -81,7 +81,7 @@ def _reasons_of_temperature(config: ModelConfig, theirs: Temperature, n_tokens: 
 
 
 def _reasons_of_lists(config: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield the reasons why llama.cpp puts experts or norms of heads in other layers."""
+    """Yield the reasons why llama.cpp expects experts, or norms of heads, in other layers."""
     layers = [config.layer(i) for i in range(config.n_layers)]
     if config.experts is None:
         yield f"llama.cpp cannot run {config.family} without experts"

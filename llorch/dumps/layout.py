@@ -119,9 +119,10 @@ def fitting_forms(table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[s
 def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
     """Yield the orders of axes, in groups that are joined in memory: none joined, heads with their dimensions, or all.
 
-    Heads that the table has joined stay together in what is joined at all: apart they would be the very mistake of
-    joining them before the axes are turned. Keys are the last axis of scores wherever something else is as many. In
-    one piece without any shape, the last axis is the table's: what is turned farther has to be declared.
+    If the table joins heads and dimensions, they stay adjacent in an array that is joined to one axis. Otherwise the
+    order would be that of a known mistake: heads joined before the axes are transposed. Keys stay the last axis of
+    scores if another axis has as many elements. In an array of one axis the table's last axis stays last; other orders
+    must be declared.
     """
     axes = single_axes(table)
     joined_in_table = axes != tuple(table)

@@ -32,7 +32,7 @@ _LIKE = 0.1  # what is unlike ours by less is ours, whatever its arithmetic
 
 
 def table_axes(stages: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes of a stage in the table; projections that are fused have their rows in one."""
+    """Return the axes of a stage in the table; fused projections share one axis, `width`."""
     return tuple(BY_NAME[stages[0]].axes.split()) if len(stages) == 1 else ("seq", "width")
 
 
@@ -166,7 +166,7 @@ class StageReader:
             raise
 
     def _newest(self, named: NamedArray, whole: int) -> list[int]:
-        """List the numbers of keys that a layer with a window may keep, by the shape of an array."""
+        """List the numbers of keys that a layer with a window or chunks may keep, by the shape of an array."""
         if "ctx" not in named.table or named.layer is None or self.config.layer(named.layer).bound is None:
             return []
         return sorted({n for n in named.array.shape if n < whole}, reverse=True)

@@ -113,7 +113,7 @@ def _choose_stages(patterns: Sequence[Pattern], offset: int) -> dict[str, Guess]
 
 
 def _possible(pattern: Pattern, offset: int) -> Iterator[Guess]:
-    """Yield the guesses that agree with the numbering of layers and with the order of projection and rotation."""
+    """Yield the guesses that agree with the numbering of layers; a name with `rot` or `rope` is a rotated stage."""
     is_rotated = re.search("rot|rope", pattern.name, re.IGNORECASE) is not None
     for guess in pattern.guesses.values():
         is_rope = guess.stages[0].endswith("_rope")

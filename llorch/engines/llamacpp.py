@@ -111,7 +111,7 @@ class LlamaCpp:
         return checked_trace(capture.stages(), self.config, len(ids), self.name)
 
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
-        """Return the logits of every token from a run that nobody watches; bit by bit those of `trace`."""
+        """Return the logits of every token from a run without capture, bit-identical to the logits of `trace`."""
         return self._logits(ids, first_position, None)
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:

@@ -17,9 +17,9 @@ from llorch.lora.peft_format import is_of_whole
 
 
 def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> Float32[np.ndarray, "seq vocab"]:
-    """Compute the logits of every token by PEFT; refuse an adapter whose tensors PEFT misses with a warning alone.
+    """Compute the logits of every token by PEFT; RuntimeError if tensors are missing, for which PEFT only warns.
 
-    The base is the model that the names in the adapter are of: that of text alone, or the one that sees, too.
+    The names in the adapter decide which base is used: the text model alone, or the whole multimodal model.
     """
     with _base_of(model, adapter) as base, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of tied embeddings and renamed functions; keys that do not fit are an error

@@ -173,7 +173,7 @@ class Transformers:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
-        """Return the logits of every token from a run that nobody watches; bit by bit those of `trace`."""
+        """Return the logits of every token from a run without capture, bit-identical to the logits of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
         # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
         cache = (

@@ -203,7 +203,7 @@ def _tensor_parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iter
 
 
 def _keeps_bytes(weights: Weights, weight: Weight, ggml_type: GGMLType) -> bool:
-    """Tell if a file is written from another one that has a weight in the same type."""
+    """Tell if a weight keeps its bytes: it comes unchanged from a GGUF file that stores it in the same type."""
     in_gguf = isinstance(weights.source, GGUFFile) and not weights.is_changed(weight.name)
     return in_gguf and weights.stored_type(weight.name) is ggml_type
 

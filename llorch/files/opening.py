@@ -138,7 +138,7 @@ def ids_of_images(weights: Weights) -> dict[int, str]:
 
 
 def _by_path(folder: SafetensorsFolder) -> dict[str, str]:
-    """Map paths in the text model to names of tensors; a file of the base model alone has none with `model.`."""
+    """Map paths in the text model to names of tensors; `model.` is added to names of a file of the base model alone."""
     plain = {path_alone(name): name for name in folder.tensors}
     if not any(path.startswith("model.") for path in plain):
         plain = {f"model.{path}" if path.startswith(_BASE) else path: name for path, name in plain.items()}

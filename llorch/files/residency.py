@@ -75,7 +75,7 @@ def working_bytes(weights: Weights, n_tokens: int) -> int:
 
 
 def remembered(config: ModelConfig) -> tuple[int, int]:
-    """Count the numbers that all layers remember: for every token, and independent of the number of tokens."""
+    """Count the numbers that all layers remember: keys and values of one token, and states of delta nets."""
     n_nets = sum(config.layer(i).mixer == "delta_net" for i in range(config.n_layers))
     state = config.delta_net.state_size if config.delta_net is not None else 0
     return 2 * (config.n_layers - n_nets) * config.kv_width, n_nets * state

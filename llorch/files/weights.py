@@ -126,7 +126,7 @@ class Weights(Mapping):
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
     def expert(self, name: str, number: int) -> Any:
-        """Return one expert of a stack: an array in the dtype of these weights, or a matrix that multiplies itself."""
+        """Return one expert of a stack: an array in the dtype of these weights, or a `Matrix` with its own product."""
         slot, key = self.slots[name], f"{name}.{number}"
         if key in self._matrices:
             return self._matrices[key]
@@ -149,7 +149,7 @@ class Weights(Mapping):
         return self._loaded[key]
 
     def read_expert(self, name: str, number: int) -> np.ndarray:
-        """Return one expert as float32, decoded anew and not kept; of F32 that is not turned over a view of the map."""
+        """Return one expert as float32, decoded anew and not kept; F32 that is not transposed is a view of the file."""
         packed = self.expert_as_stored(name, number)
         is_f32 = packed.ggml_type is GGMLType.F32
         array = np.require(packed.raw.view("<f4"), requirements="A") if is_f32 else packed.decode()

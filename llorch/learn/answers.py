@@ -59,7 +59,7 @@ class RecordedCalls:
         return call
 
     def _inputs_as_json(self, given: Mapping[str, Any], above: str) -> dict[str, Any]:
-        """Replace each array of a call's inputs by the name under which it is stored; numbers stay."""
+        """Store each array of a call's inputs, and put its name in its place; numbers and None stay."""
         said = {}
         for name, value in given.items():
             if isinstance(value, Mapping):

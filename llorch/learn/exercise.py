@@ -59,7 +59,7 @@ class Exercise:
 
     @property
     def in_python_only(self) -> bool:
-        """True if no program can write it, and no file can hold what it is given."""
+        """True if only Python can solve the exercise: files for a program cannot hold its inputs."""
         return self.streams or self.on_torch
 
     def results(self, returned: Any) -> Mapping[str, Any]:

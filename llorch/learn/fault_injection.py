@@ -43,7 +43,7 @@ class Tooth:
 
     @property
     def bites(self) -> bool:
-        """True if it was seen, and called by its name."""
+        """True if the check detected the mistake and named it."""
         return self.over >= VISIBLE and self.mistake in self.named
 
 

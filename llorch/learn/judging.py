@@ -49,9 +49,10 @@ class Check(Protocol):
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
-        """Name the known mistakes that make what failed, by the diagnosis and its library; empty if none does.
+        """Name the known mistakes that explain the failed comparisons; empty if none does.
 
-        The first is the name; others that cannot be told apart from it follow, then instances of `NearMiss`. One of
-        kind honest (arithmetic) is no mistake: it has `stages` empty. Where the first is, the lesson is passed.
+        The first suspect gives the diagnosis its name. Suspects that cannot be told apart from the first follow, then
+        instances of `NearMiss`. A suspect of kind honest (arithmetic) is no mistake and has no `stages`; if the first
+        is honest, the lesson is passed.
         """
         ...

@@ -36,7 +36,7 @@ class Lesson:
 
     @property
     def on_torch(self) -> bool:
-        """True if its parts run there, and in no other lesson."""
+        """True if the parts of the lesson run on torch; they run in no other lesson."""
         return any(part.on_torch for part in self.parts)
 
     @cached_property

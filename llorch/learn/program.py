@@ -49,7 +49,7 @@ class Program(Mapping[str, Call]):
         return self._function(PARTS[name])
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of what is written."""
+        """Yield the names of the parts that the program has."""
         return (name for name in PARTS if name in self)
 
     def __len__(self) -> int:

@@ -100,7 +100,7 @@ class LearnerProgress:
                 standing.passed = code
 
     def is_passed(self, lesson: Lesson, standing: Standing) -> bool:
-        """Tell if the code as it is now passed."""
+        """Tell if the current code passed the lesson."""
         return self.word(lesson, standing) == PASS
 
     def word(self, lesson: Lesson, standing: Standing) -> str:

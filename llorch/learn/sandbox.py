@@ -134,7 +134,7 @@ class _Checker:
         self._worker = Worker(start, output=PIPE)
 
     def answer(self, asked: str) -> Any:
-        """Ask for a lesson's number, or `import`; print output until the answer comes. None if the process ended."""
+        """Send a lesson's number or `import`; print output until the answer. None if the process ended or hangs."""
         channel, output = self._worker.channel, self._worker.output
         printed, answer, waiting = _Printed(asked, self._say), None, [channel, output]
         end, channel.seconds = time.monotonic() + _EVER, _EVER

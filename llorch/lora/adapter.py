@@ -49,7 +49,7 @@ class Adapter:
 
     @property
     def of_whole(self) -> bool:
-        """True if a PEFT directory names its modules as in a model that sees, too."""
+        """True if a PEFT directory names its modules as in the whole multimodal model."""
         return any(target.whole_path for target in self.targets.values())
 
     def scaling(self, name: str) -> float:

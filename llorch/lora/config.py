@@ -128,7 +128,7 @@ class LoraConfig:
 def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str, Any]:
     """Make `target_modules` and `target_parameters`: ends of paths if all layers have the same, else whole paths.
 
-    Each sorted.
+    Both are sorted.
     """
     found = {}
     for name, is_parameter in (("target_modules", False), ("target_parameters", True)):
@@ -158,7 +158,7 @@ def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) ->
 def patterns_of(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, Any]:
     """Make `rank_pattern` and `alpha_pattern` that give each target, by its path, its rank and alpha.
 
-    Those of the configuration where they do.
+    The patterns of the configuration are kept if they do so already.
     """
     moved = [(replace(target, path=path), target) for path, target in targets.items()]
     if all(config.rank_of(a) == config.rank_of(b) and config.alpha_of(a) == config.alpha_of(b) for a, b in moved):

@@ -191,7 +191,7 @@ def joined_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Join the adapters of parts of a target into one: with their lora_a if it is the same, else with all ranks.
 
-    With an `alpha`, the ranks of the parts decide their scales, which what is joined keeps.
+    With an `alpha`, each part has the scale alpha / rank; B is multiplied so that the joined adapter has equal results.
     """
     (first, second), *others = pairs.values()
     if not others and (first.shape[-1], second.shape[-2]) != (target.n_in, target.n_out):

@@ -94,7 +94,7 @@ def over_original(trained: Adapter, initial: Adapter, model: ModelConfig) -> Ada
 
 
 def _with_twice_the_rank(config: LoraConfig) -> LoraConfig:
-    """Double every rank of a configuration, and scale alpha so that the factor alpha / rank stays."""
+    """Double every rank of a configuration, and increase alpha so that the scaling of the adapter stays."""
     factor = math.sqrt(2) if config.use_rslora else 2.0
     return replace(
         config,

@@ -101,7 +101,7 @@ def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
 
 
 def _block_size(packed: Kind) -> tuple[int, int]:
-    """Return the elements and bytes of codes that cannot be told apart."""
+    """Return the elements and bytes of the smallest unit of codes: a block, or a group of a table."""
     if isinstance(packed, Table):
         return GROUP, GROUP // 2 if packed.name == "TABLE_4" else GROUP
     return BLOCK_SIZES[packed]

@@ -131,7 +131,7 @@ class Connection(H11Protocol):
         self._refuse(HEADERS_TOO_LARGE if too_large else MALFORMED)
 
     def pause_writing(self) -> None:
-        """Stop writing until the client reads on."""
+        """Stop writing until the client reads on; drop the connection if it does not."""
         super().pause_writing()
         self._see_it_read(self.transport.get_write_buffer_size() + 1)
 

@@ -167,7 +167,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokenize text that must come as the model would, if those tokens are exactly its bytes."""
+        """Tokenize forced text by the model's tokenizer; if its tokens have other bytes, take the longest tokens."""
         ids = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special=False)
         same = all(one < len(self.tokens) - 1 for one in ids) and b"".join(self.tokens[one] for one in ids) == text
         return ids if same else self._longest_first(text)

@@ -47,7 +47,7 @@ class RunningServer:
     """A server at work, as the rest of the process sees it."""
 
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop, connections: Collection[Connection]) -> None:
-        """Prepare a server that is not asked to stop."""
+        """Describe a server that was started and not yet asked to stop."""
         self.url = url
         self.connections = connections  # that are open now
         self.stopping = asyncio.Event()

@@ -145,7 +145,7 @@ class Chats:
 
     @property
     def has_template(self) -> bool:
-        """True if there is a template, be it a sound one or not."""
+        """True if there is a template, valid or not."""
         return bool(self._read())
 
     def template_mentions(self, text: str) -> bool:

@@ -50,7 +50,7 @@ class TokenTable:
         return scores.tolist()
 
     def read_merges(self, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return the pairs of token texts, the most important first; see `check_merges`."""
+        """Read the merges as pairs of token texts, the most important first; see `check_merges`."""
         return check_merges(self._strings("merges"), ids, key="tokenizer.ggml.merges", path=self._path)
 
     def _read_texts(self) -> list[str]:

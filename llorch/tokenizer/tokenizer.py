@@ -81,7 +81,7 @@ class Tokenizer:
         return self._encode_between(text, taken)
 
     def _controls(self, ids: list[int], starts: list[int], end: int) -> list[tuple[int, int]]:
-        """List the first character of every control token, and the one after it."""
+        """List the spans of the control tokens: first character, and the character after the last."""
         ends = [*starts[1:], end]
         return [(start, stop) for one, start, stop in zip(ids, starts, ends, strict=True) if one in self.control_ids]
 
@@ -154,7 +154,7 @@ class Tokenizer:
 
 
 def _is_inert(text: str, first: int, last: int, inert: Sequence[int]) -> bool:
-    """Tell if a user wrote the text of a control token; one that strips takes whitespace with it."""
+    """Tell if a user wrote the text of a control token; the span may include whitespace that the token strips."""
     if len(text[first:last].strip()) <= 1 and any(first < place <= last and inert.count(place) > 1 for place in inert):
         return True
     return any(first < place < last for place in inert)

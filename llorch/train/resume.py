@@ -95,7 +95,7 @@ def _version(package: str) -> str | None:
 
 
 def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values that are no mappings, with their dotted names; tuples as JSON knows them."""
+    """Yield the values that are no mappings, with their dotted names; tuples become lists, as in JSON."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat_values(value, f"{prefix}{key}.")

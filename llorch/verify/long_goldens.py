@@ -126,7 +126,7 @@ def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, P
 
 
 def _smallest_margin(config: ModelConfig, trace: Trace) -> float:
-    """Measure the distance of the last chosen router logit from the next one, as a share of the largest logit."""
+    """Measure the smallest gap between the last chosen router logit and the next, as a share of the largest logit."""
     margins = [np.inf]
     for layer in range(config.n_layers):
         logits = trace.get(key("router_logits", layer))

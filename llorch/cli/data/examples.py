@@ -104,5 +104,5 @@ def _bracketed(pieces: Sequence[TokenSpan]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace the characters of a text that are not printable; line ends stay."""
+    """Replace characters that are not printable by their escapes; line ends stay."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

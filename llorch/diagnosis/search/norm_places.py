@@ -68,7 +68,7 @@ def check_norms(dump: StageDump, weights: Weights) -> list[str]:
 
 
 def _misnamed_stages(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspect]:
-    """Yield the arrays of a pass that look as if they were dumped on the other side of a norm."""
+    """Yield the arrays of a pass that look as if they were dumped on the other side of a norm, or without its gain."""
     eps, last = weights.config.rms_norm_eps, input_key("last_block_out", None, weights.config)
     for name, stage, layer in keys(weights.config):
         if (number, name) not in dump.seen or (stage.name not in _PRODUCTS and name != last):

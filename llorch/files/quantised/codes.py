@@ -46,11 +46,11 @@ def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes
 def across(
     words: np.ndarray, bits: int, rows: Rows, n_rows: int, order: Sequence[int] | None = None
 ) -> UInt8[np.ndarray, "rows other"]:
-    """Return the codes of some rows of a matrix whose words go along its rows.
+    """Return the codes of some rows of a matrix each of whose words holds codes of neighbouring rows.
 
     Args:
         words: (other, rows * bits / 32), 32-bit words; word j of a line holds codes of neighbouring rows.
-        bits: Of a code.
+        bits: Bits of a code.
         rows: The rows that are wanted.
         n_rows: Rows of the whole matrix.
         order: Where in its word the code of each row is; None for a code stream.

@@ -165,7 +165,7 @@ def _stated_shape(source: Source, module: str) -> Shape:
 
 
 def _scales(source: Source, module: str, weights: Fields, n_out: int, n_in: int) -> tuple[int, int, dict[str, str]]:
-    """Return the columns that share a scale, the groups of a row, and the tensors that say so."""
+    """Return the columns that share a scale, the groups of a row, and the tensors of scales and column order."""
     strategy = weights.text("strategy")
     if strategy not in ("tensor", "channel", "group"):
         raise weights.error("Unsupported", "strategy", "'tensor', 'channel' or 'group'", strategy)

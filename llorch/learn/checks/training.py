@@ -56,7 +56,7 @@ class TrainingCheck:
     ) -> Sequence[Suspect]:
         """Name the known mistakes of the lesson that make llorch's code give the learner's results, the best first.
 
-        Whatever the mode they are looked for where a part is alone: what is right there was made wrong before.
+        In both modes the search runs each part in isolation: a part that is right there was given wrong inputs.
         """
         for run, parts in runs(lesson, implementation, "isolated"):
             theirs = run.made(learned(implementation, parts))

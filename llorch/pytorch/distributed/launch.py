@@ -91,7 +91,7 @@ def _handlers_put_back() -> Iterator[None]:
 
 
 def _error_of_rank(error: ChildFailedError, n_ranks: int) -> Exception:
-    """Explain why the first rank ended: with a code, by an exception, or by a signal."""
+    """Make the exception that explains how the first failed rank ended: exit code, exception or signal."""
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     said: Any = failure.message
     if isinstance(said, dict):

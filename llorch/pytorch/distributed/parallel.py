@@ -166,7 +166,7 @@ def _require_plain_experts(layer: Any) -> None:
 
 
 def _entries(layer: Any) -> Iterator[str]:
-    """Yield the modules whose input is equal on all ranks, and whose gradient is a sum over them."""
+    """Yield the modules whose input is equal on all ranks; the gradient of the input is a sum over ranks."""
     yield "self_attn"
     if not isinstance(layer.mlp, SparseMoe):
         yield "mlp"

@@ -139,7 +139,7 @@ def main(results: str, device: str, dtype: str, *kinds: str) -> None:
 
 
 def _read_results(file: Path) -> dict[str, KernelVerdict]:
-    """Return the results that were kept; none where they cannot be read, as those of a damaged file."""
+    """Read the results of a file; empty if the file is missing or damaged."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return {kind: KernelVerdict(**values) for line in lines for kind, values in line.items()}

@@ -81,7 +81,7 @@ class Dropping(nn.Module):
 
 @contextmanager
 def keyed(module: nn.Module, keys: Int64[Tensor, "batch seq"]) -> Iterator[None]:
-    """Give the tokens of a batch to forward passes and to their recomputation."""
+    """Give the dropout keys of a batch's tokens to the forward passes in the block and to their recomputation."""
     leaves = [leaf for leaf in module.modules() if isinstance(leaf, Dropping)]
     keys = keys.to(next(module.parameters()).device)
     for leaf in leaves:

@@ -67,7 +67,7 @@ class DeltaFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, A, B and the base's result; those that nobody wants are not made."""
+        """Return the gradients of input, A, B and the base's result; None for gradients that are not needed."""
         x, lora_A, lora_B, narrow, mask = ctx.saved_tensors
         (grad,) = grads
         rows = grad.reshape(-1, grad.shape[-1]).to(lora_B.dtype)

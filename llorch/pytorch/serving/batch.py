@@ -193,7 +193,7 @@ class ContinuousBatch:
             return error
 
     def _together(self, runs: Mapping[int, ServedJob]) -> Iterator[Mapping[int, ServedJob]]:
-        """Group jobs that one pass can feed together; a job whose adapter was removed meanwhile goes with its like."""
+        """Group jobs that one pass can feed together; jobs of a removed adapter form their own group."""
         groups: dict[CausalLM | None, dict[int, ServedJob]] = {}
         for ticket, run in runs.items():
             groups.setdefault(None if self._is_current(run) else run.module, {})[ticket] = run

@@ -48,7 +48,7 @@ class StepMemory:
 
 
 def kept_bytes(module: CausalLM, device: torch.device) -> tuple[float, float]:
-    """Count the bytes that a forward pass keeps for each token, and once (DoRA: matrices)."""
+    """Count the bytes that a pass without recomputation keeps for each token, and once (DoRA: matrices)."""
     training = module.training
     module.train()  # dropout keeps what it made
     n_tokens = max(1, min(_SHORT, module.config.max_position_embeddings // 2))

@@ -101,7 +101,7 @@ def mean_loss(
 ) -> float | None:
     """Compute the mean loss over all trained tokens, without dropout and smoothing; None when `stop` gave up.
 
-    The order of the batches is in its last bits. `chunk`: tokens whose logits exist at the same time.
+    The order of the batches can change the last bits. `chunk`: tokens whose logits exist at the same time.
     """
     worker.module.eval()
     total, n_trained = torch.zeros((), dtype=torch.float64, device=device), 0

@@ -65,7 +65,7 @@ class OnMesh(Alone):
         return self._together(work)
 
     def rows_of(self, batch: Batch) -> tuple[Batch, float]:
-        """Return every n-th row; if there are fewer rows than ranks, a row of another rank that does not count."""
+        """Return every n-th row and 1.0; if there is none, a row of another rank and 0.0: it does not count."""
         mine = {name: self.own_rows(array) for name, array in vars(batch).items()}
         return replace(batch, **mine), float(self.data_parallel.get_local_rank() < len(batch.ids))
 

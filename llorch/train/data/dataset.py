@@ -87,7 +87,7 @@ def _read_split(
 def _held_out(train: Examples, share: float, file: Path, notes: list[str]) -> dict[str, Examples]:
     """Split examples by rows: the share with the lowest digests is held out.
 
-    So equal rows stay together, and neither the order of a file nor the seed of a run changes what is held out.
+    Equal rows stay together, and neither the order of a file nor the seed of a run changes what is held out.
     """
     digests = {}
     for one in train:

@@ -344,7 +344,8 @@ class ForwardSuite:
     def _beside_one_pass(self, runner: Runner, row: Comparison, ours: np.ndarray, golden: EngineOutput) -> Comparison:
         """Mark a failing row as a tie if flips explain it: llorch equals llama.cpp's result for all rows in one batch.
 
-        With one row of logits it adds in another order than with many rows. It may differ by what flips cost.
+        With one row of logits llama.cpp adds in another order than with many rows. The two results may differ by the
+        effect of flips.
         """
         if row.verdict != FAIL or not self.rounds:
             return row

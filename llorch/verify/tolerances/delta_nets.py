@@ -59,7 +59,7 @@ def _conv_state(s: Step) -> np.ndarray:
 
 
 def _behind_past(s: Step, given: np.ndarray, taps: int) -> np.ndarray:
-    """Return the variances of the rows of a convolution, and before them of those that its state held."""
+    """Return the variances of the rows that the state of a convolution held, and of the new rows after them."""
     before = np.zeros((len(given), taps, given.shape[-1]), given.dtype) if s.past is None else s.past
     return np.concatenate([before, given], axis=1)
 
@@ -136,7 +136,7 @@ class _Head:
         return decayed, missing
 
     def read(self, *, at_the_end: bool) -> np.ndarray:
-        """Return the variances of what every token reads, or of the state itself behind the last one."""
+        """Derive the variances of the results of every token, or of the state after the last token."""
         decayed, missing = self.steps()
         seq, key_dim = self.k.shape
         of_g = self.of_g + np.square(UNIT) * (4 + 2 * np.square(_chunk_sums(self.g)))

@@ -178,7 +178,7 @@ class Peft:
             return tokens_of(logits_of(model, batch), batch)
 
     def _backward(self, model: Any, batches: Sequence[Batch]) -> None:
-        """Compute the gradients of one of `steps`."""
+        """Compute the gradients of one step of `steps`, without smoothing."""
         accumulate(model, batches, smoothing=0.0)
 
     def _base(self) -> Transformers:
@@ -333,7 +333,7 @@ def fed(
 
 
 def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
-    """Run the backward passes of a step: the sum over all learned tokens, divided by their number."""
+    """Run the backward passes of a step, and return its loss: the sum over learned tokens, divided by their number."""
     n_trained = sum(batch.n_trained for batch in batches)
     total = 0.0
     for batch in batches:

@@ -137,7 +137,7 @@ def can_describe(block: Block, *, fixed: bool) -> bool:
 
 
 def describe(block: Block, *, fixed: bool) -> _Block:
-    """Return the addresses and sizes of the parts of a block, which must outlive what is returned."""
+    """Return the addresses and sizes of the parts of a block; the block must outlive the result."""
     attention, first = block.self_attn, block.input_layernorm
     half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
     gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]

@@ -76,7 +76,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the compiler that the environment variable CC names, or of the first that is installed."""
+    """Return the command of the compiler that CC names, or of the first that is installed; None if there is none."""
     for text in (os.environ.get("CC", ""), *COMPILERS):
         name, *arguments = shlex.split(text) or [""]
         if path := shutil.which(name):
