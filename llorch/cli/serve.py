@@ -161,7 +161,7 @@ def command(
 
 
 def _require_context(model: str, wanted: int) -> None:
-    """Raise a UsageError before a model is loaded that has fewer positions than the context."""
+    """Raise UsageError if a model has fewer positions than `wanted`; no weights are loaded for this."""
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
 

@@ -199,7 +199,7 @@ def _give_back(process: EngineProcess) -> None:
 
 
 def _patience(path: Path, *args: object) -> float:
-    """Limit a call in seconds: it runs the model for each of its tokens, with a reserve."""
+    """Compute the time limit of a call in seconds: the model runs once for each token, with a reserve."""
     files = path.iterdir() if path.is_dir() else [path] if path.exists() else []
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
     n_tokens = max((len(value) for value in args if isinstance(value, Sequence | Mapping)), default=0)

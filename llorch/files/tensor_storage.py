@@ -48,7 +48,7 @@ class Joined:
     parts: tuple[int, ...]  # those that the weight is made of
 
     def index(self) -> np.ndarray:
-        """Return the row of the tensor for each row of the weight: a part has the rows of all heads."""
+        """Return the row of the tensor for each row of the weight: part by part, the rows of all heads."""
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         heads = np.arange(self.n_heads)[:, None] * starts[-1]
         return np.concatenate([(heads + np.arange(starts[i], starts[i + 1])).reshape(-1) for i in self.parts])

@@ -216,7 +216,7 @@ def _fits(target: LoraTarget, modules: tuple[str, ...] | str) -> bool:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Tell if a pattern fits a whole path, as PEFT's `re` would, which takes years for some: `(.*)*x`."""
+    """Tell if a pattern fits a whole path, as PEFT's `re` does; ValueError if it takes too long: `(.*)*x`."""
     try:
         return regex.fullmatch(pattern, path, timeout=_MATCH_SECONDS) is not None
     except TimeoutError:

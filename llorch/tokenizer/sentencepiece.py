@@ -43,7 +43,7 @@ class SentencePieceBPE:
         return ids, islice(ends, len(ids))
 
     def _encode_word(self, word: str) -> tuple[list[int], list[int]]:
-        """Encode a word: ids, and the characters of each; of ids that spell one character the last one takes it."""
+        """Encode a word: ids, and the number of characters of each; of ids for one character only the last has it."""
         ids: list[int] = []
         lengths: list[int] = []
         for piece in merge(word, self._ranks):

@@ -42,7 +42,7 @@ class SpecialTokens:
 
 
 def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int]:
-    """Find control tokens by their text, by role unless the file names one (`named`), else by that text."""
+    """Find control tokens by text: end tokens under their text, others under their role unless it is in `named`."""
     found = {text: ids[text] for text in END_TEXTS if text in ids}
     for role, texts in FILL_TEXTS.items():
         known = [ids[text] for text in texts if text in ids]

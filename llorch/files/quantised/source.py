@@ -108,7 +108,7 @@ class Source:
 
 
 def n_groups(source: Source, module: str, n_in: int, group_size: int, *, partial: bool = False) -> tuple[int, int]:
-    """Return the columns that share a scale, and the groups of a row; -1 is one group, `partial` allows a rest."""
+    """Return columns that share a scale, and groups of a row; -1 is one group; `partial` allows a short last one."""
     if group_size == -1:
         return n_in, 1
     if group_size < 1:

@@ -84,7 +84,7 @@ class PagedCache(Cache):
     def context(
         self, layer: int, place: PassPlacement
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
-        """Return the keys and values that attention looks at, gathered if their pages are not adjacent."""
+        """Return the keys and values that attention looks at, gathered unless all their pages are adjacent."""
         if self.pages is None:
             return super().context(layer, place)
         of_heads = self._heads + self.pages[:, None]  # (batch, kv_heads, pages)

@@ -95,7 +95,7 @@ class Codec:
 def cells(
     book: CodeBook,
 ) -> tuple[UInt8[np.ndarray, "65536"], Float32[np.ndarray, "65536"], UInt8[np.ndarray, "65536"]]:
-    """Return the tables by the upper 16 bits of a float32, faster than a search: such a cell has at most one threshold.
+    """Make tables by the upper 16 bits of a float32, faster than a search: such a cell has at most one threshold.
 
     The code below the threshold of each cell, the threshold, infinite where there is none, and the code above.
     """

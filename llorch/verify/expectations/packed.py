@@ -60,7 +60,7 @@ def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
 
 
 def packed_decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
-    """Compare packed and decoded blocks with the bits of ggml's C; only the payload of a NaN is free."""
+    """Compare blocks, repacked and then decoded, with the bits of ggml's C; only the payload of a NaN is free."""
     for kind in PACKERS:
         values = golden.blocks[f"{kind.name}.values"]
         raw = torch.from_numpy(golden.blocks[f"{kind.name}.blocks"].copy()).to(target.device)

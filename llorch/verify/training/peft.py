@@ -125,7 +125,8 @@ class Peft:
     ) -> Arrays:
         """Run AdamW steps with clipping at a constant rate, from an adapter and the micro-batches of every step.
 
-        Of the steps `shown`, counted from 1: gradients before clipping, their norm, moments and parameters after it.
+        For the steps `shown`, counted from 1, return the gradients before clipping and their norm, and the moments and
+        parameters after the step.
         """
         model, found = self.adapted(adapter), Arrays()
         optimizer = optimizer_of(model, recipe)

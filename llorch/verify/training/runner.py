@@ -95,7 +95,7 @@ class NumpyTrainingRunner:
             yield from made[number]()
 
     def curve(self, n_steps: int) -> Results:
-        """Run the first steps of a run of N; return their losses and norms."""
+        """Run the first steps of the run that has a stored loss curve; yield the arrays of losses and norms."""
         _, losses, norms, _ = zip(
             *self._trained(n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate), strict=True
         )
