@@ -15,7 +15,7 @@ from llorch.files.quantised.codes import E4M3, INT8, integers
 from llorch.files.tensor_names import Weight, inventory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, pack, values_of, width
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, pack, values_of, width
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.load import put
 from llorch.pytorch.models.experts import QuantisedExperts
@@ -79,6 +79,8 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
     elements, n_bytes = _block_size(packed)
     if shape[1] % elements:
         raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
+    if packed in HALF_TYPES:
+        return {"codes": (SIZE * torch.randn(shape, device=device)).to(HALF_TYPES[packed])}
     raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
     if isinstance(packed, Table):
         return _random_table(raw, packed, shape[1] // GROUP)

@@ -24,7 +24,7 @@ from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels import TRAINED, KernelTable, family_examples, trained_examples
 from llorch.pytorch.kernels.example import KernelExample, Numbers
-from llorch.pytorch.kernels.packing import KIND_NAMES, Kind
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, Kind
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
 from llorch.pytorch.kernels.table import put_leaves
@@ -165,7 +165,7 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
         return trained_examples.EXAMPLES[kind.removeprefix(TRAINED)](
             config, at, TOKENS if config is ODD else MANY_TOKENS[at.device.type]
         )
-    if (name := kind.removeprefix("packed ")) in KIND_NAMES:
+    if (name := kind.removeprefix("packed ")) in CPU_KIND_NAMES:
         return _packed(config, at, kind_named(name))
     return family_examples.example_of(kind, config, at)
 

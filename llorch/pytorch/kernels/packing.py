@@ -257,3 +257,4 @@ DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType({
 })  # fmt: skip
 
 KIND_NAMES = (*(kind.name for kind in PACKERS), *TABLES)
+CPU_KIND_NAMES = (*KIND_NAMES, *(kind.name for kind in HALF_TYPES))

@@ -14,7 +14,7 @@ from llorch.pytorch.cache import NoCache, PassPlacement
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.example import KernelExample, Numbers
-from llorch.pytorch.kernels.packing import KIND_NAMES
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.random_weights import kind_named, random_fields
 
@@ -83,5 +83,5 @@ def _packed(name: str, config: ModelConfig, at: Target, size: Size) -> KernelExa
 
 EXAMPLES: dict[str, Callable[[ModelConfig, Target, Size], KernelExample]] = {
     "norm": _norm, "rotate": _rotate, "act": _act,
-    **{f"packed {name}": partial(_packed, name) for name in KIND_NAMES},
+    **{f"packed {name}": partial(_packed, name) for name in CPU_KIND_NAMES},
 }  # fmt: skip

@@ -31,6 +31,7 @@ own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the 
 CPU = torch.device("cpu")
 ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
 EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
+HALVES = [f"{trained}packed {kind.name}" for kind in HALF_TYPES for trained in ("", TRAINED)]
 WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act", *ALL[: len(KIND_NAMES)])]
 QUICK = ("norm", "rotate", "attend", "act", *WITH_GRADIENTS)  # in Triton's interpreter
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
@@ -47,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernel_check.USUAL, "cpu", kernel_check.ODD)
 
 
-@pytest.mark.parametrize("kind", [*ALL, *WITH_GRADIENTS[3:]])
+@pytest.mark.parametrize("kind", [*ALL, *WITH_GRADIENTS[3:], *HALVES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_leaves_of_the_cpu_pass_the_trial(kind: str, dtype: str):
     at = target("cpu", dtype)
@@ -281,7 +282,7 @@ def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_dev
 
 
 def test_training_on_the_cpu_gets_the_kernels_of_packed_matrices():
-    kinds = {*WITH_GRADIENTS[3:], *(f"{TRAINED}packed {kind.name}" for kind in HALF_TYPES)}
+    kinds = {*WITH_GRADIENTS[3:], *(kind for kind in HALVES if kind.startswith(TRAINED))}
     assert own_leaves(target("cpu", "float32"), training=True).keys() == kinds
     assert not kinds & own_leaves(target("cpu", "float32")).keys()
     assert own_leaves(target("cpu", "float32", "torch"), training=True) == {}

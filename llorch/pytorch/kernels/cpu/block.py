@@ -22,7 +22,7 @@ from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm
 from llorch.pytorch.kernels.cpu.library import pointer
 from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
-from llorch.pytorch.kernels.packing import HALF_TYPES, KIND_NAMES
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
 
 MOST = 64  # rows of a block in one call, where its leaves take any number
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -165,10 +165,9 @@ def cpu_leaves(
     def trained_packed(leaf: Any) -> TrainedQuantisedLinear:
         return TrainedQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
 
-    names = *KIND_NAMES, *(kind.name for kind in HALF_TYPES)
     leaves: Mapping[str, Callable[[Any], Any]] = {
-        **{f"packed {kind}": packed for kind in names},
-        **{f"{TRAINED}packed {kind}": trained_packed for kind in names},
+        **{f"packed {kind}": packed for kind in CPU_KIND_NAMES},
+        **{f"{TRAINED}packed {kind}": trained_packed for kind in CPU_KIND_NAMES},
         "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled, fixed=fixed),
         "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),
