@@ -52,7 +52,7 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
     """
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
-        kind = _kept_kind(weights, row, dtype, device)
+        kind = _kept_kind(weights, row, dtype, device, cut)
         if kind is not None:
             _put_packed(model, weights, row, kind, dtype, device, cut)
         else:
@@ -68,12 +68,14 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
     return model.eval()
 
 
-def _kept_kind(weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device) -> Kind | None:
+def _kept_kind(weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut) -> Kind | None:
     if not row.is_matrix:
         return None
     stored = weights.stored_type(row.name)
-    if isinstance(stored, GGMLType) and stays_half(weights, row.name, dtype, device):
-        return stored
+    if isinstance(stored, GGMLType) and len(row.shape) == 2:
+        columns = cut(path_of(row.name), torch.empty(row.shape, device="meta")).shape[1]
+        if stays_half(weights, row.name, columns, dtype, device):
+            return stored
     return kind_of(weights, row.name)
 
 

@@ -212,11 +212,13 @@ def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
 
 def _kept_bytes(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Count the bytes of a weight, or of a rank's part of it, once it is loaded."""
-    n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
+    axis, shape = cut_axis(path_of(name)), weights.shape(name)
+    n_parts = 1 if axis is None else n_ranks
     if _stays_packed(weights, name, residency):
         return packed_bytes(weights, name) // n_parts
-    halved = residency == "packed" and stays_half(weights, name, target.dtype, target.device)
-    return math.prod(weights.shape(name)) * (2 if halved else target.dtype.itemsize) // n_parts
+    columns = shape[-1] // n_ranks if axis == 1 else shape[-1]
+    halved = residency == "packed" and stays_half(weights, name, columns, target.dtype, target.device)
+    return math.prod(shape) * (2 if halved else target.dtype.itemsize) // n_parts
 
 
 def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:

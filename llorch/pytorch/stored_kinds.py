@@ -43,12 +43,15 @@ def kind_of(weights: Weights, name: str) -> Kind | None:
     return _known(weights, name)[0]
 
 
-def stays_half(weights: Weights, name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a matrix stays in the BF16 or F16 of its file, for kernels that widen it at every use."""
+def stays_half(weights: Weights, name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a matrix stays in the BF16 or F16 of its file, for kernels that widen it at every use.
+
+    `columns`: those that this process keeps. The kernels read whole runs of them.
+    """
     if dtype is not torch.float32 or device.type != "cpu" or weights.stored_type(name) not in HALF_TYPES:
         return False
-    shape, is_alone = weights.shape(name), weights.slots[name].must_equal is None
-    return len(shape) == 2 and shape[1] % RUN == 0 and is_alone and not weights.is_changed(name)
+    is_matrix, is_alone = len(weights.shape(name)) == 2, weights.slots[name].must_equal is None
+    return is_matrix and columns % RUN == 0 and is_alone and not weights.is_changed(name)
 
 
 def block_size(weights: Weights, name: str) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from builders.quantised_folders import FOLDERS, Tensors, changed
 from runs.refusals import refuses
+from runs.split_runs import written
 
 from llorch.builtin import builtin_path
 from llorch.convert import convert
@@ -16,7 +17,8 @@ from llorch.pytorch import load
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS
-from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from llorch.pytorch.kernels.quantised_linear import PackedMatrix, QuantisedEmbedding, QuantisedLinear
+from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.verify.expectations.quantised_models import MODELS, write_model
 
@@ -81,6 +83,26 @@ def test_matrices_of_two_bytes_stay_so_in_float32_alone(ggml_type, tmp_path):
     assert torch.equal(logits(kept, torch.float32), logits(dense, torch.float32))
     for dtype in (torch.bfloat16, torch.float64):
         assert not any(isinstance(leaf, QuantisedLinear) for leaf in loaded(path, load_packed, dtype).modules())
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda kind: kind.name)
+def test_part_of_a_matrix_of_two_bytes_stays_so_only_in_whole_runs_of_columns(ggml_type, tmp_path):
+    weights = open_weights(written(tmp_path, ggml_type, intermediate_size=192))
+
+    def second_of(n_ranks: int) -> torch.nn.Module:
+        def cut(path: str, whole: torch.Tensor) -> torch.Tensor:
+            return whole.chunk(n_ranks, 1)[1].clone() if path.endswith("down_proj.weight") else whole
+
+        model = load_packed(weights, dtype=torch.float32, device=CPU, cut=cut)
+        put_leaves(model, leaves_for(CPU, torch.float32, required=False))
+        return model.get_submodule("model.layers.0.mlp.down_proj")
+
+    whole = torch.from_numpy(weights.read("layers.0.down_proj"))
+    for n_ranks, half in ((2, True), (4, False)):  # 96 columns, or 48
+        part, leaf = whole.chunk(n_ranks, 1)[1], second_of(n_ranks)
+        assert isinstance(leaf, PackedMatrix) is half
+        x = torch.linspace(-1, 1, part.shape[1])[None]
+        torch.testing.assert_close(leaf(x), x @ part.T)
 
 
 def test_rows_of_q_and_k_in_another_order_give_other_logits(tmp_path, monkeypatch):

@@ -11,14 +11,18 @@ import pytest
 from builders.quantised_folders import FOLDERS
 from runs.command_line import REPOSITORY, invoke
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
+from runs.split_runs import written
 
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
+from llorch.files.quant import GGMLType
 from llorch.pytorch import memory, model
 from llorch.pytorch.device import target
+from llorch.pytorch.distributed.sharding_plan import cut_axis
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.memory import free_memory, predict, require_memory, room_of_pages
 from llorch.pytorch.model import load_torch
+from llorch.pytorch.paths import path_of
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.stored_kinds import packed_bytes
 from llorch.verify.expectations.quantised_models import write_model
@@ -84,6 +88,19 @@ def test_matrices_in_half_precision_count_as_the_file_has_them():
     assert (
         predict(weights, at, "packed", 1, 64).weights == coded + wide + 2 * size["embed_tokens"] + 2 * size["lm_head"]
     )
+
+
+@pytest.mark.parametrize(("n_ranks", "width"), [(1, 2), (2, 2), (4, 4)])
+def test_part_of_a_matrix_without_whole_runs_of_columns_counts_as_float32(n_ranks: int, width: int, tmp_path: Path):
+    weights = open_weights(
+        written(tmp_path, GGMLType.F16, n_kv_heads=4, intermediate_size=192)
+    )  # a rank of 4 has 48 columns
+    size = {name: math.prod(weights.shape(name)) for name in weights}
+    expected = 0
+    for name, n in size.items():
+        n_bytes = 4 if len(weights.shape(name)) == 1 else width if name.endswith("down_proj") else 2
+        expected += n_bytes * n // (1 if cut_axis(path_of(name)) is None else n_ranks)
+    assert predict(weights, target("cpu", "float32"), "packed", 1, 64, n_ranks).weights == expected
 
 
 def test_more_tokens_and_sequences_need_more(story: Weights):
