@@ -79,7 +79,7 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
     elements, n_bytes = _block_size(packed)
     if shape[1] % elements:
         raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
-    if packed in HALF_TYPES:
+    if not isinstance(packed, Table) and packed in HALF_TYPES:
         return {"codes": (SIZE * torch.randn(shape, device=device)).to(HALF_TYPES[packed])}
     raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
     if isinstance(packed, Table):
