@@ -5,6 +5,7 @@ before the call where the library computes in their dtype, so that it rounds onc
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -56,7 +57,13 @@ class Folder:
         found = settings_of(self.config, self.path)
         method, settings = ("", {}) if found is None else (found[0].removeprefix("intel/"), found[1].values)
         layout = next((str(settings[key]) for key in _LAYOUTS.get(method, ()) if settings.get(key)), "")
+        layout = "regular expressions" if self._has_expressions(settings.get("extra_config") or {}) else layout
         return f"{method} {layout.lower()}".rstrip()
+
+    def _has_expressions(self, extra: Mapping[str, Any]) -> bool:
+        """Tell if AutoRound's regular expressions, which no library here applies, set a module."""
+        modules = [module for module in self.modules("qweight") if module not in extra]
+        return any(re.search(key, module) for key in extra for module in modules)
 
     def modules(self, ending: str) -> list[str]:
         """Return the modules that have a tensor with this ending."""
@@ -99,19 +106,25 @@ def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
     """Call gptqmodel's torch module, which has a default for a missing g_idx."""
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear  # pyright: ignore[reportMissingImports]
+    from gptqmodel.quantization.config import dynamic_get  # pyright: ignore[reportMissingImports]
     from gptqmodel.utils.model import (  # pyright: ignore[reportMissingImports]
         convert_gptq_v1_to_v2_format_module,
     )
 
     settings = folder.settings
-    chosen = {key: settings[key] for key in ("bits", "group_size", "desc_act", "sym") if key in settings}
+    keys = ("bits", "group_size", "desc_act", "sym")
+    defaults = {"desc_act": False, "sym": True}  # AutoRound writes no desc_act
+    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
 
     def matrix(name: str) -> torch.Tensor:
         tensors = folder.tensors(name)
+        own = dynamic_get(settings.get("dynamic"), name) or (settings.get("extra_config") or {}).get(name) or {}
+        given = {**settings, **{key: value for key, value in own.items() if value is not None}}
+        chosen = defaults | {key: given[key] for key in keys if given.get(key) is not None}
         n_in, n_out = tensors["qweight"].shape[0] * 32 // chosen["bits"], tensors["scales"].shape[1]
         module: Any = TorchLinear(**chosen, in_features=n_in, out_features=n_out, bias=False, pack_dtype=torch.int32)
         module.load_state_dict(tensors, strict=False)
-        if settings.get("checkpoint_format", "gptq") == "gptq":
+        if version == "gptq":
             convert_gptq_v1_to_v2_format_module(module, chosen["bits"], torch.int32)
         module.post_init()
         module.scales = module.scales.float()
@@ -122,10 +135,11 @@ def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
 
 def _autoawq(folder: Folder) -> Mapping[str, Matrix]:
     """Call AutoAWQ's reference; the package does not import beside transformers 5, so its file is loaded alone."""
-    packing, group = _file_of("autoawq", "utils/packing_utils.py"), folder.settings["group_size"]
+    packing = _file_of("autoawq", "utils/packing_utils.py")
 
     def matrix(name: str) -> torch.Tensor:
         t = folder.tensors(name)
+        group = len(t["qweight"]) // len(t["scales"])
         return packing.dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T
 
     return _by_weight_name(folder.modules("qweight"), matrix)

@@ -2,13 +2,18 @@
 
 import hashlib
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
-from builders.quantised_folders import FOLDERS, tensors_of, written
+from builders.quantised_folders import FOLDERS, changed, tensors_of, written
 
 from llorch.files import open_weights
 from llorch.files.quantised import QuantisedFolder
+
+DOWN = "model.layers.0.mlp.down_proj"
 
 
 def package_of(folder: Path) -> str:
@@ -56,6 +61,104 @@ def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str | 
     del config["quantization_config"]["version"]
     config["quantization_config"] |= settings
     assert package_of(written(tmp_path / "awq", config, tensors_of(FOLDERS / "awq-gemm"))) == package
+
+
+@pytest.mark.parametrize(
+    ("extra", "package"),
+    [
+        (None, "gptqmodel"),
+        ({DOWN: {"bits": 8}, "lm_head": {"bits": 16}}, "gptqmodel"),
+        ({"down_proj$": {"bits": 8}}, ""),
+        ({DOWN: {"bits": 8}, "layers.*down_proj": {"bits": 4}}, "gptqmodel"),
+    ],
+)
+def test_library_of_auto_round_folder_with_expressions_is_none(extra: object, package: str, tmp_path: Path):
+    folder = changed(tmp_path, "auto-round-gptq", lambda values: values.update(extra_config=extra))
+    assert package_of(folder) == package
+
+
+@pytest.fixture
+def gptqmodel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The settings of the modules that are made by a stand-in for gptqmodel 7.7, and the conversions to version 2."""
+    made: list[dict[str, Any]] = []
+
+    def linear(*, bits: int, group_size: int, sym: bool, desc_act: bool, **sizes: object) -> Any:
+        made.append({"bits": bits, "group_size": group_size, "sym": sym, "desc_act": desc_act})
+        scales = SimpleNamespace(float=lambda: None)
+        return SimpleNamespace(
+            load_state_dict=lambda tensors, strict: None, post_init=lambda: None, scales=scales,
+            dequantize_weight=lambda: SimpleNamespace(T=made[-1]),
+        )  # fmt: skip
+
+    def dynamic_get(dynamic: dict[str, Any] | None, name: str) -> Any:
+        return next((values for pattern, values in (dynamic or {}).items() if name.endswith(pattern)), None)
+
+    parts: dict[str, dict[str, object]] = {
+        "gptqmodel.nn_modules.qlinear.torch": {"TorchLinear": linear},
+        "gptqmodel.quantization.config": {"dynamic_get": dynamic_get},
+        "gptqmodel.utils.model": {
+            "convert_gptq_v1_to_v2_format_module": lambda module, bits, dtype: made[-1].update(converted=bits)
+        },
+    }
+    for name, functions in parts.items():
+        for package in (name.rsplit(".", n)[0] for n in range(name.count(".") + 1)):
+            monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        vars(sys.modules[name]).update(functions)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "others"),
+    [
+        ("gptq-4bit", {"dynamic": {"0.mlp.down_proj": {"bits": 8, "group_size": 16, "sym": False}}}, 4),
+        (
+            "auto-round-gptq",
+            {"extra_config": {DOWN: {"bits": 8, "group_size": 16, "sym": False, "data_type": None}}},
+            4,
+        ),
+        ("gptq-4bit", {"checkpoint_format": None, "format": "gptq_v2"}, None),
+    ],
+    ids=["gptqmodel", "AutoRound", "second version"],
+)
+def test_gptqmodel_is_given_the_settings_of_each_module(
+    name: str, settings: dict[str, Any], others: int | None, gptqmodel: list[dict[str, Any]], tmp_path: Path
+):
+    from llorch.engines.dequantisers import all_dequantised
+
+    def choose(values: dict[str, Any]) -> None:
+        values.update(settings)
+        for key in [key for key, value in settings.items() if value is None]:
+            del values[key]
+
+    made: Any = all_dequantised(changed(tmp_path, name, choose))
+    version = {} if others is None else {"converted": others}
+    usual = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    own = {"bits": 8, "group_size": 16, "sym": False, "desc_act": False, "converted": 8} if others else usual
+    assert made.pop(f"{DOWN}.weight") == own
+    assert all(one == usual | version for one in made.values())
+    assert len(made) + 1 == len(gptqmodel) == 7
+
+
+def test_autoawq_is_given_the_group_size_of_the_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from llorch.engines import dequantisers
+
+    def decode(qweight: Any, qzeros: object, scales: object, bits: int, group_size: int) -> Any:
+        return SimpleNamespace(T=(bits, group_size))
+
+    monkeypatch.setattr(dequantisers, "_file_of", lambda package, ending: SimpleNamespace(dequantize_gemm=decode))
+
+    def whole_rows(tensors: Any) -> None:
+        for part in ("qzeros", "scales"):
+            dtype, (groups, width), data = tensors[f"{DOWN}.{part}"]
+            tensors[f"{DOWN}.{part}"] = (dtype, [1, width], data[: len(data) // groups])
+
+    def rename(values: dict[str, Any]) -> None:
+        values["q_group_size"] = values.pop("group_size")
+
+    made: Any = dequantisers.all_dequantised(changed(tmp_path, "awq-gemm", rename, whole_rows))
+    n_in = tensors_of(FOLDERS / "awq-gemm")[f"{DOWN}.qweight"][1][0]
+    assert made.pop(f"{DOWN}.weight") == (4, n_in)
+    assert {*made.values()} == {(4, 32)}
 
 
 @pytest.mark.live
