@@ -57,7 +57,7 @@ class Folder:
         found = settings_of(self.config, self.path)
         method, settings = ("", {}) if found is None else (found[0].removeprefix("intel/"), found[1].values)
         layout = next((str(settings[key]) for key in _LAYOUTS.get(method, ()) if settings.get(key)), "")
-        layout = "regular expressions" if self._has_expressions(settings.get("extra_config") or {}) else layout
+        layout = "regular expressions" if self._has_expressions(self.settings.get("extra_config") or {}) else layout
         return f"{method} {layout.lower()}".rstrip()
 
     def _has_expressions(self, extra: Mapping[str, Any]) -> bool:
