@@ -11,7 +11,8 @@ These matrices are decoded when they are loaded:
     experts with different tables, or different numbers that apply last
 
 A matrix in BF16 or F16, such as the embedding of a quantised folder, stays so beside packed matrices where the CPU
-computes in float32. In float32 it would take twice the memory, and a product with it twice the time, for the same bits.
+computes in float32. In float32 it would take twice the memory, and a product with it twice the time. Its numbers are
+the same; only products of a few rows are summed in another order, except in mode "reproducible".
 """
 
 from collections.abc import Iterator, MutableMapping
