@@ -41,6 +41,7 @@ def test_folders_and_goldens_take_less_than_three_million_bytes():
 def test_each_number_is_that_of_the_library(name: str):
     folder, golden = opened(name), GOLDENS[name]
     assert golden["weights"].keys() == folder.matrices.keys()
+    assert golden["rounds_to"] == ("float16" if name.startswith("awq-gemv") else "float32")
     for weight, wanted in golden["weights"].items():
         made = folder.array(weight).astype(golden["rounds_to"]).astype(np.float32)
         assert list(made.shape) == wanted["shape"]
