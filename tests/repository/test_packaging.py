@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,6 @@ from runs.refusals import assert_tells
 import llorch
 from llorch.builtin import IN_WHEEL
 from llorch.comparison import NOT_RUN, PASS
-from llorch.learn.checks.forward import models_of
-from llorch.learn.checks.quantised import golden
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.sandbox import _check_in_sandbox
@@ -95,12 +94,20 @@ def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | t
 
 @pytest.fixture
 def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Look for models and goldens in the unpacked wheel."""
+    """Look for models and goldens in the unpacked wheel; lessons read them again, as they do after the test."""
     monkeypatch.setattr("llorch.builtin._PACKAGE", wheel / "llorch")
-    for read_once in (models_of, golden):
-        read_once.cache_clear()
+    forget_what_lessons_read()
     yield
-    models_of.cache_clear()
+    forget_what_lessons_read()
+
+
+def forget_what_lessons_read() -> None:
+    """Empty the caches of the functions below `llorch.learn`: an earlier test leaves no model or golden there."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("llorch.learn."):
+            for each in vars(module).values():
+                if hasattr(each, "cache_clear"):
+                    each.cache_clear()
 
 
 @pytest.mark.slow
