@@ -45,22 +45,32 @@ def read_gptq(source: Source, *, default: str = "gptq") -> None:
 
 
 def _of_module(source: Source, module: str) -> Fields:
-    """Return the settings of a module, which `dynamic` of gptqmodel or `extra_config` of AutoRound may override."""
+    """Return the settings of a module: those of the folder, with the module's own in their places."""
     settings = source.settings
+    own = {name: value for name, value in _own_settings(source, module).items() if value is not None}
+    return Fields({**settings.values, **own}, settings.path)
+
+
+def _own_settings(source: Source, module: str) -> Mapping[str, Any]:
+    """Find a module in `dynamic` of gptqmodel or `extra_config` of AutoRound; the first that matches is meant.
+
+    In `extra_config` the name of the module goes before expressions, and an empty expression is passed over.
+    """
     for key, matches in (("dynamic", re.match), ("extra_config", re.search)):
-        section = settings.section(key)
+        section = source.settings.section(key)
         given = {} if section is None else section.values
-        if key == "extra_config" and module in given:  # a name goes before expressions
-            given = {module: given[module], **given}
+        if key == "extra_config":
+            if isinstance(given.get(module), Mapping):
+                return given[module]
+            given = {name: values for name, values in given.items() if values}
         for pattern, values in given.items():
             try:
                 matched = matches(pattern.removeprefix("+:"), module)
             except re.error:
-                raise settings.error("Malformed", key, "regular expressions", pattern) from None
+                raise source.settings.error("Malformed", key, "regular expressions", pattern) from None
             if matched and not pattern.startswith("-:") and isinstance(values, Mapping):
-                own = {name: value for name, value in values.items() if value is not None}
-                return Fields({**settings.values, **own}, settings.path)
-    return settings
+                return values
+    return {}
 
 
 def _add_gptq(source: Source, module: str, own: Fields, *, less_one: bool) -> None:
@@ -153,9 +163,9 @@ def read_awq(source: Source) -> None:
     version = settings.text(key, default="gemm").lower()
     if version not in ("gemm", "gemv"):
         raise settings.error("Unsupported", key, "'gemm' or 'gemv'", version)
-    group_key = "group_size" if settings.has("group_size") else "q_group_size"
     for module in source.modules("qweight"):
-        group_size = _of_module(source, module).integer(group_key)
+        own = _of_module(source, module)
+        group_size = own.integer("group_size" if own.has("group_size") else "q_group_size")
         (_add_gemm if version == "gemm" else _add_gemv)(source, module, group_size)
     source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
 

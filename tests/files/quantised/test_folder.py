@@ -75,7 +75,7 @@ def test_settings_may_lie_beside_the_configuration(tmp_path: Path):
     [
         {"dynamic": {"+:.*q_proj": {"bits": 8}, ".*up_proj": {"sym": False}, "-:.*k_proj": {"bits": 2}}},
         {"quant_method": "auto-round",
-         "extra_config": {"[qk]_proj": {"bits": 2}, Q: {"bits": 8, "act_bits": None}, K: {"bits": 4},
+         "extra_config": {"up_proj": {}, "[qk]_proj": {"bits": 2}, Q: {"bits": 8, "act_bits": None}, K: {},
                           "mlp.up_proj$": {"sym": False}}},
     ],
     ids=["gptqmodel", "AutoRound"],
@@ -95,13 +95,14 @@ def test_one_module_may_have_settings_of_its_own(settings: dict[str, object], tm
         np.testing.assert_array_equal(made.array(f"{module}.weight"), wanted, err_msg=module)
 
 
-def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(tmp_path: Path):
+@pytest.mark.parametrize("of_folder", ["group_size", "q_group_size"])
+def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(of_folder: str, tmp_path: Path):
     def halve(tensors: Tensors) -> None:
         for part in ("qzeros", "scales"):
             dtype, (groups, width), data = tensors[f"{DOWN}.{part}"]
             tensors[f"{DOWN}.{part}"] = (dtype, [1, width], data[: len(data) // groups])
 
-    settings = said(extra_config={DOWN: {"group_size": 64}})
+    settings = said(extra_config={DOWN: {"group_size": 64}}, **{"group_size": None, of_folder: 32})
     made = open_weights(changed(tmp_path, "auto-round-awq", settings, halve)).source.array(f"{DOWN}.weight")
     wanted = open_weights(FOLDERS / "auto-round-awq").source.array(f"{DOWN}.weight")
     np.testing.assert_array_equal(made[:, :32], wanted[:, :32])
