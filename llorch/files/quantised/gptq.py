@@ -60,8 +60,8 @@ def _own_settings(source: Source, module: str) -> Mapping[str, Any]:
         section = source.settings.section(key)
         given = {} if section is None else section.values
         if key == "extra_config":
-            if isinstance(given.get(module), Mapping):
-                return given[module]
+            if isinstance(named := given.get(module), Mapping):
+                return named
             given = {name: values for name, values in given.items() if values}
         for pattern, values in given.items():
             try:
