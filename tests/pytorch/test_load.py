@@ -46,6 +46,13 @@ def test_packed_matrices_give_the_logits_of_decoded_ones(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", PACKED)
+def test_packed_model_of_another_dtype_gives_the_logits_of_one_loaded_in_it(name, tmp_path):
+    path = write_model(name, tmp_path)
+    changed, opened = loaded(path, load_packed, torch.float32).bfloat16(), loaded(path, load_packed, torch.bfloat16)
+    assert torch.equal(logits(changed, torch.bfloat16), logits(opened, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_every_matrix_of_the_four_types_stays_packed(name, tmp_path):
     model = loaded(write_model(name, tmp_path), load_packed, torch.bfloat16)
     matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]

@@ -104,13 +104,14 @@ class QuantisedEmbedding(PackedMatrix):
     """An embedding, with the interface of `nn.Embedding`; only the rows that are asked for are decoded."""
 
     def __init__(self, fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> None:
-        """Keep the fields; rows are handed out in `dtype`."""
+        """Keep the fields; rows are handed out in `dtype`, or that of a later `.to(dtype)` of the model."""
         super().__init__(fields, ggml_type)
-        self.dtype = dtype
+        self.of_dtype: Tensor  # empty; `.to(dtype)` changes its dtype as it does those of norms
+        self.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=fields["codes"].device), persistent=False)
 
     def forward(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows in"]:
         """Decode some rows."""
-        return decode({name: field[ids] for name, field in self.fields.items()}, self.ggml_type).to(self.dtype)
+        return decode({name: field[ids] for name, field in self.fields.items()}, self.ggml_type).to(self.of_dtype.dtype)
 
 
 def multiply_by_tiles(
