@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
@@ -65,13 +66,13 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(timeout.total_seconds())))
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
-        signals_to_handle="SIGTERM,SIGINT",
-    )  # fmt: skip
     try:
-        with _handlers_put_back():
+        with _handlers_put_back(), TemporaryDirectory(prefix="llorch-", ignore_cleanup_errors=True) as logs:
+            config = LaunchConfig(
+                min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
+                signals_to_handle="SIGTERM,SIGINT", logs_specs=DefaultLogsSpecs(logs),
+            )  # fmt: skip
             return elastic_launch(config, _rank)(work, *arguments)[0]
     except ChildFailedError as error:
         raise _error_of_rank(error, n_ranks) from None

@@ -160,6 +160,12 @@ def test_a_mistake_of_several_ranks_goes_red_where_it_is_made(
     assert 20 < len(failed) < n_rows <= most
 
 
+def test_ranks_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert on_ranks(1, int, "7") == 7
+    assert list(tmp_path.iterdir()) == []
+
+
 @SLOW
 def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, dropout=0.3)
