@@ -76,37 +76,70 @@ static void pack_columns(int bits, const uint8_t *stored, uint8_t *packed, long 
     }
 }
 
-/* 32 lines of 8 rows each: line 8 j + i and the fourth line after it make byte 4 i + j of the run of every row. */
-static void pack_awq_run(const uint8_t *stored, long line, uint8_t *packed, long bytes, long words) {
-    static const int row_of[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}}; /* of the lower and the upper halves of four bytes */
-    uint32_t tile[2][SIDE][SIDE]; /* half, word, byte of the run */
+static const int AWQ_ROWS[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}}; /* of the lower and the upper halves of four bytes */
+
+#ifdef __AVX2__
+/* Two squares of 16 x 16 bytes, one beside the other, turned: four times, rows i and i + 8 are mixed byte by byte. */
+static inline void turn_squares(__m256i rows[SIDE]) {
+    for (int time = 0; time < 4; time++) {
+        __m256i mixed[SIDE];
+        for (int i = 0; i < SIDE / 2; i++) {
+            mixed[2 * i] = _mm256_unpacklo_epi8(rows[i], rows[i + SIDE / 2]);
+            mixed[2 * i + 1] = _mm256_unpackhi_epi8(rows[i], rows[i + SIDE / 2]);
+        }
+        memcpy(rows, mixed, sizeof mixed);
+    }
+}
+
+/* As `pack_awq_run`, of eight words. */
+static inline void pack_awq_octet(const uint8_t *stored, long line, uint8_t *packed, long bytes) {
+    const __m256i low = _mm256_set1_epi8(0x0f);
+    __m256i rows[2][SIDE];
     for (int at = 0; at < SIDE; at++) {
         const uint8_t *one = stored + (8 * (at % 4) + at / 4) * line;
-        uint32_t first[SIDE] = {0}, second[SIDE] = {0};
-        memcpy(first, one, 4 * (size_t)words);
-        memcpy(second, one + 4 * line, 4 * (size_t)words);
         __builtin_prefetch(one + RUN * line);
         __builtin_prefetch(one + (RUN + 4) * line);
-        for (int w = 0; w < SIDE; w++) {
-            tile[0][w][at] = (first[w] & 0x0f0f0f0f) | (second[w] & 0x0f0f0f0f) << 4;
-            tile[1][w][at] = (first[w] >> 4 & 0x0f0f0f0f) | (second[w] & 0xf0f0f0f0);
+        __m256i first = _mm256_loadu_si256((const __m256i *)one);
+        __m256i second = _mm256_loadu_si256((const __m256i *)(one + 4 * line));
+        rows[0][at] = _mm256_or_si256(
+            _mm256_and_si256(first, low), _mm256_slli_epi32(_mm256_and_si256(second, low), 4));
+        rows[1][at] = _mm256_or_si256(
+            _mm256_and_si256(_mm256_srli_epi32(first, 4), low), _mm256_andnot_si256(low, second));
+    }
+    for (int half = 0; half < 2; half++) {
+        turn_squares(rows[half]);
+        for (int c = 0; c < SIDE; c++) {
+            uint8_t *to = packed + (8 * (c / 4) + AWQ_ROWS[half][c % 4]) * bytes;
+            _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(rows[half][c]));
+            _mm_storeu_si128((__m128i *)(to + SIDE * 2 * bytes), _mm256_extracti128_si256(rows[half][c], 1));
         }
     }
-    for (long w = 0; w < words; w++)
-        for (int half = 0; half < 2; half++)
-            for (int b = 0; b < 4; b++) {
-                uint8_t *to = packed + (8 * w + row_of[half][b]) * bytes;
-                for (int at = 0; at < SIDE; at++) to[at] = (uint8_t)(tile[half][w][at] >> 8 * b);
-            }
+}
+#endif
+
+/* 32 lines of 8 rows each: line 8 j + i and the fourth line after it make byte 4 i + j of the run of every row. */
+static void pack_awq_run(const uint8_t *stored, long line, uint8_t *packed, long bytes, long words) {
+    long w = 0;
+#ifdef __AVX2__
+    for (; w + 8 <= words; w += 8) pack_awq_octet(stored + 4 * w, line, packed + 8 * w * bytes, bytes);
+#endif
+    for (; w < words; w++)
+        for (int at = 0; at < SIDE; at++) {
+            uint32_t first, second;
+            memcpy(&first, stored + (8 * (at % 4) + at / 4) * line + 4 * w, sizeof first);
+            memcpy(&second, stored + (8 * (at % 4) + at / 4 + 4) * line + 4 * w, sizeof second);
+            const uint32_t joined[2] = {(first & 0x0f0f0f0f) | (second & 0x0f0f0f0f) << 4,
+                                        (first >> 4 & 0x0f0f0f0f) | (second & 0xf0f0f0f0)};
+            for (int half = 0; half < 2; half++)
+                for (int b = 0; b < 4; b++)
+                    packed[(8 * w + AWQ_ROWS[half][b]) * bytes + at] = (uint8_t)(joined[half] >> 8 * b);
+        }
 }
 
 static void pack_awq(const uint8_t *stored, uint8_t *packed, long first, long n, long out, long in) {
     const long line = out / 2, bytes = in / 2;
-    for (long w = first; w < first + n; w += SIDE) {
-        const long words = first + n - w < SIDE ? first + n - w : SIDE;
-        for (long run = 0; run < in / RUN; run++)
-            pack_awq_run(stored + RUN * run * line + 4 * w, line, packed + 8 * w * bytes + 16 * run, bytes, words);
-    }
+    for (long run = 0; run < in / RUN; run++)
+        pack_awq_run(stored + RUN * run * line + 4 * first, line, packed + 8 * first * bytes + 16 * run, bytes, n);
 }
 
 /* A matrix of `out` rows and `in` columns, which are whole runs. `bits` of a code: 4 in every order, 8 in COLUMNS too. */
