@@ -129,11 +129,12 @@ class OurTensors:
 
     def _as_theirs(self, weight: Weight) -> np.ndarray:
         """Convert a weight to the array that transformers stores, in float64 where the numbers differ."""
-        array, layout = self._weights.read(weight.name), weight.in_huggingface
+        layout = weight.in_huggingface
         if layout.form == "less_one":
-            return array.astype(np.float64) - 1
+            return self._weights.read(weight.name, np.float64) - 1
         if layout.form == "logarithm":
-            return np.log(-array.astype(np.float64))
+            return np.log(-self._weights.read(weight.name, np.float64))
+        array = self._weights.read(weight.name)
         if layout.rows is None:
             return array.copy() if layout.shape is None else array.reshape(layout.shape).copy()
         whole = np.empty(layout.shape or array.shape, array.dtype)

@@ -11,7 +11,9 @@ from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, wr
 from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
+from llorch.convert import convert
 from llorch.engines import OURS, Call, open_here
+from llorch.files import open_weights
 from llorch.numerics import DtypeName
 from llorch.verify.expectations.quantised_models import write_model
 
@@ -127,6 +129,21 @@ def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
         with refuses(ValueError, got=10**6, where="ids"):
             engine.together([("logits", (IDS,), {}), ("logits", ((10**6,),), {})])
         assert same(engine.logits(IDS), want)
+
+
+@pytest.mark.parametrize("name", ["micro-qwen3-next", "micro-qwen3.5"])
+def test_gains_and_decays_that_we_read_are_those_of_the_folder(name: str, tmp_path: Path):
+    import torch
+
+    from llorch.engines.transformers_streamed import OurTensors
+
+    convert(builtin_path(name), tmp_path / "folder")
+    stored = safetensors.numpy.load_file(tmp_path / "folder" / "model.safetensors")
+    ours = OurTensors(open_weights(tmp_path / "folder"), torch.float64)
+    names = [each for each in stored if each.endswith(("norm.weight", "A_log"))]
+    assert len(names) > 6
+    for each in names:
+        np.testing.assert_allclose(ours.read(each).numpy(), stored[each], rtol=4e-16, err_msg=each)
 
 
 @pytest.mark.parametrize("free", [0, 1e9])

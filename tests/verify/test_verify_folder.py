@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from builders.quantised_folders import in_fp8
 from builders.tiny_models import (
     GGUF_METADATA,
     HEAD_DIM,
@@ -65,6 +66,14 @@ def test_a_folder_with_every_bias_verifies_live_against_both_engines(folder: Pat
     rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp", "transformers"])))
     assert [row for row in rows if row.verdict != PASS] == []
     assert {row.producer for row in rows if row.stage == "attn_out"} == {"llamacpp", "transformers", WITNESS}
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["micro-qwen3-next", "micro-qwen3.5-moe", "micro-qwen3-moe", "micro-llama4"])
+def test_quantised_folder_of_a_family_with_a_layout_of_its_own_verifies_live(name: str, tmp_path: Path):
+    rows = list(verify_live(plan_live(open_weights(in_fp8(tmp_path / "fp8", name)), IDS, ["transformers"])))
+    assert [row for row in rows if row.verdict == FAIL] == []
+    assert {row.producer for row in rows if row.stage == "logits"} == {"transformers", WITNESS}
 
 
 @pytest.mark.live

@@ -1,11 +1,16 @@
-"""The small quantised folders of the repository, and copies of them with other settings or other tensors."""
+"""The small quantised folders of the repository, copies of them, and built-in models as such folders."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from builders.safetensors_bytes import safetensors_bytes
+from llorch.builtin import builtin_path
+from llorch.convert import convert
 
 FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
 NOT_READ = ("gpt-oss-mxfp4",)  # of a family that llorch refuses
@@ -49,3 +54,26 @@ def changed(
     settings(config["quantization" if "quantization" in config else "quantization_config"])
     tensors(stored)
     return written(target / name, config, stored)
+
+
+def in_fp8(target: Path, name: str) -> Path:
+    """A built-in model whose projections are codes in E4M3, with a scale for each block of 16 x 16."""
+    convert(builtin_path(name), target)
+    config, tensors = json.loads((target / "config.json").read_text()), tensors_of(target)
+    for key, (_, shape, data) in [*tensors.items()]:
+        if re.search(r"_proj\w*\.weight$", key):
+            codes, scales = _blocks_of_fp8(np.frombuffer(data, np.float32).reshape(shape))
+            tensors[key] = ("F8_E4M3", shape, codes.tobytes())
+            tensors[f"{key}_scale_inv"] = ("F32", [*scales.shape], scales.tobytes())
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    return written(target, config | {"quantization_config": settings}, tensors)
+
+
+def _blocks_of_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    import torch
+
+    n_out, n_in = matrix.shape
+    padded = np.pad(np.abs(matrix), [(0, -n_out % 16), (0, -n_in % 16)])
+    scales = padded.reshape(len(padded) // 16, 16, -1, 16).max(axis=(1, 3)) / 448
+    each = scales.repeat(16, axis=0)[:n_out].repeat(16, axis=1)[:, :n_in]
+    return torch.from_numpy(matrix / each).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), scales
