@@ -59,7 +59,7 @@ class Llorch:
         """See `Engine`."""
         from llorch.cache import KVCache
 
-        self._cache = KVCache(self._model.config, self._model.weights.cache_dtype)
+        self._cache = KVCache.of(self._model.weights)
         self._model.forward(ids, cache=self._cache, last_only=True)
 
     def decode(self, token_id: int) -> None:

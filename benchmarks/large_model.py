@@ -45,7 +45,7 @@ def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, 
         print(f"opened in {time.perf_counter() - start:.2f} s, {peak():.2f} GB")
         assert model.plan is not None
         print(f"file {path.stat().st_size / 1e9:.2f} GB; {model.plan.describe()}")
-        cache = KVCache(model.config, model.weights.cache_dtype)
+        cache = KVCache.of(model.weights)
         for ids in (list(range(100, 100 + prompt)), *([7] for _ in range(decode))):
             start = time.perf_counter()
             model.forward(ids, cache=cache, last_only=True)

@@ -119,9 +119,7 @@ class NumpyEngine:
         """See `TimedEngine`."""
         from llorch.cache import KVCache
 
-        self._cache = KVCache(
-            self._model.config, self._model.weights.cache_dtype, rounding=self._model.weights.cache_rounding
-        )
+        self._cache = KVCache.of(self._model.weights)
         self._model.forward(prompts(self._load, self._model.config.vocab_size)[0], cache=self._cache, last_only=True)
 
     def decode(self) -> None:

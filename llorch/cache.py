@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from llorch.architecture import DeltaNet
 from llorch.config import ModelConfig
+from llorch.files import Weights
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
 NewRows = Float[np.ndarray, "seq kv_heads head_dim"]
@@ -64,6 +65,11 @@ class KVCache:
         self._rounding = rounding
         self._max_positions = config.max_position_embeddings
         self.length = 0  # tokens whose keys and values every layer holds
+
+    @classmethod
+    def of(cls, weights: Weights, *, first_position: int = 0) -> "KVCache":
+        """Start empty for a model, with the dtype and the rounding of its cache."""
+        return cls(weights.config, weights.cache_dtype, first_position=first_position, rounding=weights.cache_rounding)
 
     def next_positions(self, n_tokens: int) -> Int[np.ndarray, " seq"]:
         """Return the absolute positions of the next tokens; ValueError for none, or more than the context holds."""

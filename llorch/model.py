@@ -252,26 +252,21 @@ class Model(Opened):
         Raises:
             ValueError: An id is out of range, there is none, they do not fit the context, or no such adapter was added.
         """
-        return self._forward(ids, self._weights_for(adapter), trace, first_position, cache, last_only)
+        weights = self._weights_for(adapter)
+        cache = KVCache.of(weights, first_position=first_position) if cache is None else cache
+        return self._forward(ids, weights, cache, trace=trace, last_only=last_only)
 
     def _forward(
         self,
         ids: Sequence[int] | np.ndarray,
         weights: Weights,
+        cache: KVCache,
+        *,
         trace: dict[str, np.ndarray] | None = None,
-        first_position: int = 0,
-        cache: KVCache | None = None,
-        last_only: bool = False,
+        last_only: bool,
     ) -> Float[np.ndarray, "rows vocab"]:
         """Check the ids, run the forward pass with some weights, and return the logits."""
         ids = self.checked_ids(ids)
-        if cache is None:
-            cache = KVCache(
-                self.config,
-                self.weights.cache_dtype,
-                rounding=self.weights.cache_rounding,
-                first_position=first_position,
-            )
         cache.next_positions(len(ids))  # refuses what does not fit before any work is done
         if trace is not None:
 
@@ -339,16 +334,14 @@ class Model(Opened):
         Raises:
             ValueError: No such adapter was added.
         """
-        weights, cache = (
-            self._weights_for(adapter),
-            KVCache(self.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding),
-        )
+        weights = self._weights_for(adapter)
+        cache = KVCache.of(weights)
         seen: list[int] = []
 
         @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused below
         def step(new: Sequence[int]) -> np.ndarray:
             seen.extend(new)
-            logits = self._forward(new, weights, cache=cache, last_only=True)[-1]
+            logits = self._forward(new, weights, cache, last_only=True)[-1]
             if not np.isfinite(logits).all():
                 self._name_non_finite(seen, weights)
             return logits
@@ -363,7 +356,7 @@ class Model(Opened):
                 look(name, array)
                 return array
 
-            cache = KVCache(self.config, weights.cache_dtype, rounding=weights.cache_rounding)
+            cache = KVCache.of(weights)
             for start in range(0, len(ids), PREFILL_CHUNK):
                 forward(np.array(ids[start : start + PREFILL_CHUNK]), weights, cache, keep=keep, last_only=True)
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.quantised_folders import FOLDERS
 from builders.random_adapters import random_adapter
 from runs.refusals import assert_tells, refuses
 
@@ -13,6 +14,7 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
 from llorch.model import PREFILL_CHUNK, Model, load
+from llorch.numerics import EXACT, SCHEME, Numerics
 from llorch.verify.expectations.quantised_models import write_model
 
 
@@ -24,6 +26,13 @@ def model() -> llorch.Model:
 def test_an_unknown_name_lists_the_built_in_models():
     with refuses(FileNotFoundError, *EVERY_MODEL, where="'nope'"):
         llorch.load("nope")
+
+
+@pytest.mark.parametrize("numerics", [EXACT, SCHEME], ids=lambda numerics: numerics.name)
+def test_steps_of_a_folder_with_scales_for_the_cache_give_the_logits_of_a_whole_pass(numerics: Numerics):
+    folder, ids = load(FOLDERS / "ct-fp8-static-kv", numerics=numerics), [1, 7, 3, 22, 11]
+    step = folder.step()
+    np.testing.assert_allclose([step([each]) for each in ids], folder.forward(ids), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [3, 10**6], [3, 2**40]])

@@ -123,7 +123,7 @@ class Talk:
             if same == cache.length or model.config.delta_net is None:  # the state of a delta net cannot go back
                 cache.length = same
                 return cache
-        return KVCache(model.config, model.weights.cache_dtype, rounding=model.weights.cache_rounding)
+        return KVCache.of(model.weights)
 
     def use_adapter(self, path: Path | None) -> str:
         """Answer through an adapter, or none, from now on; what is known of its base."""

@@ -93,9 +93,7 @@ def _score_pair(reference: Model, model: Model, window: np.ndarray) -> PairScore
 def _in_step(models: Sequence[Model], window: np.ndarray) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Yield some ids to be predicted and the logits that each model predicts them from, until the window ends."""
     middle, last = len(window) // 2, len(window) - 1
-    caches = [
-        KVCache(model.config, model.weights.cache_dtype, rounding=model.weights.cache_rounding) for model in models
-    ]
+    caches = [KVCache.of(model.weights) for model in models]
     for model, cache in zip(models, caches, strict=True):
         model.forward(window[:middle], cache=cache, last_only=True)
     step = max(1, _LOGITS // models[0].config.vocab_size)

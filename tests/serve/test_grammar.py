@@ -63,7 +63,7 @@ def answer(name: str, schema: dict[str, Any] | None, *, seed: int, max_tokens: i
     loaded, made, rng = model(name), guide(schema, name), np.random.default_rng(seed)
     settings, text = SamplingSettings(temperature=1.3, seed=seed), ""
     ids = new = loaded.tokenizer.encode("Once")
-    cache = KVCache(loaded.config, loaded.weights.cache_dtype)
+    cache = KVCache.of(loaded.weights)
     taken = Answer(loaded.tokenizer, end_ids=loaded.tokenizer.eos_token_ids, max_tokens=max_tokens)
     while taken.finish is None:
         logits = np.where(made.allowed(), loaded.forward(new, cache=cache)[-1], np.float32(-np.inf))

@@ -26,7 +26,7 @@ class GenerationInputs:
 
     def empty_cache(self) -> KVCache:
         """Return a new empty cache."""
-        return KVCache(self.weights.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding)
+        return KVCache.of(self.weights)
 
     def best(self, ids: tuple[int, ...], cache: KVCache) -> int:
         """Run some new ids and return the greedy token after them."""

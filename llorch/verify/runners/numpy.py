@@ -113,9 +113,7 @@ def _passes(
     after_failure: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Run one pass, or two if some tokens are cached; return the logits of the last pass."""
-    cache = KVCache(
-        weights.config, weights.cache_dtype, rounding=weights.cache_rounding, first_position=this.first_position
-    )
+    cache = KVCache.of(weights, first_position=this.first_position)
     ids, bounds = np.asarray(this.ids), [0, *([n_cached] if n_cached else []), len(this.ids)]
     logits = np.empty(0)
     for start, stop in pairwise(bounds):
@@ -168,12 +166,7 @@ class NumpyRunner:
 
     def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
         """See `Runner.in_parts`."""
-        cache = KVCache(
-            self.weights.config,
-            self.weights.cache_dtype,
-            rounding=self.weights.cache_rounding,
-            first_position=this.first_position,
-        )
+        cache = KVCache.of(self.weights, first_position=this.first_position)
         for start, stop in pairwise(bounds):
 
             def keep(name: str, array: np.ndarray, stop: int = stop) -> np.ndarray:
@@ -185,7 +178,7 @@ class NumpyRunner:
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """Compute the last row of logits as generation computes it."""
         keep = lambda name, array: go_on(name, array, 0)  # noqa: E731
-        return forward(np.asarray(this.ids), self.weights, self._cache(), keep=keep, last_only=True)[0]
+        return forward(np.asarray(this.ids), self.weights, KVCache.of(self.weights), keep=keep, last_only=True)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
         """Compute the distributions by llorch's sampler."""
@@ -194,11 +187,8 @@ class NumpyRunner:
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
         """Generate the text by llorch's loop, one step after the other."""
-        sampled = sample_ids(self._step(self._cache()), prompt, SamplingSettings(), max_tokens=n_tokens)
+        sampled = sample_ids(self._step(KVCache.of(self.weights)), prompt, SamplingSettings(), max_tokens=n_tokens)
         return np.asarray([token for token, _ in sampled], np.int64)
-
-    def _cache(self) -> KVCache:
-        return KVCache(self.weights.config, self.weights.cache_dtype, rounding=self.weights.cache_rounding)
 
     def _step(self, cache: KVCache) -> Callable[[Sequence[int]], np.ndarray]:
         return lambda new: forward(np.asarray(new), self.weights, cache, last_only=True)[0]

@@ -198,9 +198,9 @@ def constant_logits(linear: Callable) -> Callable:
     return wrong
 
 
-def float16_for_float32(_: Callable) -> Callable:
-    def narrow(config: ModelConfig, dtype: type[np.floating], **rest: Any) -> KVCache:
-        return KVCache(config, np.float16 if dtype is np.float32 else dtype, **rest)
+def float16_for_float32(init: Callable) -> Callable:
+    def narrow(self: KVCache, config: ModelConfig, dtype: type[np.floating], **rest: Any) -> None:
+        init(self, config, np.float16 if dtype is np.float32 else dtype, **rest)
 
     return narrow
 
@@ -255,7 +255,7 @@ FAULTS: dict[str, Inject] = {
     "cache forgets earlier keys": replaced(KVCache, "append", forgetful),
     "cache of zeros": replaced(KVCache, "append", zeros),
     "cache of zeros in a step": replaced(KVCache, "append", zeros_in_a_step),
-    "float16 cache": replaced(runners, "KVCache", float16_for_float32),
+    "float16 cache": replaced(KVCache, "__init__", float16_for_float32),
     "token after the best one": replaced(
         generate, "draw", lambda _: lambda distribution, u: int(distribution.argmax() + 1) % distribution.size
     ),
