@@ -103,16 +103,19 @@ class Tree:
     """A copy of the working tree in which one bug at a time stands."""
 
     def __init__(self, folder: Path, area: Area) -> None:
-        """Copy it to a new folder."""
-        self.root, self.area = folder / "tree", area
+        """Copy it to a new folder, which tests may enter as another user."""
+        self.root, self.area, self.output = folder / "tree", area, folder / "output"
         self.limit: float | None = None
         shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
+        folder.parent.chmod(0o755)
 
     def baseline(self) -> None:
         """Run all tests without a bug, which must be green; sets the time that a bug gets."""
         began = time.monotonic()
         if self._pytest(self.area.tests()) != "survived":
-            raise click.ClickException(f"mutants: the tests of area {self.area.name} are red without a bug")
+            said = self.output.read_text(encoding="utf-8").splitlines()[-2:]
+            message = f"mutants: the tests of area {self.area.name} are red without a bug"
+            raise click.ClickException("\n  ".join([message, *said]))
         self.limit = 60 + PATIENCE * (time.monotonic() - began)
 
     def judge(self, mutant: Mutant) -> Mutant:
@@ -147,14 +150,18 @@ class Tree:
 
     def _run(self, command: list[str]) -> int | None:
         """Run a command in the copy, with a new home and temporary folder; return its exit code, None at the limit."""
-        with tempfile.TemporaryDirectory(dir=self.root.parent, ignore_cleanup_errors=True) as home:
+        with (
+            tempfile.TemporaryDirectory(dir=self.root.parent, ignore_cleanup_errors=True) as home,
+            self.output.open("w") as output,
+        ):
+            Path(home).chmod(0o777)
             surroundings = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home}
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
                 env=os.environ | surroundings,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=output,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE)),

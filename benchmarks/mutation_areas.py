@@ -79,7 +79,9 @@ AREAS = (
         "comparison* verify/[!t]* verify/tolerances/* verify/expectations/* faults/* files/matrix",
     ),
     Area(
-        "learn", "learn/* learn/exercises/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"
+        "learn",
+        "learn/* learn/exercises/* learn/checks/* learn/museum/* learn/on_torch/*",
+        "learn/[!c]* learn/check learn/choice cli/learn_[!w]*",  # the other file judges what a learner wrote
     ),
     Area(
         "diagnosis",
