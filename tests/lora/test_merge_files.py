@@ -16,10 +16,11 @@ from runs.refusals import assert_tells, refuses
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import write_gguf
 from llorch.files.quant import GGMLType
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import LORA_A, Adapter, LoraTensors
 from llorch.lora.base import identity_of
 from llorch.lora.merge import MergedWeights
-from llorch.lora.merge_files import N_IDS, compare_logits, merge, probe_ids
+from llorch.lora.merge_files import N_IDS, compare_logits, logits_by, merge, probe_ids
 from llorch.lora.peft_format import write_peft
 
 
@@ -235,7 +236,9 @@ def test_an_embedding_is_judged_on_tokens_that_it_was_trained_on(weights):
     plain = probe_ids(weights.config.vocab_size, random_adapter(weights.config)).tolist()
     unseen = next(token for token in range(weights.config.vocab_size) if token not in plain)
     adapter = knowing(random_adapter(weights.config, target_modules=("embed_tokens",)), [unseen])
-    assert unseen in probe_ids(weights.config.vocab_size, adapter)
+    ids = probe_ids(weights.config.vocab_size, adapter)
+    assert unseen in ids
     found = compare_logits(weights, adapter, MergedWeights(weights, adapter))
-    assert found.effect > 0
+    moved = logits_by(AdaptedWeights(weights, adapter), ids) - logits_by(weights, ids)
+    assert found.effect == np.abs(moved).max() > 0
     assert found.error < 1e-4 * found.effect
