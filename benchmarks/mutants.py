@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.mutation_areas import AREAS, ROOT, Area
 from benchmarks.mutations import Edit, edits
 
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "node_modules", "build", "dist")
+LEFT_OUT = shutil.ignore_patterns(".[!c]*", "__pycache__", "*.egg-info", "node_modules", "build", "dist")
 PATIENCE = 5.0  # times what the tests take without a bug, and a minute
 LARGEST_FILE = 4 << 30  # bytes that a bug may write; a test of large files needs a little over 2 GB
 
@@ -113,9 +113,10 @@ class Tree:
         """Run all tests without a bug, which must be green; sets the time that a bug gets."""
         began = time.monotonic()
         if self._pytest(self.area.tests()) != "survived":
-            said = self.output.read_text(encoding="utf-8").splitlines()[-2:]
+            lines = self.output.read_text(encoding="utf-8").splitlines()
+            red = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
             message = f"mutants: the tests of area {self.area.name} are red without a bug"
-            raise click.ClickException("\n  ".join([message, *said]))
+            raise click.ClickException("\n  ".join([message, *red]))
         self.limit = 60 + PATIENCE * (time.monotonic() - began)
 
     def judge(self, mutant: Mutant) -> Mutant:
@@ -156,6 +157,7 @@ class Tree:
         ):
             Path(home).chmod(0o777)
             surroundings = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home}
+            surroundings["RUSTUP_HOME"] = os.environ.get("RUSTUP_HOME", str(Path.home() / ".rustup"))  # or rustc ends
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
