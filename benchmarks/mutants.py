@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.mutation_areas import AREAS, ROOT, Area
 from benchmarks.mutations import Edit, edits
 
+# Hidden files stay behind, except .ci, which tests import.
 LEFT_OUT = shutil.ignore_patterns(".[!c]*", "__pycache__", "*.egg-info", "node_modules", "build", "dist")
 PATIENCE = 5.0  # times what the tests take without a bug, and a minute
 LARGEST_FILE = 4 << 30  # bytes that a bug may write; a test of large files needs a little over 2 GB
