@@ -15,8 +15,10 @@ computes in float32. In float32 it would take twice the memory, and a product wi
 the same; only products of a few rows are summed in another order, except in mode "reproducible".
 """
 
+import ctypes
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
+from functools import cache
 from math import gcd, prod
 from weakref import WeakKeyDictionary
 
@@ -188,7 +190,7 @@ def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
     """Pack the codes: with the compiled pass where it knows their order, else some rows at a time."""
     codes = matrix.recipe.codes
     if isinstance(codes, CodesOf) and matrix.own_rows is None:
-        compiled = library() if find_compiler() else None  # without a compiler it warns
+        compiled = _compiled_pass()
         packed = None if compiled is None else packed_codes(codes, matrix.parts[codes.part], compiled)
         if packed is not None:
             return packed
@@ -200,6 +202,12 @@ def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
         else:
             packed.numpy()[rows] = codes
     return packed
+
+
+@cache
+def _compiled_pass() -> ctypes.CDLL | None:
+    """Load the library that packs codes; None where no compiler is installed, without the warning of `library`."""
+    return library() if find_compiler() else None
 
 
 def _codes_in_parts(matrix: QuantisedMatrix) -> Iterator[tuple[slice, np.ndarray]]:

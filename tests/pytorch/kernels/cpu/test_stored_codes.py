@@ -71,6 +71,7 @@ def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypa
     assert isinstance(kind, Table)
     assert isinstance(matrix, QuantisedMatrix)
     compiled = pack_stored(matrix, kind)
+    monkeypatch.setattr(stored_kinds, "_compiled_pass", stored_kinds._compiled_pass.__wrapped__)
     monkeypatch.setattr(stored_kinds, "find_compiler", lambda: None)
     monkeypatch.setattr(stored_kinds, "library", lambda: pytest.fail("warns that tokens are slow, also on a GPU"))
     plain = pack_stored(matrix, kind)
