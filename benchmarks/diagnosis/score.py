@@ -74,7 +74,10 @@ Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every answer to this file.")
 def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
     """Entry point; exit code 1 when a goal is missed."""
-    answers = ask_all(chosen(quick=quick, only=only), jobs, click.echo)
+    wanted = chosen(quick=quick, only=only)
+    if not wanted:
+        raise click.UsageError(f"--only: expected a part of the name of a dump, got {only!r}")
+    answers = ask_all(wanted, jobs, click.echo)
     if file:
         file.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
     click.echo(table(answers))

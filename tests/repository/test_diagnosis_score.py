@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from runs.command_line import REPOSITORY
+from runs.refusals import assert_tells
 
 from benchmarks.diagnosis import arithmetic, catalogue, rivals, score
 from benchmarks.diagnosis.bugs import BUGS, together
@@ -201,11 +202,17 @@ def test_a_run_of_all_dumps_fails_where_the_readme_shows_other_figures(
     (tmp_path / "diagnosis.md").write_text(f"<!-- diagnosis -->\n{figures(told)}\n<!-- end -->\n")
     monkeypatch.setattr(score, "PAGE", tmp_path / "diagnosis.md")
     monkeypatch.setattr(score, "ask_all", lambda *given: answers)
-    monkeypatch.setattr(score, "chosen", lambda **given: [])
+    monkeypatch.setattr(score, "chosen", lambda **given: [("planted", "0", lambda: answers[0])])
     monkeypatch.setattr(score, "witnesses", list)
     done = CliRunner().invoke(score.main, [])
     assert done.exit_code == exit_code
     assert figures(answers) in done.stdout
+
+
+def test_a_text_that_is_in_no_name_is_refused():
+    done = CliRunner().invoke(score.main, ["--only", "no such dump"])
+    assert done.exit_code == 2
+    assert_tells(done.output, "--only", "no such dump")
 
 
 def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
