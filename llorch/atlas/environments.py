@@ -34,6 +34,7 @@ def _folder_of(engine: AtlasEngine, home: Path) -> Path:
 
 
 def _is_made(engine: AtlasEngine, folder: Path) -> bool:
+    """Tell if the folder holds a complete environment of the engine's current lock file."""
     mark = folder / _MARK
     return mark.exists() and mark.read_text(encoding="utf-8") == engine.lock.read_text(encoding="utf-8")
 
@@ -63,6 +64,7 @@ def python_of(engine: AtlasEngine, home: Path) -> Path:
 
 
 def _install(command: list[str], folder: Path) -> None:
+    """Run an installing command, `INSTALL` seconds at most; if it fails, delete `folder` and raise NotInstalled."""
     environment = os.environ | {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PYTHONPATH", None)
     ended = run(command, seconds=INSTALL, env=environment)

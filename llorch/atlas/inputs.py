@@ -263,6 +263,7 @@ def json_config(this: AtlasInput) -> dict[str, Any]:
 
 
 def _old_style(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return RoPE settings under the keys of old config.json files; `rope` loses its theta and its rotated share."""
     top = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     return top | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 

@@ -124,6 +124,7 @@ def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
 
 
 def _cell(verdict: AtlasVerdict | None) -> str:
+    """Format the table cell of a verdict: the error alone if the engine is right, else its word and any error."""
     if verdict is None:
         return ""
     size = f"{verdict.judged.error:.0e}" if verdict.judged else ""
@@ -225,10 +226,12 @@ def _largest(verdicts: Sequence[AtlasVerdict]) -> Iterator[tuple[str, dict[str, 
 
 
 def _name(verdict: AtlasVerdict) -> str:
+    """Return the engine's name, followed by the way it was run if one is named."""
     return f"{verdict.engine}, {verdict.way}" if verdict.way else verdict.engine
 
 
 def _by_engine(verdicts: Iterable[AtlasVerdict]) -> list[tuple[str, list[AtlasVerdict]]]:
+    """Group verdicts by engine and way, in order of first appearance."""
     made: dict[str, list[AtlasVerdict]] = {}
     for each in verdicts:
         made.setdefault(_name(each), []).append(each)

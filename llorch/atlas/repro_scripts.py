@@ -129,6 +129,7 @@ NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.{{family_upper}}, {{n_layers}})
 
 
 def _case_of_folder(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
+    """Write the input as a Hugging Face folder; describe it by the keys of its config.json that matter."""
     folder = write_input(this, inputs)
     config = json.loads((folder / "config.json").read_text())
     keys = {key: value for key, value in config.items() if key not in _IDLE}
@@ -136,6 +137,7 @@ def _case_of_folder(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case
 
 
 def _case_of_file(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
+    """Write the input as a GGUF file; describe it by the keys of its architecture and its RoPE factors."""
     file = write_input(this, inputs)
     reader = gguf.GGUFReader(file)
     prefix = f"{reader.fields['general.architecture'].contents()}."
@@ -147,6 +149,7 @@ def _case_of_file(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
 
 
 def _expected(folder: Path, ids: Sequence[int]) -> list[float]:
+    """Return the first `N_SHOWN` logits of the last token, from transformers in float64, with 4 decimals."""
     with open_producer("transformers", folder, dtype="float64") as engine:
         return _rounded_list(engine.logits(ids)[-1][:N_SHOWN])
 
@@ -174,4 +177,5 @@ def _by_shape(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], li
 
 
 def _short(value: object) -> str:
+    """Return the `repr` of a value, broken into lines of at most `_WIDTH` characters."""
     return "\n ".join(wrap(repr(value), _WIDTH, break_long_words=False, break_on_hyphens=False))

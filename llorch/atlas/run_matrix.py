@@ -125,6 +125,7 @@ NO_INPUT = AtlasInput("")
 
 
 def _request(this: Fed, folder: Path, options: dict[str, object]) -> Request:
+    """Build the request for one run; `options` gets the rounding of activations that ggml applies to a GGUF file."""
     name = this.input.name
     if this.input.gguf and (kind := rounded_inputs(this.model)):
         options |= {"activations": kind}
@@ -141,6 +142,7 @@ def rounded_inputs(file: Path) -> str:
 
 
 def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> AtlasVerdict:
+    """Judge the dump of a run; a run that failed or a dump that cannot be compared has a word of its own."""
     made = AtlasVerdict(engine, way, this.input, ended.word, ended.error, ended.version, ended.seconds)
     if ended.word != "done":
         return made

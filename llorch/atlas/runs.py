@@ -146,6 +146,7 @@ def _read_end(request: Request) -> RunEnd | None:
 
 
 def _variables(folder: Path) -> dict[str, str]:
+    """Return the environment variables of an engine's process: `folder` is its home, and no proxy leads outside."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ}
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")

@@ -91,6 +91,7 @@ def confirmed(verdicts: Sequence[AtlasVerdict]) -> Iterator[AtlasVerdict]:
 
 
 def _correction(this: AtlasInput, sister: AtlasInput) -> str:
+    """Describe the control input by its difference from `this`: the feature it lacks, or the style of its keys."""
     if this.style == sister.style:
         return f"the same model without {this.feature}"
     return f"the same rope keys {'at the top of config.json' if sister.style == 'old' else 'under rope_parameters'}"

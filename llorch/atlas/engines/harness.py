@@ -72,6 +72,7 @@ def answer(
 
 
 def _outcome(run: HarnessRun, load: Callable, compute: Callable, engine: str, dtype: str) -> dict[str, str]:
+    """Load, compute and write the dump of one run; return its state, with phase, error and place if it failed."""
     phase = "load"
     try:
         loaded, phase = load(run), "compute"

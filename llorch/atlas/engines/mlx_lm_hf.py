@@ -46,6 +46,7 @@ class MlxModel:
                 self._watch(module, *self._stages(place, module), layer)
 
     def _stages(self, place: str, module: Any) -> tuple[str, list[str]]:
+        """Return the stage of a module's input ("" for none) and those of its outputs, one for each call in turn."""
         before, after = STAGES[place]
         if (place == "mlp" and "gate_proj" in module) or type(module).__name__ == "NoPE":
             return "", []
@@ -54,6 +55,7 @@ class MlxModel:
         return before, after.split()
 
     def _watch(self, module: Any, before: str, after: list[str], layer: int | None) -> None:
+        """Replace the module's class so that each call records its input and its output in `seen`."""
         inner, seen, calls = type(module), self.seen, [0]
 
         def call(self: Any, x: mx.array, *rest: Any, **options: Any) -> Any:
