@@ -147,10 +147,12 @@ def _require_consent(engines: "Sequence[AtlasEngine]", home: Path, *, yes: bool)
 
 
 def _home() -> Path:
+    """Return the atlas's folder in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llorch" / "atlas"
 
 
 def _facts() -> dict[str, str]:
+    """Return today's date (UTC), the processor and the versions of transformers and torch, for the report."""
     from llorch.bench import processor
 
     return {

@@ -114,6 +114,7 @@ def _refuse_misplaced(chosen: ModelChoice, backend: str) -> None:
 
 
 def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
+    """Load the model for the NumPy path; return the engine to time and the description of the model."""
     from llorch.bench import NumpyEngine, numpy_subject
     from llorch.cli.inputs import model_path
     from llorch.model import load as load_model
@@ -127,6 +128,7 @@ def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
 
 
 def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any, Any]:
+    """Load the model for the torch path; return the engine to time and the description of the model."""
     from llorch.errors import MissingExtra
 
     try:

@@ -88,6 +88,7 @@ class Talk:
                 self.messages = [*self.messages, {"role": "assistant", "content": text}]
 
     def _tokens(self, job: Job) -> Iterator[Token]:
+        """Start to generate the answer, and its counts; only a NumPy model reuses the conversation's cache."""
         if not isinstance(self.model, Model):
             self.counted = Counted(len(job.ids), 0)
             how = {"max_tokens": job.max_tokens, "settings": job.settings, "adapter": job.adapter}

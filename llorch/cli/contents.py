@@ -152,6 +152,7 @@ def _by_row(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _layers_by_kind(kinds: list[str]) -> dict[str, str]:
+    """Return one entry for each kind of layer: a label with the layers' numbers, and the kind."""
     found: dict[str, list[str]] = {}
     for at, kind in enumerate(kinds):
         found.setdefault(kind, []).append(str(at))
@@ -185,6 +186,7 @@ def _print_quantisation(out: Console, made: Quantisation | None) -> None:
 
 
 def _pairs(out: Console, title: str, values: Mapping[str, object] | None) -> None:
+    """Print a mapping as a table of keys and shortened values; "none" if it is empty."""
     if not values:
         out.print(f"\n{title}: none")
         return

@@ -78,6 +78,7 @@ def _by_stage(results: Sequence[StageResult]) -> Iterator[_Line]:
 
 
 def _nearest(results: Sequence[StageResult]) -> StageResult:
+    """Return the result with the largest ratio of error to tolerance."""
     return max(results, key=lambda result: result.over)
 
 
@@ -150,6 +151,7 @@ def _print_not_run(out: Console, diagnosis: Diagnosis) -> None:
 
 
 def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:
+    """Print the known mistakes that the dump cannot show, grouped by reason."""
     if not diagnosis.could_not_show:
         return
     out.print("known mistakes that this dump cannot show:")

@@ -85,6 +85,7 @@ def _open_model(model: str) -> "Weights":
 
 
 def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | None, first_position: int | None) -> None:
+    """Print a draft mapping of the dump's names to stages, found by comparison with a run of the model."""
     if model is None or len(dumps) != 1:
         raise click.UsageError(
             f"--suggest: expected one dump and its --model, got {len(dumps)} dumps{'' if model else ' and no --model'}"
@@ -103,6 +104,7 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
 def _side(
     path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int | None
 ) -> "Side":
+    """Read a dump as one side of a comparison, by stages if there are weights, else by its own array names."""
     from llorch.dumps.index import open_raw
     from llorch.verify.diff import Side
 
@@ -115,6 +117,7 @@ def _side(
 
 
 def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
+    """Return pass number and name of the first array that differs, or None."""
     return next(
         ((n_pass, report.first_divergence) for n_pass, report in reports.items() if report.first_divergence), None
     )

@@ -32,6 +32,7 @@ def model_path(spec: str) -> Path:
 
 
 def _agreed(download: str) -> bool:
+    """Ask for the download if a person is at the terminal; else announce it and return True."""
     if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         return click.confirm(f"{download}; download?", default=True, err=True)
     say(f"{download}; downloading")
@@ -122,6 +123,7 @@ def spread_ids(vocab_size: int, n: int = 12) -> list[int]:
 
 
 def _default_ids(model: Model) -> tuple[list[int], str | None]:
+    """Return ids and text of llorch's own prompt; spread ids and None for a model without a vocabulary."""
     in_chunks = model.config.delta_net is not None
     if has_vocabulary(model.weights.source):
         text, ids = SENTENCE, model.tokenizer.encode(SENTENCE)

@@ -153,6 +153,7 @@ def summary(models: Sequence[JudgedModel], absent: Mapping[str, str] | None = No
 
 
 def _not_run(judged: JudgedModel) -> set[str]:
+    """Return the model's checkpoints of which there is no comparison."""
     return {*judged.checkpoints} - {row.checkpoint for row in judged.rows}
 
 
@@ -161,6 +162,7 @@ def _place_of(row: Comparison) -> tuple[str, str, str, int | None]:
 
 
 def _closeness(row: Comparison) -> tuple[int, float]:
+    """Return a sort key: severity of the verdict, then the largest ratio of an error to its tolerance."""
     parts = (
         (row.error, row.tolerance),
         (row.worst, row.tolerance_worst),

@@ -196,6 +196,7 @@ def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[
 
 
 def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
+    """List the calls that compare a model with stored goldens; without weights, those of quantised formats."""
     if plan.weights is None:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
@@ -268,6 +269,7 @@ def _judge_by_goldens(plan: ModelPlan, workers: Workers[list[Comparison]]) -> Ju
 
 
 def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> JudgedModel:
+    """Collect the comparisons of one model; a missing golden becomes a reason for NOT RUN."""
     try:
         unable = {} if name == QUANTISED else unable_of(goldens_folder() / name)
         return JudgedModel(name, list(verify()), cannot_judge=unable)
@@ -329,6 +331,7 @@ def refuse_residency(wanted: ClaimedArithmetic) -> None:
 
 
 def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
+    """Judge a GGUF file in its quantised arithmetic against llama.cpp, which runs the file as it is."""
     assert plan.weights is not None
     ids, text = _checked_input(Model(plan.weights), given)
     model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)

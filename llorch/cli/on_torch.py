@@ -33,6 +33,7 @@ class TorchBackend:
 
     @property
     def _runners(self) -> Callable[..., Iterator[Runner]]:
+        """Return the function that makes the runners: over the mesh if there is one, else on one device."""
         return parallel_runners(self.target, self.mesh) if self.mesh else torch_runners(self.target)
 
     def stored(self, model: str) -> Iterator[Comparison]:

@@ -254,6 +254,7 @@ _WANTED = "llorch.threads"
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
+    """Keep the wanted number of threads in the context, for `use_threads`."""
     ctx.meta[_WANTED] = value
 
 

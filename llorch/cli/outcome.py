@@ -141,6 +141,7 @@ def _print_if_possible(say: Callable[[], None]) -> None:
 
 
 def _explain(error: BaseException, *, traceback: bool) -> None:
+    """Print an error as one line on stderr, after the traceback if wanted, or after the learner's own frames."""
     if traceback:
         import traceback as tracebacks
 

@@ -20,6 +20,7 @@ def to_json(value: object, *, indent: int | None = None) -> str:
 
 
 def _finite(value: object) -> object:
+    """Replace NaN and infinity by None, also inside lists and mappings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

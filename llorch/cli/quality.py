@@ -114,6 +114,7 @@ def _fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_
 
 
 def _loaded(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
+    """Load the models: the last with `numerics`, every other one in exact arithmetic."""
     from llorch.model import load
     from llorch.numerics import EXACT
 
@@ -127,6 +128,7 @@ def _needed(models: "list[Model]") -> int:
 
 
 def _judge(models: "list[Model]", windows: "Windows") -> "ModelDifference | Prediction":
+    """Return the perplexity of one model, or the difference of the second model from the first."""
     import numpy as np
 
     from llorch.evaluate.scores import PairScores, compare_models, perplexity

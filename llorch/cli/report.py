@@ -240,11 +240,13 @@ def _ties(judged: JudgedModel) -> list[str]:
 
 
 def _shares(counts: Mapping) -> str:
+    """Format the percentage of places at which llorch is at least as near to float64 as the engines, by case."""
     shares = {case: f"{100 * count['ours'] // count['places']} %" for case, count in counts.items()}
     return f"{shares.pop('all')} ({', '.join(f'{case} {share}' for case, share in shares.items())})"
 
 
 def _format_errors(line: Line, producers: Sequence[str]) -> list[str]:
+    """Format the cells of a line: errors of llorch, float64 reference and engines, then the tolerance."""
     row = line.closest
     if row is None:
         return ["-"] * (3 + len(producers))

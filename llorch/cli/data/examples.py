@@ -33,6 +33,7 @@ def pieces_of(example: Example, tokenizer: Tokenizer | None) -> list[TokenSpan]:
 
 
 def _decoded_text(ids: list[int], tokenizer: Tokenizer | None) -> str:
+    """Return the text of token ids, or the ids themselves, separated by spaces, if there is no tokenizer."""
     if tokenizer is None:
         return "".join(f"{one} " for one in ids)
     raw = b"".join(tokenizer.token_bytes(one) or tokenizer.decode([one], skip_special=False).encode() for one in ids)
@@ -93,11 +94,13 @@ def print_examples(shown: Sequence[tuple[Example, Sequence[TokenSpan]]]) -> None
 
 
 def _style(piece: TokenSpan) -> str:
+    """Return the rich style of a piece: green if it is learned, underlined if it is a control token."""
     colour = "bold green" if piece.learned else "dim"
     return f"{colour} underline" if piece.control else colour
 
 
 def _bracketed(pieces: Sequence[TokenSpan]) -> str:
+    """Join the pieces' texts, with marks around each run of learned ones."""
     runs = groupby(pieces, key=lambda piece: piece.learned)
     texts = [(learned, "".join(_printable(piece.text) for piece in run)) for learned, run in runs]
     return "".join(text.join(_MARKS) if learned else text for learned, text in texts)

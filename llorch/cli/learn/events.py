@@ -47,6 +47,7 @@ def _times_to_look(folder: Path) -> Iterator[object]:
 
 
 def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Map each Python file of a folder to its modification time in ns and its size in bytes."""
     seen = {}
     for path in folder.glob("*.py"):
         with suppress(OSError):  # it went away
@@ -73,6 +74,7 @@ def _single_keys() -> Iterator[bool]:
 
 
 def _read_keys(queue: "SimpleQueue[str]") -> None:
+    """Put each key that is pressed into the queue, and "q" when the terminal is gone."""
     with suppress(OSError):
         while key := os.read(
             sys.stdin.fileno(), 1

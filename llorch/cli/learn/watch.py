@@ -101,6 +101,7 @@ class _Loop:
         self._warm()
 
     def _warm(self) -> None:
+        """Import ahead of time all that checks of the current lesson need, once for each lesson."""
         from llorch.learn.sandbox import warm
 
         if self.lesson not in self.warm:
@@ -108,6 +109,7 @@ class _Loop:
             warm(self.lesson)
 
     def _check(self, lessons: "list[Lesson]", *, begun_only: bool = False) -> None:
+        """Check the lessons, and record and print each outcome; `begun_only` hides other lessons that are not begun."""
         from llorch.cli.learn.shown import counted, print_outcome
         from llorch.learn.progress import LearnerProgress
         from llorch.learn.sandbox import outcomes
@@ -131,4 +133,5 @@ class _Loop:
 
 
 def _is_untouched(outcome: "Outcome") -> bool:
+    """Tell if the learner has written nothing of the lesson, so that nothing was compared."""
     return outcome.word == "BORROWED" and not outcome.record["compared"]

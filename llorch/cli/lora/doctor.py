@@ -58,6 +58,7 @@ def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as
 
 
 def _engines(text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Split the names in `--against`; None if the option is absent, an empty tuple for "none"."""
     if text is None or text == "none":
         return None if text is None else ()
     names = tuple(name.strip() for name in text.split(","))
