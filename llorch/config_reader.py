@@ -102,6 +102,7 @@ class Fields:
             raise FormatError(error.code, message, path=self.path) from None
 
     def _get(self, key: str, default: object, expected: str) -> object:
+        """Return a value, or `default` if it is absent or null; raise FormatError if it is required."""
         value = self.values.get(self._prefix + key)
         if value is None:
             if default is _REQUIRED:

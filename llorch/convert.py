@@ -175,11 +175,13 @@ def _holds_vectors(weights: Weights, kind: GGMLType) -> bool:
 
 
 def _stored_types(weights: Weights) -> set[StoredType]:
+    """Return the types in which the matrices are stored; tensors that always stay F32 do not count."""
     matrices = (weight for weight in inventory(weights.config).values() if not weight.stays_f32)
     return {weights.stored_type(weight.name) for weight in matrices}
 
 
 def _note_second_loss(job: _Job) -> None:
+    """Note that values quantised already are rounded again, if the job does so."""
     quantised = {kind for kind in _stored_types(job.weights) if has_codes(kind)}
     if quantised - {job.ggml_type} and job.ggml_type is not GGMLType.F32:
         names = ", ".join(sorted(kind.name for kind in quantised))
@@ -210,6 +212,7 @@ def _to_gguf(job: _Job) -> bool:
 
 
 def _is_kept(key: str) -> bool:
+    """Tell if a metadata key is copied from the source; the writer makes some of `general.` itself."""
     return key.startswith(_KEPT) and key.removeprefix("general.") not in _MADE
 
 
@@ -230,6 +233,7 @@ def _tokenizer_metadata(job: _Job) -> dict[str, object]:
 
 
 def _sampling_metadata(folder: Path) -> dict[str, object]:
+    """Return the sampling defaults of a folder as GGUF metadata, {} if it does not sample."""
     path = folder / "generation_config.json"
     values = Fields(read_settings(path), path)
     if not values.boolean("do_sample", default=False):
@@ -315,5 +319,6 @@ def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Ma
 
 
 def _model_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, object]:
+    """Return the special token ids under the keys of a config.json; several end tokens become a list."""
     ends = tokenizer.eos_token_ids
     return {**tokenizer.token_ids, **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})}

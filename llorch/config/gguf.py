@@ -108,6 +108,7 @@ def _one_for_all_layers(metadata: Mapping[str, object], arch: str, path: str | P
 
 
 def _has_bias(layers: list[Layer], tensor_names: Container[str]) -> bool:
+    """Tell if the first attention layer has a bias of its queries, by the names of the tensors."""
     first = next((i for i, layer in enumerate(layers) if layer.mixer == "attention"), 0)
     return f"blk.{first}.attn_q.bias" in tensor_names
 
@@ -128,6 +129,7 @@ def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
 
 
 def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """Return how many numbers of a head RoPE turns, 0 for the whole head."""
     width = fields.integer("rope.dimension_count", default=head_dim)
     if width != head_dim and family.rotary_share is None:
         message = f"config: rope.dimension_count must be head_dim = {head_dim}, got {width}"
@@ -251,6 +253,7 @@ def _refuse_other_chunks(fields: Fields, family: Family) -> None:
 
 
 def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
+    """Tell for each layer if it has a delta net in place of attention."""
     key = "attention.recurrent_layers"
     if not fields.has(key):
         interval = fields.integer("full_attention_interval", default=4, low=1)
@@ -262,6 +265,7 @@ def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
 
 
 def _temperature(fields: Fields, family: Family, context: int) -> Temperature | None:
+    """Return the temperature of the queries that the family or the file states, or None."""
     if family.tempered != "beta":
         return family.temperature
     scale = fields.number("attention.temperature_scale", default=0.0, low=0.0)
@@ -296,6 +300,7 @@ def _read_scaling(fields: Fields, family: Family, name: str, rope_factors: np.nd
 
 
 def _yarn(fields: Fields, family: Family, factor: float) -> YarnScaling:
+    """Read the YaRN settings; refuse any that llama.cpp ignores for the family and that differ from its constants."""
     read = _READ_OF_YARN if family.reads_yarn else ()
     for key, ignored in _IGNORED_OF_YARN.items():
         if key not in read:
@@ -312,6 +317,7 @@ def _yarn(fields: Fields, family: Family, factor: float) -> YarnScaling:
 
 
 def _own(fields: Fields, read: tuple[str, ...], key: str) -> float:
+    """Return the number that the file states if llama.cpp reads it, else llama.cpp's constant."""
     usual = _IGNORED_OF_YARN[key][0]
     low = 0.0 if key == "yarn_log_multiplier" else 1e-6  # no number of turns is a length of zero
     return fields.number(f"rope.scaling.{key}", default=usual, low=low) if key in read else usual

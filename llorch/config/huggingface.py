@@ -103,6 +103,7 @@ def unread(name: str, path: str | Path) -> FormatError:
 
 
 def _text_part(whole: Fields) -> Fields:
+    """Return the settings of the text model inside a multimodal configuration, or the configuration itself."""
     kind = whole.text("model_type")
     if kind not in BY_WHOLE:
         return whole
@@ -120,15 +121,18 @@ def _family(kind: str, path: str | Path) -> str:
 
 
 def _tied(whole: Fields, text: Fields, *, default: bool) -> bool:
+    """Tell if embedding and output share a matrix; the whole configuration has precedence over its text part."""
     inner = text.boolean("tie_word_embeddings", default=default)
     return whole.boolean("tie_word_embeddings", default=inner)
 
 
 def _stated(by_family: bool | None, by_file: bool) -> bool:
+    """Return the value that the family fixes, or the file's if the family fixes none."""
     return by_file if by_family is None else by_family
 
 
 def _n_kv_heads(fields: Fields, n_heads: int, default: int | None) -> int:
+    """Read the number of key/value heads; null, or no default of the family, means one for each query head."""
     if default is None or fields.is_null("num_key_value_heads"):
         default = n_heads
     return fields.integer("num_key_value_heads", default=default, low=1)
@@ -184,6 +188,7 @@ def _shared_size(fields: Fields, family: Family, expert_size: int) -> int:
 
 
 def _normalises(fields: Fields, family: Family) -> bool:
+    """Tell if the weights of a token's chosen experts are scaled to the sum 1."""
     if family.scaled_inputs:  # a sigmoid of each logit is its weight
         return False
     default = family.norm_topk_prob_default
@@ -254,6 +259,7 @@ def _has_window(fields: Fields, family: Family) -> bool:
 
 
 def _windowed(fields: Fields, family: Family, rope: list[bool]) -> list[bool]:
+    """Tell for each layer if it has a sliding window; `rope` tells which layers rotate."""
     n_layers = len(rope)
     if not _has_window(fields, family):
         return [False] * n_layers
@@ -288,6 +294,7 @@ def _with_listed_experts(fields: Fields, n_layers: int) -> list[bool]:
 
 
 def _with_rope(fields: Fields, n_layers: int, usual: int) -> list[bool]:
+    """Tell for each layer if it rotates queries and keys; every `usual`-th does not, unless the file differs."""
     interval = fields.integer("no_rope_layer_interval", default=usual, low=1)
     listed = _read_integers(fields, "no_rope_layers") or [int((i + 1) % interval != 0) for i in range(n_layers)]
     if len(listed) < n_layers or not {*listed} <= {0, 1}:
@@ -319,6 +326,7 @@ def _tunes(fields: Fields) -> bool:
 
 
 def _read_integers(fields: Fields, key: str) -> list[int]:
+    """Return a list of integers; an absent or null key gives an empty list."""
     listed = fields.values.get(key)
     if listed is None:
         return []
@@ -348,6 +356,7 @@ def _read_layer_list(fields: Fields, key: str, made: list[str], known: tuple[str
 
 
 def _read_rope(fields: Fields, family: Family) -> Fields | None:
+    """Return the RoPE settings from their new or old key, else the family's, or None."""
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new is not None and old is not None and new.values != old.values:
         # transformers takes the old key then, and with it the default theta: never what the author meant.
@@ -392,6 +401,7 @@ def _refuse_sections(rope: Fields, head_dim: int) -> None:
 
 
 def _beta(fields: Fields, family: Family) -> float:
+    """Read `llama_4_scaling_beta`, the scale of the queries' temperature; 0 without RoPE settings."""
     rope = _read_rope(fields, family)
     return 0.0 if rope is None else rope.number("llama_4_scaling_beta", low=0.0)
 

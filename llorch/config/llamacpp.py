@@ -63,6 +63,7 @@ def _reasons_of_shapes(config: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _reasons_of_chunks(config: ModelConfig, theirs: int, n_tokens: int) -> Iterator[str]:
+    """Yield the reasons why llama.cpp's chunk, `theirs`, changes a run of `n_tokens`."""
     layers = [config.layer(i) for i in range(config.n_layers)]
     for chunk in (layer.chunk or math.inf for layer in layers if layer.rope):
         if chunk != theirs and min(chunk, theirs) < n_tokens:
@@ -71,6 +72,7 @@ def _reasons_of_chunks(config: ModelConfig, theirs: int, n_tokens: int) -> Itera
 
 
 def _reasons_of_temperature(config: ModelConfig, theirs: Temperature, n_tokens: int) -> Iterator[str]:
+    """Yield the reason, if any, why llama.cpp's temperature, `theirs`, changes a run of `n_tokens`."""
     layers, ours = [config.layer(i) for i in range(config.n_layers)], config.temperature
     same = ours == theirs and all(layer.tempered != layer.rope for layer in layers)
     if not same and n_tokens >= min(theirs.floor, theirs.floor if ours is None else ours.floor):
