@@ -79,6 +79,7 @@ def unknown_stages(replay: Replay, *, fed: bool = True) -> Iterator[frozenset[st
 
 
 def _shows_past(replay: Replay, name: str) -> bool:
+    """Tell if `name` is a cache that the first pass of the dump shows completely."""
     return replay.stages[name][0].name in CACHES and replay.fed(0, name) is not None
 
 
@@ -103,6 +104,7 @@ def has_no_past(results: Sequence[StageResult], replay: Replay) -> bool:
 
 
 def _first_token_is_right(result: StageResult) -> bool:
+    """Tell if the first token's error is within its tolerance; False without errors by token."""
     errors, limits = result.local.tokens, result.limit.tokens
     if errors is None or limits is None:
         return False

@@ -104,6 +104,7 @@ class EngineArithmetic:
         return "float32", ""
 
     def _dtype_of(self, n_pass: int, name: str) -> str:
+        """Return the dtype of an array: a half type if stored so or if all values fit it, else float32."""
         seen = self._dump.seen[n_pass, name]
         if BY_NAME[name.rpartition(".")[2]].is_choice:  # small integers fit into everything
             return "float32"

@@ -199,6 +199,7 @@ def _half_the_digits(dump: StageDump, seen: Seen) -> float:
 
 
 def _another_run(number: int, token: int, apart: float, captured: Mapping[int, np.ndarray], row: np.ndarray) -> str:
+    """Explain production logits that differ from the dump's; name the captured token that fits, if one does."""
     errors = {other: measure(mine, row.astype(mine.dtype)).error for other, mine in captured.items()}
     nearest = min(errors, key=errors.__getitem__)
     what = "the dump came from another kernel or another path of the engine"

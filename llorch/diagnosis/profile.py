@@ -71,6 +71,7 @@ def _absolute_differences(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray
 
 
 def _ulps(off: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Count the errors by their number of float32 steps, in bins of powers of two; bin 0 holds exact values."""
     size = np.fmin(np.abs(right), 2.0**127).astype(np.float32)  # whose next number float32 has, too
     step = np.spacing(size).astype(np.float64)
     with np.errstate(divide="ignore"):

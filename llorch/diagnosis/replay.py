@@ -267,6 +267,7 @@ class Replay:
 
 
 def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.ndarray) -> np.ndarray:
+    """Call `keep` with its arguments in the order of the forward pass."""
     return keep(name, array, layer)
 
 

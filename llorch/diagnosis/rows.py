@@ -37,6 +37,7 @@ def dump_rows(
 
 
 def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iterator[Comparison]:
+    """Yield a result as isolated comparison and, if it has a total error, as chained one."""
     place = StageRef(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
     local, total = (result.local, result.limit), (result.total, result.total_limit)
     yield row_of(*local, place, "isolated", engine, model=model, backend=backend)

@@ -28,6 +28,7 @@ def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
 
 
 def _attention_products(s: StageInputs) -> np.ndarray:
+    """Compute queries @ keys, neither scaled nor masked."""
     return products(s.heads(QUERY_AND_KEY[0]), s["k_cache"])
 
 
@@ -43,6 +44,7 @@ def causal(scores: np.ndarray, *, shift: int = 0) -> np.ndarray:
 
 
 def _by_root(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Multiply by 1 / sqrt(head_dim), with the head_dim of the queries."""
     return x * q.dtype.type(q.shape[-1] ** -0.5)
 
 
@@ -69,6 +71,7 @@ def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
 
 
 def _with_scale(s: StageInputs, stage: str, scale: float) -> np.ndarray:
+    """Compute the masked scores, or their probabilities for another stage, with the given scale."""
     return _shown(np.where(_hidden(s), -np.inf, _attention_products(s) * s.dtype(scale)), stage)
 
 
@@ -96,6 +99,7 @@ def groups_tiled(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def _in_half(x: np.ndarray) -> np.ndarray:
+    """Round to float16 and return to the array's dtype."""
     with np.errstate(over="ignore"):  # products above 65504 overflow, which is the point
         return x.astype(np.float16).astype(x.dtype)
 

@@ -32,6 +32,7 @@ def warm_up_left(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _read_by_token(new: np.ndarray) -> np.ndarray:
+    """Misread the memory of (heads, seq, head_dim) as (seq, heads, head_dim); return it with heads first."""
     n_heads, seq, head_dim = new.shape
     return new.reshape(seq, n_heads, head_dim).swapaxes(0, 1)
 

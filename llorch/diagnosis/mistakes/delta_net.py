@@ -72,6 +72,7 @@ def conv_without_silu(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> n
 
 
 def _length(x: np.ndarray) -> np.ndarray:
+    """Compute the Euclidean norm over the last axis, which is kept with size 1."""
     return np.sqrt((x * x).sum(-1, keepdims=True))
 
 

@@ -29,15 +29,18 @@ def _plain(config: ModelConfig) -> bool:
 
 
 def _chooses(config: ModelConfig) -> bool:
+    """Tell if a router of the Qwen kind chooses more than one expert, but not all."""
     experts = config.experts
     return experts is not None and _plain(config) and 1 < experts.n_experts_per_token < experts.n_experts
 
 
 def _normalises(config: ModelConfig) -> bool:
+    """Tell if `_chooses` holds and the chosen weights are scaled to the sum 1."""
     return _chooses(config) and config.experts is not None and config.experts.norm_topk_prob
 
 
 def _keeps_probs(config: ModelConfig) -> bool:
+    """Tell if `_chooses` holds and the chosen probabilities are the weights as they are."""
     return _chooses(config) and config.experts is not None and not config.experts.norm_topk_prob
 
 
@@ -82,10 +85,12 @@ def _ranked(scores: np.ndarray) -> np.ndarray:
 
 
 def _by_expert(s: StageInputs, stage: str, *, x: np.ndarray | None = None) -> np.ndarray:
+    """Compute an expert stage's projection of `x`, or of the usual input, with each token's chosen experts."""
     return linear_by_expert(s["ffn_norm"] if x is None else x, s["topk_ids"], s.weights[PROJECTIONS[stage]])
 
 
 def _other(stage: str) -> str:
+    """Exchange gate and up in the name of a stage."""
     return stage.replace("gate", "*").replace("up", "gate").replace("*", "up")
 
 

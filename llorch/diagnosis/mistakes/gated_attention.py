@@ -24,6 +24,7 @@ def _in_halves(s: StageInputs, half: int) -> np.ndarray:
 
 
 def _partial(config: ModelConfig) -> bool:
+    """Tell if RoPE turns only a part of each head."""
     return config.rotated < config.head_dim
 
 

@@ -114,12 +114,14 @@ def _frequencies(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _scale_frequencies(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    """Return the heads after RoPE with the scaling of its frequencies replaced."""
     inv_freq = unscaled_frequencies(s)
     scaled = wrong(lambda inv_freq, factors: inv_freq / factors)
     return turned(s, rotated_heads(s, stage), scaled(inv_freq=inv_freq, factors=inv_freq / scaled_frequencies(s)))
 
 
 def _rope_tables(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    """Return the heads after RoPE with its tables of cosines and sines replaced."""
     tables = wrong(rope_tables)(positions=s.positions, inv_freq=scaled_frequencies(s))
     return s.turn(rotated_heads(s, stage), *gained(s, *tables))
 
@@ -166,6 +168,7 @@ def _log_decay(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _delta_rule(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    """Return the outputs of the replaced delta rule, or its last state for the stage `delta_state`."""
     out, state = wrong(delta_rule)(
         q=s["q_l2"], k=s["k_l2"], v=heads(s["conv_out"], s.config)[2], beta=s["beta"], g=s["log_decay"],
         state=s["past_delta"],
@@ -214,6 +217,7 @@ def _topk_weights(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _mixed(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
+    """Return the layer's feed-forward output with the weighted sum of experts replaced."""
     assert s.config.experts is not None
     shared = s["shared_out"] if s.config.experts.shared_size > 0 else None
     gate = s["shared_gate"] if s.config.experts.shared_gate else None
@@ -249,6 +253,8 @@ def _filter(name: str) -> InStage:
 
 
 def _penalise(wrong: Replacement, s: Any, step: str) -> np.ndarray:
+    """Return the sampler's probabilities with the repetition penalty replaced."""
+
     def replacement(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         return wrong(lambda logits, history, penalty: right(logits, history.tolist(), penalty=penalty))
 
@@ -256,6 +262,8 @@ def _penalise(wrong: Replacement, s: Any, step: str) -> np.ndarray:
 
 
 def _distribution(wrong: Replacement, s: Any, step: str) -> np.ndarray:
+    """Return the probabilities of the next token with the sampler's whole computation replaced."""
+
     def right(logits: np.ndarray, history: np.ndarray, penalty: float, **changed: Any) -> np.ndarray:
         return probabilities(logits, replace(s.settings, repetition_penalty=penalty, **changed), history.tolist())
 

@@ -23,18 +23,22 @@ ROTATED = ("q_rope", "k_rope")
 
 
 def _tempers(config: ModelConfig) -> bool:
+    """Tell if the model scales its queries by a temperature."""
     return config.temperature is not None
 
 
 def _tempers_llama4(config: ModelConfig) -> bool:
+    """Tell if the model's temperature adds 1 to positions, as Llama 4's does."""
     return config.temperature is not None and config.temperature.offset == 1
 
 
 def _tempers_ministral(config: ModelConfig) -> bool:
+    """Tell if the model's temperature takes positions as they are, as Ministral's does."""
     return config.temperature is not None and config.temperature.offset == 0
 
 
 def _scales_inputs(config: ModelConfig) -> bool:
+    """Tell if each expert's input, not its output, is multiplied by the weight of the expert."""
     return config.experts is not None and config.experts.scaled_inputs
 
 
@@ -43,11 +47,13 @@ def _pairs_neighbours(config: ModelConfig) -> bool:
 
 
 def _has_mscale_pair(config: ModelConfig) -> bool:
+    """Tell if the gain of YaRN is neither 1 nor the usual one of its factor."""
     yarn = config.rope_scaling
     return isinstance(yarn, YarnScaling) and yarn.attention_factor not in (1.0, yarn_gain(yarn.factor))
 
 
 def _has_gain(config: ModelConfig) -> bool:
+    """Tell if YaRN multiplies cosines and sines by a gain other than 1."""
     return isinstance(config.rope_scaling, YarnScaling) and config.rope_scaling.attention_factor != 1.0
 
 

@@ -42,6 +42,7 @@ def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _cut_with_heads_last(y: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Misread rows as (head_dim, heads) for each token; return (seq, heads, head_dim)."""
     return y.reshape(len(y), config.head_dim, -1).swapaxes(1, 2)  # (seq, heads, head_dim)
 
 
@@ -93,6 +94,7 @@ def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _has_paired_rows(config: ModelConfig) -> bool:
+    """Tell if GGUF files of the model's family interleave the rows of q and k."""
     return FAMILIES[config.family].paired_rows
 
 

@@ -26,6 +26,7 @@ MINIMA = {"Q4_1": 2, "Q5_1": 2, "Q2_K": 82, "Q4_K": 2, "Q5_K": 2}  # first byte
 
 
 def _spoilt(s: QuantisedInputs, part: slice, new: np.ndarray | np.uint8) -> QuantisedInputs:
+    """Return a copy of the inputs with some bytes of every block overwritten."""
     blocks = s.blocks.reshape(-1, BLOCK_SIZES[s.kind][1]).copy()
     blocks[:, part] = new
     return s.with_blocks(blocks)

@@ -31,6 +31,7 @@ FP4 = np.concatenate([FP4, -FP4])
 
 
 def _with(matrix: QuantisedMatrix, **fields: Any) -> QuantisedMatrix:
+    """Return a copy of the matrix with other fields in its recipe."""
     return replace(matrix, recipe=replace(matrix.recipe, **fields))
 
 

@@ -113,6 +113,7 @@ def not_renormalised(right: Function) -> Function:
 
 
 def _only(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return the logits with -inf for all but the given tokens."""
     kept = np.full_like(logits, -np.inf)
     kept[tokens] = logits[tokens]
     return kept

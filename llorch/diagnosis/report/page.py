@@ -82,6 +82,7 @@ def _printable_value(value: object) -> object:
 
 
 def _first_causes(diagnosis: Diagnosis) -> list[Finding]:
+    """Return the findings with causes first and honest deviations last."""
     return sorted(diagnosis.findings, key=lambda finding: finding.kind == "honest")
 
 

@@ -60,6 +60,7 @@ def _requantised(weights: Weights, like: QuantisedMatrix, divisor: float, name: 
 
 
 def _hypotheses(mistake: Mistake[Any], weights: Weights, wrong: Wrong) -> Iterator[Hypothesis]:
+    """Yield a mistake twice: in all stored matrices, and in all but the embedding."""
     for stages in (MULTIPLIED, MULTIPLIED[1:]):  # rows of the embedding are often decoded by other code
         change = _decoded_by(wrong, weights, stages)
         yield Hypothesis(mistake.name, "mistake", stages, mistake.diagnosis, change, by_place=False)

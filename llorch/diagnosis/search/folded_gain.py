@@ -37,4 +37,5 @@ def is_folded(as_shown: Sequence[StageResult], with_it: Sequence[StageResult]) -
 
 
 def _times(seen: Seen, gain: float) -> Seen:
+    """Return the dumped array as one that reads its values times the gain."""
     return replace(seen, read=lambda: (read := seen.read()) * read.dtype.type(gain))

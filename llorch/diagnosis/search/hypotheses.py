@@ -177,6 +177,7 @@ def _theta(value: float, config: ModelConfig) -> Hypothesis:
 
 
 def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
+    """Make the hypothesis that the model's scaling of RoPE is missing; the value is not used."""
     return Hypothesis(
         "rope-scaling-missing", "setting", ROTATED, "The frequencies were not scaled, as the config says.",
         _configured(rope_scaling=None), by_place=False,
@@ -366,6 +367,7 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
 
 
 def _widths(config: ModelConfig) -> tuple[int, ...]:
+    """Return the widths of the inputs that matrices multiply: hidden, queries, feed-forward."""
     return config.hidden_size, config.q_width, config.intermediate_size
 
 
@@ -411,6 +413,7 @@ def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
 
 
 def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> np.ndarray:
+    """Round a matrix, or each matrix of a stack of experts; leave vectors as they are."""
     if len(x.shape) == 3:  # of experts; an array, because another rounding may follow
         return np.stack([rounding(each) for each in x])
     return rounding(x) if x.ndim == 2 else x

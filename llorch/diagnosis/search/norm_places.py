@@ -121,6 +121,7 @@ def _dumped_tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
 
 
 def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: Sequence[int]) -> bool:
+    """Tell if the dump has an array of the same tokens and, but for rounding, the same values."""
     if (number, name) not in dump.seen or [*_dumped_tokens(dump, number, name)] != [*tokens]:
         return False
     return relative_distance(array, dump.seen[number, name].read()) < _SAME

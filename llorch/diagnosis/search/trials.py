@@ -88,6 +88,7 @@ class Trials:
         return any(self.tried(trial.hypotheses, places, result).named for places in tried)
 
     def _singles(self, result: StageResult, *, was_right: bool) -> Iterator[Trial]:
+        """Try each known mistake, each honest deviation and each setting alone."""
         for hypothesis in (*self.mistakes, *self._honest):
             for places in choices((hypothesis,), result.since)[: 1 if was_right else None]:
                 trial = self.tried((hypothesis,), places, result)

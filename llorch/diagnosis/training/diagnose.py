@@ -79,6 +79,7 @@ class _Search:
         self._run()
 
     def _take(self, dump: TrainingDump) -> None:
+        """Replay and judge this dump from now on."""
         self.dump, self.replay = dump, TrainingReplay(self.weights, self.adapter, dump)
         self.judge = TrainingJudge(dump, self.weights.config, self.adapter.flat(), self.dtype)
 
@@ -126,6 +127,7 @@ class _Search:
         return best, alike if best else [*near.values()][:-4:-1]
 
     def _numbers(self, scorer: Scorer, since: set[str]) -> Iterator[TrainingHypothesis]:
+        """Yield the hypotheses of a changed number, with the value that fits the wrong quantity best."""
         number, group, _ = scorer.wrong[0].key
         run = self.replay.run(scorer.cure, until=scorer.wrong[0].key)
         ours = (array for (n, of, _), array in run.arrays.items() if (n, of) == (number, "gradient"))
@@ -248,6 +250,7 @@ def _percent_or_all(share: float) -> str:
 
 
 def _result(row: JudgedArray, alone: JudgedArray, dtype: DtypeName, verdict: str) -> StageResult:
+    """Convert a judged array to a result; `alone` is the array judged in a run without the engine's arrays."""
     number, group, _ = row.key
     arithmetic = dtype if row.mode != ISOLATED else "float32"
     return StageResult(

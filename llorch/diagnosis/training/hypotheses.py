@@ -212,10 +212,12 @@ def divided(count: Callable[[Sequence[Batch]], int]) -> Callable[..., Any]:
 
 
 def _slots(batches: Sequence[Batch]) -> int:
+    """Count the places for tokens in all rows, padding included."""
     return sum(batch.ids.size for batch in batches)
 
 
 def _n_tokens(batches: Sequence[Batch]) -> int:
+    """Count the tokens of all batches without padding."""
     return sum(int((batch.documents != PADDING).sum()) for batch in batches)
 
 

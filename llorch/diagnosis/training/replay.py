@@ -115,11 +115,13 @@ class TrainingReplay:
         return found[1]
 
     def _tokens(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple:
+        """Return logits and losses of all tokens of a step, with the mistakes injected."""
         with _inside(mistakes, "shown"):
             logits = self._logits(step, self._adapted(parameters))
             return logits, self._token_losses(step, logits)
 
     def _gradients(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple[float, Named]:
+        """Return loss and gradients of a step, with the mistakes injected into the passes they belong to."""
         with _inside(mistakes, "shown"):
             loss, grads = self._loss_and_gradients(step, parameters)
         if any(one.where != "both" for one in mistakes):

@@ -103,6 +103,7 @@ class Scorer:
         return self.replay.run(self.cure + planted, until=self.wrong[0].key)
 
     def _scored(self, cause: tuple[TrainingHypothesis, ...]) -> Scored:
+        """Return the share of the error that a cause explains and the largest error left, in tolerances."""
         run, before, after, left = self._run(tuple(one.planted for one in cause)), 0.0, 0.0, 0.0
         for row in self.wrong:
             now = self.judge.difference(self.step, row.key[1], row.shown, run.arrays[row.key])
