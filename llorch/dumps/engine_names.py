@@ -111,6 +111,7 @@ def nameless(name: str, op: str, before: Meaning | None, config: ModelConfig) ->
 
 
 def _ours(name: str, layer: int | None) -> Meaning | None:
+    """Parse one of llorch's own stage names, with or without a layer in front of it; None for other names."""
     parts = re.fullmatch(r"(?:(?:l|layers?|blk|blocks?)[._]?([0-9]{1,4})[._])?(\w+)", name)
     stage = BY_NAME.get(parts[2]) if parts else None
     if parts is None or stage is None:
@@ -171,6 +172,7 @@ def _output_of_transformers(name: str, config: ModelConfig) -> Meaning | None:
 
 
 def _module(name: str, layer: int | None, config: ModelConfig) -> Meaning | None:
+    """Parse the path of a transformers module, with or without `.input` or `.output`; None for other names."""
     parts = re.fullmatch(r"(?:[\w.]*\.)?layers\.([0-9]{1,4})\.?([\w.]*)", name)
     if parts:
         layer, path = int(parts[1]), parts[2]

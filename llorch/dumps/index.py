@@ -79,6 +79,7 @@ class _Folder:
         self._files: dict[str, tuple[Path, int]] = {}
 
     def read(self) -> RawDump:
+        """Read the header and all lines of the index; the arrays themselves stay in the file."""
         lines = self._lines()
         header = next(lines, None)
         if header is None or not header.has("llorch_dump"):
@@ -95,6 +96,7 @@ class _Folder:
         return RawDump(source, tuple(self.arrays), tuple(self.passes), features, weights, tuple(self.notes))
 
     def _lines(self) -> Iterator[Fields]:
+        """Yield the objects of the index; a last line that is cut off ends it with a note."""
         data = read_regular(self.path / INDEX, limit=_MAX_INDEX)
         if data.count(b"\n") > _MAX_LINES:
             raise FormatError("TooLarge", f"more than {_MAX_LINES} lines", path=self.path / INDEX)
@@ -233,6 +235,7 @@ def _axes(line: Fields, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _counts(line: Fields, key: str) -> tuple[int, ...]:
+    """Read a required list of integers of at least 0."""
     values = line.values.get(key)
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise line.error("Malformed", key, "a list of integers of at least 0", values)

@@ -173,6 +173,7 @@ def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | 
 
 
 def _feature(run: Fields, key: str) -> str | bool | None:
+    """Read one key of the `run` table of a mapping; None for the keys that are read elsewhere."""
     if key in ("ids", "first_position"):
         return None
     return run.boolean(key, default=False) if key == "flash_attention" else run.text(key)

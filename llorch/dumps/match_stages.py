@@ -98,6 +98,7 @@ def patterns_of(arrays: Sequence[tuple[int, RawArray]], n_layers: int) -> list[P
 
 
 def _patterns(arrays: Sequence[tuple[int, RawArray]], n_layers: int, which: int) -> list[Pattern]:
+    """Group names that differ only in one number, the `which`-th that can be a layer."""
     patterns: dict[str, Pattern] = {}
     for n_pass, array in arrays:
         numbers = [found for found in re.finditer("[0-9]+", array.name) if int(found[0]) <= n_layers]
@@ -135,6 +136,7 @@ def compare(patterns: Sequence[Pattern], weights: Weights, passes: tuple[Tokens,
 def _compare_one(
     pattern: Pattern, reader: StageReader, n_pass: int, stages: tuple[str, ...], layer: int | None, ours: np.ndarray
 ) -> None:
+    """Record the guesses that a pattern's arrays of this pass are these stages of this layer."""
     for number, array, counted in pattern.compared:
         offset = layer if counted is None or layer is None else counted - layer
         is_meant = counted is None or offset in (0, 1) or (offset is None and pattern.is_one_name)

@@ -150,6 +150,7 @@ def _spelled(pattern: Pattern, guess: Guess | None, offset: int) -> str:
 
 
 def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int) -> str:
+    """Format the TOML line that maps a pattern to its stage, with a comment on how sure it is."""
     name = _spelled(pattern, guess, offset)
     if guess is None:
         return f'# {name} = ""  # {pattern.members[0][1].shape} fits no remaining stage'

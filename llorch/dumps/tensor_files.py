@@ -101,6 +101,7 @@ class _BoundedFile(io.FileIO):
 
 
 def _member(file: MappedFile, member: ZipInfo) -> RawArray:
+    """Open one array of a .npz file; compressed data is inflated when the array is read."""
     name, path = require_name(member.filename.removesuffix(".npy"), file.path), file.path
     if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED) or member.flag_bits & 1:
         raise FormatError("Unsupported", f"{name} must be stored or deflated, without encryption", path=path)
@@ -183,6 +184,7 @@ def _array(stored: Stored, name: str, read: partial[np.ndarray] | None = None) -
 
 
 def _dump(source: Path, arrays: Iterable[RawArray]) -> RawDump:
+    """Collect arrays of one pass as a dump; `ids` and `first_position` are its tokens."""
     found: dict[str, RawArray] = {}
     for array in arrays:
         if array.name in found:

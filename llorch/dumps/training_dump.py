@@ -216,6 +216,7 @@ class _StepReader:
 
 
 def _split_name(name: str, micro: int) -> tuple[int, int, str]:
+    """Split `step2/micro1/name` into numbers and name; the step defaults to 1, the micro-batch to `micro`."""
     found = _NAME.fullmatch(name)
     assert found is not None
     return int(found[1] or 1), int(found[2] or micro), found[3]
@@ -237,6 +238,7 @@ def _tensor_names(adapter: Adapter) -> dict[str, str]:
 
 
 def _read_settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset[str]]:
+    """Read the optimizer settings that the dump states, and the names of those."""
     found: dict[str, float | tuple[float, ...]] = {}
     for name, array in numbers.items():
         values = tuple(map(float, np.ravel(array.read())))
@@ -249,6 +251,7 @@ def _read_settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset
 
 
 def _one(array: RawArray) -> StepArray:
+    """Read an array of exactly one number in float64."""
     read = np.asarray(array.read(), np.float64)
     if read.size != 1:
         raise ValueError(f"training dump: {array.name}: expected one number, got {array.shape}")

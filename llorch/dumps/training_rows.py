@@ -41,6 +41,7 @@ def placed(name: str, arrays: Sequence[RawArray], batches: Iterable[Batch]) -> t
 
 
 def _logits_rows(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logits of all tokens but padding, and a mask that is True for each of them."""
     held, read = batch.documents >= 0, array.read().astype(np.float64)
     read = read[None] if read.ndim == 2 else read
     if read.shape[:-1] != held.shape:
@@ -49,6 +50,7 @@ def _logits_rows(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]
 
 
 def _losses(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return one loss for each token that is no padding, and a mask of those that the dump states."""
     held, read = batch.documents >= 0, array.read().astype(np.float64)
     n_rows, n_tokens = held.shape
     learned = np.append(batch.labels[:, 1:], np.full((n_rows, 1), IGNORED), axis=1) != IGNORED
