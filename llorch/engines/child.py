@@ -74,6 +74,7 @@ def _listen(channel: Channel, requests: SimpleQueue[Any]) -> None:
 
 
 def _open(held: list[Any], place: str, target: str, args: list, kwargs: dict) -> dict[str, object]:
+    """Load an engine from `module:function` in folder `place`; return its public methods and properties."""
     os.chdir(place)
     engine = _import_target(target)(*args, **kwargs)
     held[:] = [engine]

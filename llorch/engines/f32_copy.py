@@ -49,6 +49,7 @@ def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig
 
 
 def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, LoadPath]:
+    """Write the weights as a GGUF file of one float type; return its path and the tools that made it."""
     n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
     _check_room(n_bytes, dtype, copy.parent)
     logger.info("%s: llama.cpp reads a copy in %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)

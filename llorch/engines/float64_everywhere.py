@@ -50,4 +50,5 @@ def float64_everywhere(*, refuse: bool = True) -> Iterator[None]:
 
 
 def _widened(value: Any) -> Any:
+    """Return float64 for a narrower torch dtype, any other value as it is."""
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value

@@ -172,6 +172,7 @@ def check_layout() -> None:
 
 @contextmanager
 def _probe_graph() -> Iterator[tuple[GgmlTensor, GgmlTensor, GgmlTensor, GgmlTensor]]:
+    """Yield tensors with known fields for `check_layout`: scores, a permuted view, a mask and their softmax."""
     context = libggml.ggml_init(_InitParams(1 << 16, None, False))
     try:
         scores = libggml.ggml_new_tensor_3d(context, _F32, 5, 3, 7)
@@ -226,6 +227,7 @@ def quantize(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np
 
 
 def _function(kind: ActivationKind, variant: VariantName) -> Callable[[int, int, int], None]:
+    """Return ggml's C function that rounds a row to blocks: the portable one, or the one of this CPU."""
     if variant != HOST_VARIANT:
         return ctypes.cast(getattr(libggml, _PLAIN[kind]), _QUANTIZER)
     folder = Path(llama_cpp.__file__).parent / "lib"

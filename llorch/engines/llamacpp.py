@@ -100,6 +100,7 @@ class LlamaCpp:
         self._models = None
 
     def _model(self, *, for_text: bool = False) -> llama_cpp.llama_model_p:
+        """Return the open model, or the one with the vocabulary `for_text`; ValueError after `close`."""
         if self._models is None:
             raise ValueError("llamacpp: the engine is closed")
         return self._models[1 if for_text else 0]

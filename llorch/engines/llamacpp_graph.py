@@ -207,6 +207,7 @@ class GraphWatcher:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
 
     def _on_node(self, address: int, ask: bool, _user_data: int | None) -> bool:
+        """Answer the scheduler: keep a computed node, or tell if a node is wanted; errors are kept for later."""
         if self.error is not None:
             return ask  # yes, we want the node: the next answer can then stop the graph
         try:

@@ -87,6 +87,7 @@ def _encode_value(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _meant(said: Any, channel: Channel) -> Any:
+    """Convert a message from JSON back to Python values; arrays follow it through the channel."""
     if isinstance(said, list):
         return [_meant(part, channel) for part in said]
     if not isinstance(said, dict):

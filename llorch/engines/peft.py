@@ -33,6 +33,7 @@ def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> F
 
 @contextmanager
 def _base_of(model: str | Path, adapter: str | Path) -> Iterator[Any]:
+    """Open the base in float32: the whole multimodal model if the adapter is one for it, else the text model."""
     if is_of_whole(adapter):
         yield transformers.AutoModelForImageTextToText.from_pretrained(
             model, local_files_only=True, use_safetensors=True, dtype=torch.float32, attn_implementation="eager"

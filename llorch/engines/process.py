@@ -164,6 +164,7 @@ class EngineInChild:
         return self._asked().ask(method, ["call", method, args, kwargs], seconds)
 
     def _asked(self) -> EngineProcess:
+        """Return the child process; ValueError after `close`."""
         if self._process is None:
             raise ValueError(f"{self._engine}: the engine is closed")
         return self._process

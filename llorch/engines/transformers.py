@@ -271,13 +271,16 @@ class _LayerFrom(DynamicLayer):
         self._first = first
 
     def get_seq_length(self) -> int:
+        """Return the next position, tokens before the first one included."""
         return self._first + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys, and the position of the first of them."""
         return super().get_seq_length() + query_length, self._first
 
 
 def _cache_from(first_position: int, n_layers: int) -> Cache:
+    """Return an empty cache whose first token will be at a position."""
     return Cache(layers=[_LayerFrom(first_position) for _ in range(n_layers)])
 
 
@@ -544,6 +547,7 @@ def _divide_frequencies(model: Any, config: ModelConfig) -> None:
 
 
 def _processors(settings: SamplingSettings, history: Sequence[int]) -> LogitsProcessorList:
+    """List transformers' logits processors for the settings; greedy decoding has only the penalty."""
     processors = LogitsProcessorList()
     if settings.repetition_penalty != 1 and history:
         processors.append(transformers.RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))

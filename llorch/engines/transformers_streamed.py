@@ -199,6 +199,7 @@ class Streamed:
         self._readers.shutdown()
 
     def _enter(self, part: str, _module: nn.Module, _inputs: tuple) -> None:
+        """Load the weights of a part before it runs, in place of those of the part before."""
         if part == self._held:
             return
         self._drop()
@@ -213,6 +214,7 @@ class Streamed:
         self._tell(place + left)
 
     def _fill(self, part: str) -> None:
+        """Read the parameters of a part into the model; a tied head reads the embedding."""
         module = self._model.get_submodule(part)
         names = list(module.state_dict())
         tied = EMBEDDING if part == HEAD and self._tied else part
@@ -220,6 +222,7 @@ class Streamed:
         module.load_state_dict(dict(zip(names, read, strict=True)), assign=True)
 
     def _drop(self) -> None:
+        """Free the weights of the part in memory."""
         if self._held:
             self._model.get_submodule(self._held).load_state_dict(self._empty[self._held], assign=True)
         self._held = ""
