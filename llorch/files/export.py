@@ -163,6 +163,7 @@ def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
 
 
 def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
+    """Return the type in which a weight is written: F32 or F16 for weights that cannot have `ggml_type`."""
     if weight.stays_f32:
         return GGMLType.F32
     if weight.shape[-1] % BLOCK_SIZES[ggml_type][0]:
@@ -173,6 +174,7 @@ def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
 
 
 def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> list[TensorToWrite]:
+    """List the tensors to write; weights in `kept` keep the packed bytes of their source."""
     entries = []
     factors = _rope_factors(weights)
     if factors is not None:
@@ -186,6 +188,7 @@ def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]
 
 
 def _tensor_parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    """Yield the bytes of a tensor in parts; a weight already of this type is copied, not quantised again."""
     weight = tensor.weights[0]
     if len(weight.shape) == 3:
         yield from _parts_of_stack(weights, weight, ggml_type)
@@ -230,6 +233,7 @@ def assembled(weights: Weights, tensor: Tensor, *, in_gguf: bool) -> np.ndarray:
 
 
 def _rope_factors(weights: Weights) -> np.ndarray | None:
+    """Return llama.cpp's divisors of the RoPE frequencies, float32, or None if the model needs none."""
     config = weights.config
     match config.rope_scaling:
         case FactorScaling(factors=factors):

@@ -52,6 +52,7 @@ def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.
 
 
 def _block_type(weights: Weights, weight: Weight) -> GGMLType | str:
+    """Return the block type that holds a weight's numbers exactly, or the reason why there is none."""
     if weight.stays_f32:
         return "GGUF files store it as F32"
     if weights.is_changed(weight.name):

@@ -182,6 +182,7 @@ def _shards(config: ModelConfig, ggml_type: GGMLType, shard_bytes: int) -> list[
 def _write_shard(
     weights: Weights, path: Path, shard: list[Tensor], ggml_type: GGMLType, on_tensor: Callable[[str], None]
 ) -> None:
+    """Write one safetensors file; `on_tensor` hears each tensor's name, of experts only the first."""
     rows = [(one.name, ggml_type.name, one.shape, encoded_size(one.shape, ggml_type)) for one in shard]
     with path.open("wb") as file:
         file.write(header_bytes(rows, metadata={"format": "pt"}))  # without it transformers refuses the file

@@ -61,6 +61,7 @@ class Lockstep(Generic[T]):
         return [self._results[at] for at in range(len(self._jobs))]
 
     def _work(self, at: int) -> None:
+        """Run a job in its thread; keep its result or the first error, then let the next job go on."""
         try:
             self._wait(at)
             self._results[at] = self._jobs[at](partial(self._turn, at))
@@ -72,15 +73,18 @@ class Lockstep(Generic[T]):
             self._next()
 
     def _turn(self, at: int) -> None:
+        """Let all other jobs finish the layer, then go on."""
         self._waiting.append(at)
         self._next()
         self._wait(at)
 
     def _next(self) -> None:
+        """Let the job that waits longest go on."""
         if self._waiting:
             self._gates[self._waiting.popleft()].release()
 
     def _wait(self, at: int) -> None:
+        """Wait for the job's turn; end the job if another one failed."""
         self._gates[at].acquire()
         if self._error is not None:
             raise _Ended
@@ -101,6 +105,7 @@ def _bytes_of_dtype(dtype: DtypeName) -> int:
 
 
 def _elements(weights: Weights) -> Counter[str]:
+    """Count the numbers of each layer, and of each weight outside the layers."""
     parts: Counter[str] = Counter()
     for name in weights:
         parts[name.rpartition(".")[0] or name] += math.prod(weights.shape(name))

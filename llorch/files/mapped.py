@@ -49,6 +49,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def _no_regular_file(path: str | Path, kind: int) -> FormatError:
+    """Return the error for a path that is a folder, pipe or device; `kind` is the file type of its mode."""
     got = _NO_FILES.get(kind, "something else")
     return FormatError("Unsupported", f"expected a regular file, got {got}; write the data to a file", path=path)
 
@@ -133,6 +134,7 @@ class MappedFile:
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _state_now(self) -> tuple[int, int]:
+        """Return the size and modification time of the open file, to notice changes."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 

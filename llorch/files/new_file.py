@@ -77,6 +77,7 @@ def folders_above(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
+    """Name the path in an OSError of the block, in place of the temporary file."""
     try:
         yield
     except OSError as error:

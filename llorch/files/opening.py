@@ -56,6 +56,7 @@ def _open_gguf(path: Path) -> Weights:
 
 
 def _in_gguf(weight: Weight, file: GGUFFile) -> Slot:
+    """Return the place of a weight in the file, whose tensor may have other axes of length 1."""
     layout = weight.in_gguf
     found = file.tensors.get(weight.gguf)
     wanted = layout.shape or weight.shape
@@ -146,6 +147,7 @@ def _by_path(folder: SafetensorsFolder) -> dict[str, str]:
 
 
 def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
+    """Return the place of a weight in the folder, with the prefix that the folder's names have."""
     name = weight.huggingface
     first = plain.get(name.format(e=0))
     found = name if first is None else first.removesuffix(name.format(e=0).removeprefix("model."))

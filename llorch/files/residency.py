@@ -82,6 +82,7 @@ def remembered(config: ModelConfig) -> tuple[int, int]:
 
 
 def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
+    """Estimate the bytes of float32 activations of a pass: `seq` tokens, `ctx` tokens in all."""
     mixed = 3 * config.q_width
     if (net := config.delta_net) is not None:  # its own rows, and of every value head those of its keys and values
         of_heads = net.n_value_heads * (net.key_head_dim + net.value_head_dim)

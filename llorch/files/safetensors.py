@@ -89,6 +89,7 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
 
 
 def _read_header(file: MappedFile) -> tuple[dict[str, object], int]:
+    """Return the parsed header and the offset in bytes at which data begins."""
     if file.size < 8:
         raise file.error("Truncated", f"a safetensors file has at least 8 bytes, got {file.size}", 0)
     length = int.from_bytes(file.map[:8], "little")

@@ -247,6 +247,7 @@ def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
 
 
 def _join_tensors(rows: Iterable[tuple[str, Layout, Weight]]) -> list[Tensor]:
+    """Build tensors from rows of weights; rows with one name become one tensor."""
     found: dict[str, Tensor] = {}
     for name, layout, weight in rows:
         before = found[name].weights if name in found else ()
@@ -255,6 +256,7 @@ def _join_tensors(rows: Iterable[tuple[str, Layout, Weight]]) -> list[Tensor]:
 
 
 def _each_expert(tensor: Tensor) -> list[Tensor]:
+    """Split a tensor into one for each expert, if its name has a place for the expert's number."""
     if "{e}" not in tensor.name:
         return [tensor]
     n_experts, *shape = tensor.shape

@@ -99,6 +99,7 @@ class Layout:
             part[...] = array.reshape(part.shape)
 
     def _unmade(self, array: np.ndarray) -> np.ndarray:
+        """Return the float32 numbers to store, from which `made` computes the given ones exactly if it can."""
         match self.form:
             case "plain":
                 return array

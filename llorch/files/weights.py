@@ -267,6 +267,7 @@ class Weights(Mapping):
                 raise FormatError("Unsupported", message, path=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
+        """Tell if a weight is used as a `Matrix`, packed or with rounded inputs, not as an array."""
         if not slot.multiplied or not (self.packed or self.numerics.rounds_activations):
             return False
         return self.source.packed(next(iter(slot.tensors))).ggml_type not in (GGMLType.F32, GGMLType.F64)
@@ -296,6 +297,7 @@ class Weights(Mapping):
         )
 
     def _require_equal(self, slot: Slot) -> None:
+        """Refuse a folder with both tied tensors if their numbers differ."""
         assert slot.must_equal is not None
         one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
         if not one.holds_the_same(other):

@@ -69,6 +69,7 @@ class Chunk:
         return found
 
     def _empty(self, count: int, dtype: np.typing.DTypeLike) -> np.ndarray:
+        """Take an uninitialised array from the chunk's scratch memory, aligned to 64 bytes."""
         start = self._used
         self._used += -(-count * np.dtype(dtype).itemsize // 64) * 64
         return self._scratch[start : start + count * np.dtype(dtype).itemsize].view(dtype)

@@ -111,12 +111,14 @@ def decode_iq1_m(chunk: Chunk, out: np.ndarray) -> None:
 def _write_signed(
     chunk: Chunk, grid: np.ndarray, keys: np.ndarray, signs: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
+    """Write grid[key] * sign * scale to `out`; a sign is -1 or 1, a scale holds for a run of elements."""
     codes = chunk.look_up(grid, keys).view(np.int8)
     codes *= signs.view(np.int8)
     write_scaled(codes, scales, out)
 
 
 def _write_with_delta(chunk: Chunk, keys: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
+    """Write (grid[key] + delta) * scale to `out`; delta is in the key."""
     flat = out.reshape(-1)
     flat[...] = chunk.look_up(_grid_with_delta(), keys).view(np.int8)
     flat *= np.float32(0.125)  # exact; the product with the scale comes after it, as in ggml
@@ -136,9 +138,11 @@ def _signs_and_scales(chunk: Chunk, words: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _scale(chunk: Chunk, scales: np.ndarray, *, unit: float = 0.25) -> np.ndarray:
+    """Return the scales of groups, d * (scale + 0.5) * unit, (blocks, groups)."""
     shifted = scales.astype(np.float32) + np.float32(0.5)
     return chunk.float16_field(0)[:, None] * shifted * np.float32(unit)
 
 
 def _odd_scale(d: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the scales of groups, d * (2 * scale + 1), (blocks, groups)."""
     return d[:, None] * (2 * scales.astype(np.float32) + 1)

@@ -76,6 +76,7 @@ def minima_of_q4_k(chunk: Chunk) -> np.ndarray:
 
 
 def _write_with_minima(chunk: Chunk, codes: np.ndarray, out: np.ndarray) -> None:
+    """Write code * scale - minimum to `out`, with scale and minimum of each sub-block."""
     scales, minima = _scales_and_minima(chunk)
     runs = write_scaled(codes, scales * chunk.float16_field(0)[:, None], out)
     runs -= (minima * chunk.float16_field(2)[:, None]).reshape(-1, 1)

@@ -68,5 +68,6 @@ def decode_nvfp4(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def _look_up(chunk: Chunk, pairs: np.ndarray, data: np.ndarray, width: int) -> np.ndarray:
+    """Return the table's values of four-bit codes: for each `width` bytes the low nibbles, then the high ones."""
     codes = chunk.weave(chunk.bit_fields(data, 4), width)
     return chunk.look_up(pairs, codes.view("<u2")).view(np.int8)

@@ -135,10 +135,12 @@ def decode_q8_k(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def _four_bits(chunk: Chunk, start: int) -> np.ndarray:
+    """Return the unsigned four-bit codes of each block, as int8, in the order of the elements."""
     return chunk.weave(chunk.bit_fields(chunk.field(start, 16), 4), 16).view(np.int8)
 
 
 def _five_bits(chunk: Chunk, start: int) -> np.ndarray:
+    """Return the unsigned five-bit codes of each block, as int8; their fifth bits come first in the block."""
     codes = _four_bits(chunk, start + 4)
     codes |= chunk.look_up(_FIFTH_BITS, chunk.field(start, 4).reshape(-1)).view(np.int8)
     return codes

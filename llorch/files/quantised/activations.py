@@ -59,6 +59,7 @@ def read_activations(method: str, source: Source) -> Activations:
 
 
 def _is_true(settings: Fields) -> bool:
+    """Return True, for methods that quantise weights alone whatever their settings are."""
     return True
 
 
@@ -109,6 +110,7 @@ def _rounding_of(source: Source, settings: Fields, module: str, found: Found) ->
 
 
 def _codes_of(settings: Fields) -> CodesName:
+    """Return the codes of a rounding; refuse asymmetric ones and other widths than 4 and 8 bits."""
     key = settings.text("type", default="int"), settings.integer("num_bits", default=8)
     if key not in _CODES or not settings.boolean("symmetric", default=True):
         raise settings.error("Unsupported", "num_bits", "symmetric int or float of 4 or 8 bits", settings.values)
@@ -116,6 +118,7 @@ def _codes_of(settings: Fields) -> CodesName:
 
 
 def _read_caches(source: Source, made: Activations) -> None:
+    """Add the static rounding of keys and values of each layer, if the settings have any."""
     settings = source.settings.section("kv_cache_scheme")
     if settings is None:
         return

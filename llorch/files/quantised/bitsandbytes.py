@@ -47,6 +47,7 @@ def _add_int8(source: Source, module: str) -> None:
 
 
 def _add_four_bit(source: Source, module: str, kind: str) -> None:
+    """Add a matrix of NF4 or FP4 codes; its block scales may be quantised once more."""
     wanted = source.settings.text("bnb_4bit_quant_type", default=kind)
     if wanted != kind:
         raise source.settings.error("Inconsistent", "bnb_4bit_quant_type", f"{kind!r}, as {module} has it", wanted)
@@ -96,6 +97,7 @@ def _span(rows: Rows, shape: Shape) -> np.ndarray:
 
 
 def _absmax(nested: Fields | None, shape: Shape, size: int) -> Reader:
+    """Return the reader of the scale of each group of columns; `nested` has the settings of quantised scales."""
     group = gcd(size, shape[1])  # columns of a row that are in one block, wherever blocks begin
 
     def read(parts: Parts, rows: Rows) -> np.ndarray:

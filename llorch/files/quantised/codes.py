@@ -105,6 +105,7 @@ def _minifloat(code: Int[np.ndarray, " codes"], exponent_bits: int, mantissa_bit
 
 
 def _e4m3() -> np.ndarray:
+    """Return the values of all 256 codes of E4M3, two of which are NaN."""
     values = _minifloat(np.arange(256), 4, 3).astype(np.float32)
     values[[0x7F, 0xFF]] = np.nan
     return values

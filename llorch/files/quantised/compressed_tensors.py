@@ -212,6 +212,7 @@ def _add_float8(source: Source, module: str, weights: Fields) -> None:
 
 
 def _add_nvfp4(source: Source, module: str, weights: Fields) -> None:
+    """Add a matrix of 4-bit floats with E4M3 scales for 16 columns, divided by a global scale."""
     n_out, half = source.shape(module, "weight_packed")
     parts = {
         "codes": source.take(module, "weight_packed", ["U8"]),

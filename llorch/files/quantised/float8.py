@@ -40,6 +40,7 @@ def read_fp8(source: Source) -> None:
 
 
 def _block(source: Source) -> tuple[int, int] | None:
+    """Return rows and columns of a block that has one scale, None if scales do not belong to blocks."""
     value = source.settings.values.get("weight_block_size")
     if value is None:
         return None
@@ -103,6 +104,7 @@ def add_blocks(source: Source, module: str, suffix: str, block: tuple[int, int],
 
 
 def _block_scales(rows_of_block: int) -> Reader:
+    """Return the reader of each row's scales: floats, or powers of two in bytes."""
     floats = floats_of("scale", block=rows_of_block)
 
     def read(parts: Parts, rows: Rows) -> np.ndarray:

@@ -134,6 +134,7 @@ class QuantisedFolder(SafetensorsFolder):
         }  # fmt: skip
 
     def _floats(self) -> dict[str, SafetensorsInfo]:
+        """Return the tensors that belong to no quantised matrix."""
         parts = {part for found in self.source.found.values() for part in found.parts.values()}
         return {name: info for name, info in self.stored.items() if name not in parts | self.source.unused}
 

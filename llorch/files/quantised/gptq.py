@@ -125,6 +125,7 @@ def _turned(part: str) -> Reader:
 
 
 def _group(parts: Mapping[str, str], size: int) -> Any:
+    """Return the size of groups, or the reader of each column's group if the file lists them."""
     return (lambda parts: parts["g_idx"].array) if "g_idx" in parts else size
 
 
@@ -179,6 +180,7 @@ def _wrong_padding(scales: StoredPart, groups: int) -> str | None:
 
 
 def _add_gemm(source: Source, module: str, group_size: int) -> None:
+    """Add an AWQ matrix in the layout `gemm`: words of 8 output rows."""
     n_in, n_words = source.shape(module, "qweight")
     n_out = n_words * 8
     size, groups = n_groups(source, module, n_in, group_size)
@@ -199,6 +201,7 @@ def _add_gemm(source: Source, module: str, group_size: int) -> None:
 
 
 def _add_gemv(source: Source, module: str, group_size: int) -> None:
+    """Add an AWQ matrix in the layout `gemv`: words of 8 input columns, padded scales."""
     n_out, n_words = source.shape(module, "qweight")
     n_in = n_words * 8
     size, groups = n_groups(source, module, n_in, group_size)

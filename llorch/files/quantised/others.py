@@ -125,6 +125,7 @@ def read_modelopt(source: Source) -> None:
 
 
 def _add_product(source: Source, module: str) -> None:
+    """Add a ModelOpt NVFP4 matrix, whose block scales are multiplied by a global scale."""
     n_out, half = source.shape(module, "weight")
     parts = {
         "codes": source.take(module, "weight", ["U8"]),
@@ -171,6 +172,7 @@ def read_bitnet(source: Source) -> None:
 
 
 def _add_ternary(source: Source, module: str, *, divided: bool) -> None:
+    """Add a BitNet matrix of -1, 0 and 1; `divided`: the numbers are divided by the stored scale."""
     quarter, n_in = source.shape(module, "weight")
     parts = {
         "codes": source.take(module, "weight", ["U8"]),
