@@ -47,6 +47,8 @@ class RecordedCalls:
         return to_npz(self.arrays, json.dumps(about, indent=1))
 
     def _recording(self, part: Exercise) -> Call:
+        """Return the reference of an exercise, which also records the arguments of every call."""
+
         def call(**given: Any) -> Any:
             name = f"{part.name}/{len(self.of_part[part.name]):04d}"
             self.of_part[part.name].append(_digest_of_inputs(given))

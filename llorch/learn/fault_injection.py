@@ -79,6 +79,7 @@ def teeth(lesson: Lesson, implementation: Implementation) -> Teeth:
 
 
 def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
+    """Check the solution with each typed mistake in place of one exercise; yield the detection of each."""
     for part, wrong in typed_mistakes(lesson).items():
         for name, function in wrong.items():
             seen = check(lesson, Implementation(implementation.source, {**implementation.written, part: function}))
@@ -125,6 +126,7 @@ def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]
 
 
 def _tooth(name: str, model: ForwardModel, case: str, n_cached: int, wrong: dict[str, np.ndarray]) -> Tooth:
+    """Measure by how many tolerances a wrong stage is off, at the engine where it is least; name the suspects."""
     this, (place, array) = model.suite.cases[case], *wrong.items()
     claims = [model.suite.chained(model.runner, case, witness, n_cached, place) for witness in model.suite.evidence]
     over = min(claim.difference(array).over(claim.limit) for claim in claims)

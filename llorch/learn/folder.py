@@ -51,6 +51,8 @@ def read_folder(folder: Path, around: Callable[[Call], Call] = lambda call: call
 
 
 def _raising(error: BaseException) -> Call:
+    """Return an exercise that raises this error when it is called."""
+
     def part(**given: Any) -> Any:
         raise error
 
@@ -119,6 +121,7 @@ class _Borrowing(SourceFileLoader):
     """
 
     def exec_module(self, module: ModuleType) -> None:
+        """Run a lesson's file over the reference functions; if it fails, keep these and the error."""
         parts = {part.name: part.reference for lesson in LESSONS if lesson.module == self.name for part in lesson.parts}
         vars(module).update(parts)
         try:
@@ -128,6 +131,7 @@ class _Borrowing(SourceFileLoader):
             vars(module).update(parts, **{_FAULT: error})
 
     def get_code(self, fullname: str) -> CodeType:
+        """Compile a lesson's file without the exercises that are not written."""
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), filename=path)
         unwritten = unwritten_in(tree) & PARTS.keys()

@@ -150,6 +150,7 @@ def _require_like(part: Exercise, name: str, got: np.ndarray, like: Like, return
 
 
 def _require_numbers(part: Exercise, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
+    """Note NaN where the reference has none, or raise LearnerFault in a live run."""
     if like[-1] or not _has_nan(array):
         return
     at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))

@@ -155,6 +155,7 @@ class _Checker:
         return answer
 
     def _is_late(self) -> bool:
+        """Tell if the learner's call is past its end and the process has not interrupted it."""
         return 0 < self._clock[0] < time.monotonic() - _GRACE
 
     def _read_output(self, printed: "_Printed") -> bool:
@@ -196,6 +197,7 @@ class _Printed:
             self._line(line)
 
     def _line(self, line: bytes) -> None:
+        """Report a line up to the limit of lines; leave out traceback lines of code that is not the learner's."""
         if (frame := _FRAME.match(line)) and not is_own(frame[1].decode("utf-8", "replace")):
             return
         self._n += 1
@@ -262,6 +264,7 @@ def _open_implementation(source: str, allowed: "_Allowed") -> Implementation | E
 
 
 def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, with_teeth: bool) -> Outcome:
+    """Check a lesson, and inject mistakes if it passes and they are wanted; any error becomes an outcome."""
     lesson = BY_NUMBER[number]
     try:
         verdict = check(lesson, implementation, mode)
@@ -302,6 +305,7 @@ class _Allowed:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Count the time of the block against the time that is left, and interrupt it when none is left."""
         self._began = time.monotonic()
         self._clock[0] = self._began + max(self.left, 0)
         self._set_alarm(max(self.left, 1e-3))

@@ -30,6 +30,7 @@ def typed(part: Exercise) -> Mapping[str, Call]:
 
 
 def _replaced(part: Exercise) -> Mapping[str, Call]:
+    """Return an exercise's reference with each known mistake, by the mistake's name."""
     return {
         **{mistake.name: mistake.wrong(part.reference) for mistake in _mistakes_of(part.name)},
         **typed_in_training(part),
@@ -55,6 +56,7 @@ def _in_dtype(function: Call) -> Call:
 
 
 def _as(result: Any, dtypes: Sequence[np.dtype]) -> Any:
+    """Round a float array to the first of the dtypes, unless it has one of them."""
     is_other = isinstance(result, np.ndarray) and result.dtype in FLOATS and result.dtype not in dtypes
     return result.astype(dtypes[0]) if is_other and dtypes else result
 
@@ -168,6 +170,7 @@ def _array(tensor: Tensor, dtype: type[np.floating] = np.float32) -> np.ndarray:
 
 
 def _like(x: Tensor, array: np.ndarray) -> Tensor:
+    """Return the array as a tensor with the dtype and the device of `x`."""
     return x.new_tensor(array, dtype=x.dtype)
 
 

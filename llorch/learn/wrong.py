@@ -109,10 +109,12 @@ class Wrong:
 
     @property
     def _limit(self) -> float:
+        """Return the largest difference of a single number that the tolerance allows."""
         finite = np.abs(self.want[np.isfinite(self.want)])
         return self.claim.limit.worst * (self.claim.unit or float(finite.max(initial=0.0)))
 
     def _grows(self, tokens: np.ndarray) -> str:
+        """Describe errors of all tokens but the first, else ""."""
         first = self.claim.place.n_cached == 0 and len(tokens) > 2
         return (
             "the mistake depends on positions or earlier tokens" if first and not tokens[0] and tokens[1:].all() else ""
@@ -136,6 +138,7 @@ class Wrong:
         return ""
 
     def _close(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Tell if two arrays differ by at most `CLEARLY` times the tolerance, relative to `a`."""
         return bool(np.linalg.norm(a - b) <= CLEARLY * self.claim.limit.error * np.linalg.norm(a))
 
     def still_right(self) -> list[str]:

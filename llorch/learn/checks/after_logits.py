@@ -108,6 +108,7 @@ def _left(wrong: LessonComparison, made: np.ndarray) -> float:
 
 
 def _worst_within(lefts: Iterator[float]) -> float | None:
+    """Return the largest number, or None as soon as one is NaN or above 1."""
     worst = 0.0
     for left in lefts:
         if not left <= 1:
@@ -201,6 +202,7 @@ class FilterCheck(AfterLogitsCheck):
 
 
 def _edge(wrong: LessonComparison) -> str:
+    """Describe the tokens at the edge of top-p if only those differ, else ""."""
     claim, name = wrong.claim, wrong.row.place.part
     if claim is None or wrong.got is None:
         return ""

@@ -89,6 +89,7 @@ def _runs(wrong: Sequence[LessonComparison]) -> list[tuple[str, str, str]]:
 
 
 def _n_unknown(said: Sequence[Finding]) -> int:
+    """Count the findings that are not honest deviations."""
     return sum(each.kind != "honest" for each in said)
 
 
@@ -218,12 +219,14 @@ class ForwardModel:
         return traces
 
     def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[LessonComparison]:
+        """Compare stages computed from each engine's golden inputs."""
         for witness, golden in self.suite.evidence.items() if stages else ():
             trace = self.trace(this, golden=golden.traces[case])
             for name in self._keys(stages):
                 yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace.get(name))
 
     def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[LessonComparison]:
+        """Compare stages of one run from the token ids, after `n_cached` tokens, with each engine."""
         if not (names := list(self._keys(stages))):
             return
         trace = self.trace(this, n_cached=n_cached)

@@ -152,6 +152,7 @@ class CheckpointRun:
         return brief.get(self.number, lambda: iter(()))()
 
     def _adapter_file(self) -> Mapping[str, Table]:
+        """Write the adapter as a GGUF file, and return the table of that file."""
         config = self.weights.config
         with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
             path = Path(folder) / "adapter.gguf"
@@ -190,6 +191,7 @@ class CheckpointRun:
 
 
 def _is_brief(claim: Expectation) -> bool:
+    """Tell if a check of the lesson alone compares this expectation."""
     return claim.mode == ISOLATED or claim.place.checkpoint == "19" or claim.place.stage == "merged_logits"
 
 
@@ -202,6 +204,7 @@ def _shortened(claim: Expectation) -> Expectation:
 
 @contextmanager
 def _with(mistake: Mistake[Any], along: bool) -> Iterator[None]:
+    """Inject a mistake, and the one that mostly comes with it if `along`."""
     with ExitStack() as planting:
         planting.enter_context(planted(mistake))
         if along and mistake.along:

@@ -45,6 +45,8 @@ def generate(step: Callable[[Any], Array], prompt: Array, max_tokens: int) -> It
 
 
 def _row_adapted(call: Call, right: Call) -> Call:
+    """Make the learner's function select the last row of `forward`'s logits, where only that is asked for."""
+
     def adapted(*args: Any, last_only: bool = False, **more: Any) -> Array:
         logits = right(*args, **more)
         return call(logits=logits)[None] if last_only else logits
@@ -59,6 +61,8 @@ def _penalty_adapted(call: Call, right: Call) -> Call:
 
 
 def _distribution_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function; greedy runs and other penalties stay llorch's."""
+
     def adapted(
         logits: Array, settings: SamplingSettings, history: Sequence[int], *, n_prompt: int | None = None
     ) -> Array:
@@ -82,6 +86,8 @@ def _positions_adapted(call: Call, right: Call) -> Call:
 
 
 def _generate_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function for greedy runs without a penalty, and check the tokens."""
+
     def adapted(
         step: Callable[[Sequence[int]], Array], prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
     ) -> Iterator[tuple[int, float]]:

@@ -120,6 +120,7 @@ def _kept_flat(keep: Call, name: str, heads: Array) -> Array:
 
 
 def _tables_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function with the scaled frequencies, and apply the gain of YaRN."""
     from llorch.ops import rope  # under its own name: with the learner's frequencies, where they are written
 
     def adapted(positions: Array, *, head_dim: int, theta: float, scaling: Any) -> tuple[Array, Array]:
@@ -141,6 +142,8 @@ def _rope_adapted(call: Call, right: Call) -> Call:
 
 
 def _scale_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function with the factors that llorch divides the frequencies by."""
+
     def adapted(inv_freq: Array, scaling: Any, *, head_dim: int, theta: float) -> Array:
         if scaling is None:
             return inv_freq
@@ -173,6 +176,8 @@ def _feed_forward_adapted(call: Call, right: Call) -> Call:
 
 
 def _block_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function for a layer, and append its new keys and values."""
+
     def adapted(
         x: Array, w: Mapping[str, Any], config: ModelConfig, cos: Array, sin: Array, append: Call, keep: Call
     ) -> Array:

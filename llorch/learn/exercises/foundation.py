@@ -137,6 +137,7 @@ def _ranked_adapted(call: Call, right: Call) -> Call:
 
 
 def _word(call: Call, encoder: ByteLevelBPE, word: str) -> list[int]:
+    """Encode one word, in characters of byte-level BPE, with the learner's merge loop."""
     texts, ids, ranks = _model_of(encoder)
     if encoder._tokenizer.model.ignore_merges and word in ids:  # type: ignore[attr-defined]
         return [ids[word]]
@@ -147,6 +148,7 @@ def _word(call: Call, encoder: ByteLevelBPE, word: str) -> list[int]:
 
 
 def _merge_by(call: Call, ids: list[int], rows: list[tuple[int, int, int, int]], n_pieces: int) -> list[int]:
+    """Run the learner's merge loop; rows are ids of left, right and joined piece, and the rank."""
     if not rows:
         return ids
     table = np.array(sorted(rows, key=lambda row: row[3]), np.int64).reshape(-1, 4)

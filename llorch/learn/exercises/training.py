@@ -134,6 +134,8 @@ def _cross_entropy_adapted(call: Call, right: Call) -> Call:
 
 
 def _lora_backward_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function for plain LoRA; DoRA and dropout stay llorch's."""
+
     def adapted(matrix: Any, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
         lora = matrix.lora
         if lora is None or lora.magnitude is not None or lora.mask is not None:
@@ -171,6 +173,8 @@ def _adamw_adapted(call: Call, right: Call) -> Call:
 
 
 def _accumulated_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function with sums of losses and gradients of each batch."""
+
     def adapted(weights: Any, adapter: Adapter, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Array]]:
         means = [right(weights, adapter, [batch], **how) for batch in batches]
         counts = np.array([batch.n_trained for batch in batches])
@@ -183,6 +187,8 @@ def _accumulated_adapted(call: Call, right: Call) -> Call:
 
 
 def _merged_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function for plain LoRA; DoRA and embeddings stay llorch's."""
+
     def adapted(weight: Array, adapter: Adapter, name: str, **where: Any) -> Array:
         tensors = adapter.tensors[name]
         if tensors.magnitude is not None or adapter.targets[name].is_embedding:

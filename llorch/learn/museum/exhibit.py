@@ -91,6 +91,7 @@ def _overflowing(array: np.ndarray) -> np.ndarray:
 
 @cache
 def _wide(model: str) -> Weights:
+    """Open a built-in model with float64 weights."""
     return open_weights(find(model)).astype(np.float64, keep=True)
 
 

@@ -95,6 +95,7 @@ class OnTorch:
         return self._trace(lambda see: self.runner.chained(case, self.suite.cases[case], see))
 
     def _trace(self, run: Callable[[See], None]) -> dict[str, np.ndarray]:
+        """Run with the learner's modules installed, on one thread; return all observed stages."""
         trace: dict[str, np.ndarray] = {}
 
         def see(name: str, array: np.ndarray, **flips: int) -> None:
