@@ -60,6 +60,7 @@ def examine(
 
 
 def _base(adapter: Path, weights: Weights, *, any_base: bool) -> AdapterFinding:
+    """Check that the adapter belongs to the base model; an unknown or another base is a warning."""
     try:
         verdict = check_base(adapter, weights, any_base=any_base)
     except FormatError as error:

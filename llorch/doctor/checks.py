@@ -148,6 +148,7 @@ def _length(name: str, adapter: Adapter) -> float:
 
 
 def _encoded_and_decoded(array: np.ndarray, path: Path) -> np.ndarray:
+    """Round an array to bfloat16 as a GGUF file stores it."""
     kind = GGMLType.BF16
     return decode(np.concatenate([*encode(array, kind, name="merged", path=path)]), kind, array.shape)
 
@@ -182,6 +183,7 @@ def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> l
 
 
 def _data(values: dict, weights: Weights) -> TrainingData:
+    """Read the training data again with the settings that the run recorded."""
     settings = settings_from((_RUN, values.get("settings", {})))
     config = weights.config
     settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
@@ -189,6 +191,7 @@ def _data(values: dict, weights: Weights) -> TrainingData:
 
 
 def _end_token(data: TrainingData, model: Opened) -> AdapterFinding:
+    """Check that some example trains a token that ends a text."""
     try:
         ends = trained_ends(data.train, model)
     except FormatError as error:
@@ -203,6 +206,7 @@ def _end_token(data: TrainingData, model: Opened) -> AdapterFinding:
 
 
 def _unchanged(data: TrainingData, values: dict, run: Path) -> AdapterFinding:
+    """Check that the training data has the digest that the run recorded."""
     identity = values.get("identity")
     recorded = identity.get("data") if isinstance(identity, dict) else None
     if recorded == data.digest:

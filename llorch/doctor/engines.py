@@ -48,6 +48,7 @@ def compare_engines(
 
 
 def _effect(plain: np.ndarray, beside: np.ndarray) -> AdapterFinding:
+    """Check that an adapter changes the logits and that these are finite."""
     effect = float(np.abs(beside - plain).max())
     text = f"the adapter changes them by up to {effect:.3g}; their standard deviation is {beside.std():.3g}"
     if not np.isfinite(beside).all():

@@ -40,6 +40,7 @@ def stops(data: TrainingData, adapter: Path, weights: Weights) -> AdapterFinding
 
 
 def _answer(row: Example, ends: Collection[int], model: Model) -> AdapterFinding:
+    """Check that the model ends its answer to a training example within about twice the length of the example's."""
     first = max(1, next(place for place, label in enumerate(row.labels) if label != IGNORED))
     n_most = 2 * (len(row.ids) - first) + _MORE
     tokens = model.generate(row.ids[:first], max_tokens=n_most, ignore_eos=True, adapter="examined")

@@ -119,6 +119,7 @@ class Share:
 
     @property
     def _rows(self) -> Any:
+        """Return the index of this matrix's rows in lora_B and in the magnitudes."""
         return ... if self.part.rows is None else np.array(self.part.rows)
 
 

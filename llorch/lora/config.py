@@ -208,6 +208,7 @@ def _absent(kind: str, absent: list[str], paths: list[str], config: ModelConfig)
 
 
 def _fits(target: LoraTarget, modules: tuple[str, ...] | str) -> bool:
+    """Tell if a target is one of the modules: ends of paths, a regular expression, or all-linear."""
     if modules == ALL_LINEAR:
         return target.name not in ("embed_tokens", "lm_head")
     if isinstance(modules, str):
@@ -244,6 +245,7 @@ def _path_ends_with(path: str, end: str) -> bool:
 
 
 def _hits(pattern: str, targets: Collection[LoraTarget]) -> bool:
+    """Tell if a pattern names at least one of the targets."""
     return any(_fits_end(pattern, target.path) for target in targets)
 
 

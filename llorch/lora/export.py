@@ -105,6 +105,7 @@ def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
 
 
 def _filled(tensors: LoraTensors, scaling: float, rank: int) -> LoraTensors:
+    """Pad the factors with zeros to a rank, and multiply lora_B by the scaling."""
     more = rank - len(tensors.lora_A)
     scaled = (tensors.lora_B * np.float64(scaling)).astype(np.float32)
     return LoraTensors(np.pad(tensors.lora_A, ((0, more), (0, 0))), np.pad(scaled, ((0, 0), (0, more))))

@@ -107,6 +107,7 @@ def _refuse(adapter: Adapter, model: ModelConfig, path: Path) -> None:
 
 
 def _stored(adapter: Adapter, *, folded: bool) -> dict[str, np.ndarray]:
+    """Return the tensors of the file by name; `folded`: lora_B is multiplied by the scaling."""
     arrays = {}
     for name, target in adapter.targets.items():
         tensors = adapter.tensors[name]

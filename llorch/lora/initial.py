@@ -106,6 +106,7 @@ def _with_twice_the_rank(config: LoraConfig) -> LoraConfig:
 
 
 def _drawn(target: LoraTarget, rank: int, init: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the factors, one of which is zero: lora_A for an embedding, else lora_B."""
     lora_A, lora_B = np.zeros(target.shape_A(rank), np.float32), np.zeros(target.shape_B(rank), np.float32)
     if target.is_embedding:
         lora_B = _generator(seed, f"{target.name}.{LORA_B}").standard_normal(lora_B.shape)

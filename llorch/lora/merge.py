@@ -51,6 +51,7 @@ class MergedWeights(Weights):
         return merged_matrix(array, self.adapter, name, expert=number, where=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
+        """Return False, so that merged matrices are read as arrays."""
         return False  # what the file packs is not what is multiplied
 
 
@@ -87,6 +88,7 @@ def merged_matrix(
 
 
 def _merge_matrix(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
+    """Return the merged matrix in the dtype of `weight`, with DoRA's magnitudes if there are any."""
     factors = None
     if tensors.magnitude is not None:
         factors = tensors.magnitude / output_lengths(weight, tensors, scaling, is_embedding=is_embedding)

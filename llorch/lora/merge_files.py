@@ -116,6 +116,7 @@ def merge(
 
 
 def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, notes: list[str]) -> GGMLType:
+    """Choose the type of the merged matrices; a quantised base gives F32 unless a type is wanted, and a note."""
     quantised = sorted({kind.name for kind in _types(merged) if has_codes(kind)})
     if quantised:
         what = "the decoded numbers of a quantised base"
@@ -125,6 +126,7 @@ def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, note
 
 
 def _write_merged(merged: MergedWeights, target: Path, kind: GGMLType, report: Callable[[str], None]) -> list[str]:
+    """Write a folder or a GGUF file; return the notes of the writer."""
     if Path(merged.path).is_dir() and target.suffix != ".gguf":
         return _write_merged_folder(merged, target, ggml_type=kind, report=report)
     return write_model(merged, target, ggml_type=kind, report=report).notes

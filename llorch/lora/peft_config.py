@@ -128,6 +128,7 @@ def _refuse_mlx(fields: Fields, path: Path) -> None:
 
 
 def _refuse(fields: Fields, path: Path) -> None:
+    """Refuse settings that change the result and that llorch does not compute; warn of unknown ones that are off."""
     on = {key: value for key, value in fields.values.items() if value not in _OFF}
     for key, reason in _REFUSED.items():
         if key in on:

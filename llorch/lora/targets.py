@@ -220,6 +220,7 @@ def _experts_target(path: str, short: str, of: list[Weight], *, turned: bool) ->
 
 
 def _tensor(weight: Weight) -> str:
+    """Return the weight's GGUF name without its ending."""
     return weight.gguf.removesuffix(".weight")
 
 
