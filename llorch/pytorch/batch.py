@@ -47,6 +47,7 @@ class HostCopy:
 
 
 def _on_its_way(tensor: Tensor) -> Tensor:
+    """Start a copy to pinned host memory and return it; it is complete later."""
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
 

@@ -126,6 +126,7 @@ class ParallelEngine(TorchEngine):
         return self._together(super().product_rate)
 
     def _together(self, rate: Callable[[], float]) -> float:
+        """Measure on all ranks at once, and return the sum of their rates."""
         dist.barrier(self._ranks.get_group())
         return float(summed(torch.tensor(rate()), self._ranks))
 

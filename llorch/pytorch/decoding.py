@@ -81,6 +81,7 @@ class Decoding:
         self.n_done = 1
 
     def _assign(self, jobs: Sequence[Job]) -> None:
+        """Set up all state for new jobs: settings, random numbers, seen tokens, limits and end ids."""
         self.adapters = [job.adapter for job in jobs]
         settings, most = [job.settings for job in jobs], max(job.max_tokens for job in jobs)
         self.settings.assign(BatchSettings.of(settings, self.ids.device))
@@ -113,6 +114,7 @@ class Decoding:
             self.step(max(self.filled), causal=self.batch == 1)
 
     def _choose(self, logits: Float[Tensor, "batch vocab"]) -> None:
+        """Choose the next token of each sequence and record it; an ended one gets position -1."""
         u = self.uniforms.index_select(1, self.n)
         token, logprob = self.agree(*choose(logits, self.settings, self.needs, self.seen, self.counts, u))
         self.tokens.index_copy_(1, self.n, token)

@@ -105,6 +105,7 @@ def _empty(config: ModelConfig) -> CausalLM:
 def _put_dense(
     model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut
 ) -> None:
+    """Decode a weight, cut it and put it into the model; buffers are at least float32."""
     path = path_of(row.name)
     owner, _, name = path.rpartition(".")
     if name in model.get_submodule(owner)._buffers:
@@ -168,6 +169,7 @@ def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:
 
 
 def _leaf(fields: Fields, kind: Kind, row: Weight, dtype: torch.dtype, columns: np.ndarray | None) -> nn.Module:
+    """Build the module of a packed weight; `columns` reorders its inputs."""
     if row.name == "embed_tokens":
         return QuantisedEmbedding(fields, kind, dtype)
     if len(row.shape) == 3:

@@ -175,6 +175,7 @@ def _beside_pages(weights: Weights, target: Target, n_jobs: int, longest: int) -
 
 
 def _as_loaded(weights: Weights) -> Literal["decoded", "packed"]:
+    """Tell how the weights are loaded: packed if any of them can be."""
     return "packed" if any(kind_of(weights, name) for name in weights) else "decoded"
 
 
@@ -199,6 +200,7 @@ def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
 def _choice(
     weights: Weights, target: Target, decoded: Wanted, free: float, *, from_blocks: bool
 ) -> Literal["decoded", "packed"]:
+    """Choose packed weights if kernels read them (`from_blocks`), or if decoded weights do not fit."""
     if not any(kind_of(weights, name) for name in weights):
         return "decoded"
     if from_blocks and (target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None)):

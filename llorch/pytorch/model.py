@@ -205,6 +205,7 @@ class TorchModel(AdaptedModules):
         )  # fmt: skip
 
     def _decoding(self, jobs: Sequence[Job]) -> Decoding:
+        """Return the decoding of the last batch if it fits these jobs, else a new one."""
         needs, module = Needs.of([job.settings for job in jobs]), self.module_for([job.adapter for job in jobs])
         spare, self._spare = self._spare, None  # an answer that is begun meanwhile gets another
         if spare is not None and spare.fits(jobs, needs, module):
@@ -223,6 +224,7 @@ class TorchModel(AdaptedModules):
         return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots), module), names)
 
     def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
+        """Let a decoding use the compiled forward pass, and recorded steps where the device has them."""
         if self.compiles:
             (name,), growing = set(adapters), self.target.device.type == "cpu"
             decoding.forward = self.compiled_for(decoding.module, name, growing=growing)

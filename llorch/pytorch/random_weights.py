@@ -56,6 +56,7 @@ def random_model(config: ModelConfig, target: Target, packed: Kind | None = None
 
 
 def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
+    """Draw a weight: norms near 1, decays below -1, all others near 0."""
     tensor = torch.randn(row.shape, dtype=target.dtype, device=target.device).mul_(SIZE)
     if row.name.endswith("decay"):
         tensor = -1 - tensor.abs()
@@ -63,6 +64,7 @@ def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
 
 
 def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: Kind) -> None:
+    """Put a module with random packed fields in the weight's place."""
     fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
     if row.name == "embed_tokens":
         leaf = QuantisedEmbedding(fields, packed, target.dtype)

@@ -272,6 +272,7 @@ def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
 
 
 def _fixed(leaf: Any, leaves: KernelTable) -> Any:
+    """Wrap a module so that its rows do not depend on the batch; return one that needs no wrapper."""
     if isinstance(leaf, RMSNorm):
         return FixedNorm(leaf)
     if isinstance(leaf, HeadNorm):

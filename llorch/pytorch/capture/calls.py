@@ -65,6 +65,7 @@ class _Mode(TorchFunctionMode):
         self._thread = threading.get_ident()  # in which a mode is active; hooks run in all of them
 
     def begin(self, watch: Callable[[Mapping[str, Any]], Calls], given: Mapping[str, Any]) -> None:
+        """Watch the calls inside a module from here on, in the thread of the capture only."""
         if threading.get_ident() == self._thread:
             self._inside.append(watch(given))
 

@@ -216,6 +216,7 @@ class _Watch:
         return self._context(layer, output, probs)
 
     def _context(self, layer: int, output: torch.Tensor, probs: Any) -> tuple[torch.Tensor, Any]:
+        """Keep the output of attention as the context, unless another hook shows that stage."""
         if shown_at(CONTEXT, self._config, layer) != "attn_context":
             self.keep("attn_context", layer, output[0].flatten(1))
         return output, probs
@@ -289,6 +290,7 @@ def _first_position(given: Mapping[str, Any]) -> int | None:
 
 
 def _require_eager(model: nn.Module) -> None:
+    """Refuse a compiled model, since it calls no hooks."""
     if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
         raise ValueError(
             f"capture: expected a model in eager mode, got {type(model).__name__} from torch.compile, "

@@ -82,6 +82,7 @@ class Ending:
         return {rank: self._store.get(name) == b"late" for rank, name in names.items() if self._store.check([name])}
 
     def _lost(self, error: BaseException, here: Mapping[int, bool]) -> RankFailed:
+        """Return the error for ranks that left no message: their process ended, or it hangs."""
         missing = [rank for rank in range(self._n_ranks) if rank not in here]
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._n_ranks}"
         if not missing:
@@ -91,6 +92,7 @@ class Ending:
         return RankLost(f"lost {who}, whose process ended: {_message_of(error)}", None)
 
     def _tried(self, error: BaseException) -> str:
+        """Name the kind of loss, a timeout or a broken connection, as the beginning of a message."""
         return f"no answer for {self._seconds} from" if _is_late(error) else "lost"
 
 

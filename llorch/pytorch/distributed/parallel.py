@@ -219,6 +219,7 @@ def _leaving(part: Tensor, ranks: DeviceMesh) -> Tensor:
 
 
 def _sharded(part: nn.Module, module: CausalLM, ranks: DeviceMesh) -> None:
+    """Shard a part with FSDP; its gradients are summed over the ranks, not averaged."""
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     fully_shard(part, mesh=ranks, mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False))
     assert isinstance(part, FSDPModule)
@@ -227,6 +228,7 @@ def _sharded(part: nn.Module, module: CausalLM, ranks: DeviceMesh) -> None:
 
 
 def _with_whole_stages(kwargs: dict[str, Any], ranks: DeviceMesh) -> dict[str, Any]:
+    """Let an observer in the arguments see whole stages, not the parts of this rank."""
     keep = kwargs.get("keep", keep_nothing)
     return kwargs if keep is keep_nothing else kwargs | {"keep": _of_whole_stages(keep, ranks)}
 

@@ -61,6 +61,7 @@ class ParallelModel(TorchModel):
         return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
 
     def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
+        """Add fast steps, and let all ranks take the tokens of the first rank."""
         made = super()._fast(decoding, adapters)
         made.agree = of_the_first(self.ranks)
         return made

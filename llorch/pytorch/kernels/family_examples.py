@@ -85,6 +85,7 @@ def _delta_rule(config: ModelConfig, at: Target) -> KernelExample:
 
 
 def _routed_example(config: ModelConfig, at: Target, plain: nn.Module, width: int) -> KernelExample:
+    """Build an example of expert products: one input for each token, and one for each chosen expert."""
     numbers = Numbers(at)
     ids = {seq: numbers(1, seq, N_EXPERTS).argsort(-1)[..., :TOP] for seq in LENGTHS}
     given = [(numbers(1, seq, one, width), ids[seq]) for one in (1, TOP) for seq in LENGTHS]

@@ -96,6 +96,7 @@ def _ours(kind: str, leaves: KernelTable, plain: Any) -> Any:
 
 
 def _off(example: KernelExample, ours: Any, dtype: torch.dtype) -> float:
+    """Return the largest error of llorch's kernel against float64, in multiples of its tolerance."""
     plain = copy.deepcopy(example.plain)
     exact = _results(example, plain.to(example.wide) if isinstance(plain, nn.Module) else plain, example.wide)
     near, got = (_results(example, leaf, dtype) for leaf in (example.plain, ours))
@@ -124,6 +125,7 @@ def _distances(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, f
 
 
 def _decoding(example: KernelExample, leaf: Any, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a call of the kernel with the example's first inputs, for a clock."""
     given = example.inputs(dtype)[0]
     return lambda: example.call(leaf, *given)
 
@@ -149,6 +151,8 @@ def seconds(device: torch.device, kind: str) -> Clock:
 
 
 def _least(call: Callable[[], object]) -> float:
+    """Return the least seconds of 20 calls on the host."""
+
     def once() -> float:
         start = time.perf_counter()
         call()

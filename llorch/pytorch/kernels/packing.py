@@ -208,6 +208,7 @@ def _decode_table(fields: Fields, table: Table) -> Tensor:
 
 
 def _times_factor(numbers: Tensor, table: Table) -> Tensor:
+    """Apply the factor and the divisor of the whole table."""
     if table.factor is not None:
         numbers = numbers * table.factor
     if table.divisor is None:
@@ -237,11 +238,13 @@ def join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]
 
 
 def _join_two_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
+    """Pack codes of two bits; inverse of `two_bits`."""
     parts = codes.unflatten(1, (-1, 8, 4)).mT  # (out, runs, word, part)
     return (parts[..., ::4] | parts[..., 1::4] << 2 | parts[..., 2::4] << 4 | parts[..., 3::4] << 6).flatten(1)
 
 
 def _join_six_bits(scale: UInt8[Tensor, "out runs"], minimum: UInt8[Tensor, "out runs"]) -> UInt8[Tensor, "out bytes"]:
+    """Pack scales and minima of six bits; inverse of `six_bits`."""
     low, high = scale.unflatten(1, (-1, 2)).unbind(-1)
     low_min, high_min = minimum.unflatten(1, (-1, 2)).unbind(-1)
     parts = (low | low_min << 6, low_min >> 2 | high << 4, high >> 4 | high_min << 2)

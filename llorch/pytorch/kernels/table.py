@@ -73,6 +73,7 @@ def faster(leaf: nn.Module, leaves: KernelTable) -> nn.Module:
 
 
 def _kind_of(leaf: nn.Module) -> str:
+    """Return the key of a module in kernel tables, "" if no kernel replaces it."""
     if isinstance(leaf, QuantisedLinear):
         return f"packed {leaf.ggml_type.name}"
     if isinstance(leaf, QuantisedExperts):

@@ -234,6 +234,7 @@ class LoraLeaf(Dropping):
         return length
 
     def _lengths_of(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+        """Compute |W + scaling * B A| along the input."""
         raise NotImplementedError
 
 

@@ -92,6 +92,7 @@ class ShortConv(nn.Module):
         return _take(self._summed(rows, seq), (rank - 1).clamp(min=0)), _take(rows, last)
 
     def _summed(self, rows: Float[Tensor, "batch rows conv_width"], seq: int) -> Channels:
+        """Compute the convolution of `seq` tokens with the rows before them, then SiLU."""
         total = torch.zeros((), dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
         for tap, weight in enumerate(self.weight.unbind(1)):
             total = total + widened(rows[:, tap : tap + seq]) * weight

@@ -51,12 +51,14 @@ def _grouped(x: Tensor, k_heads: int) -> Tensor:
 
 
 def _token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one token's output and the state after it."""
     state = log_decay.exp() * state
     state = state + k.mT @ (beta * (v - k @ state))
     return q @ state, state
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute a chunk's outputs and the state after it, from one triangular system."""
     between, start = _decays(log_decay)
     system = beta * between * (k @ k.mT)
     right = beta * (v - start * (k @ state))

@@ -200,6 +200,7 @@ class ContinuousBatch:
         return iter(groups.values())
 
     def _is_current(self, run: ServedJob) -> bool:
+        """Tell if the adapter of a job is still the one that the job began with."""
         name = run.job.adapter
         return name is None or (name in self._model.adapters and self._model.module_for([name]) is run.module)
 

@@ -92,6 +92,7 @@ class PagedCache(Cache):
         return _gathered(keys, of_heads, place.ctx), _gathered(values, of_heads, place.ctx)
 
     def _look_from(self, page: int) -> None:
+        """Let `keys` and `values` begin at a page of the pool."""
         if page != self._first:
             self.keys, self.values = ([store[:, :, page * PAGE :] for store in pool] for pool in self._pools)
             self._first = page

@@ -96,6 +96,7 @@ class Pages:
         self._kept.pop(page, None)
 
     def _forgotten(self) -> int:
+        """Take the page that was kept longest, so that no job finds it by its key any more."""
         oldest = next(iter(self._kept))
         del self._kept[oldest], self._page_of[self._key_of.pop(oldest)]
         return oldest

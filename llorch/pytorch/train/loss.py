@@ -65,6 +65,7 @@ def _all_at_once(
     *,
     smoothing: float,
 ) -> Float[Tensor, ""]:
+    """Sum the loss of some rows through torch's cross entropy; autograd keeps their logits."""
     with only(lm_head, tokens):
         logits = lm_head(rows)
     return cross_entropy(widened(logits), targets, reduction="sum", label_smoothing=smoothing)
@@ -82,6 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         *trained: Tensor,
     ) -> Tensor:
+        """Sum the loss chunk by chunk; gradients are computed here and stored for `backward`."""
         losses, d_rows = widened(rows.new_zeros(len(rows))), torch.zeros_like(rows)
         d_trained: list[Tensor | None] = [None] * len(trained)  # so it stays for one that the head does not use
         for start in range(0, len(rows), chunk):

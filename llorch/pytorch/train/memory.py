@@ -106,6 +106,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 def _now(device: torch.device) -> int:
+    """Return the bytes that the process holds on the device, or in the host's memory; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     try:

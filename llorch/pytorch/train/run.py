@@ -193,10 +193,12 @@ class Run:
             self._watcher.validated(self._training.step, loss)
 
     def _is_due(self, every: int) -> bool:
+        """Tell if this step is the first, the last, or a multiple of `every`; 0 means never between."""
         step = self._training.step
         return step in (0, self._training.total_steps) or (every > 0 and step % every == 0)
 
     def _save(self, offset: int) -> None:
+        """Save a snapshot that remembers the length of the log in bytes."""
         training = self._training
         record = {
             "step": training.step, "log_offset": offset, "identity": training.plan.identity(), "changes": self._changes,
@@ -281,6 +283,7 @@ class Run:
         return Stopped(number, f"stopped after {done}, which are saved in {self._folder}; continue with --resume")
 
     def _finish(self, seconds: float) -> RunResult:
+        """Write the adapter on the first rank; return the result on all."""
         adapter = self._training.adapter  # for which all ranks give their parts
         return self._ranks.first(lambda: self._written(adapter, seconds))
 

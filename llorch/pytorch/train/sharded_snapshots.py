@@ -91,12 +91,14 @@ class ShardedSaver:
             self._from_rank_0(lambda: self._outcome(pending))
 
     def _outcome(self, pending: _Pending) -> None:
+        """Complete a snapshot if that is not done, and raise its error."""
         if not pending.over:
             self._finish(pending)
         if pending.error is not None:
             raise pending.error
 
     def _finish(self, pending: _Pending) -> None:
+        """Complete or abandon a snapshot; its error is kept for `_outcome`."""
         failed = pending.written.exception()
         try:
             if failed is not None:

@@ -149,6 +149,7 @@ class Training:
         return Alone(module) if mesh is None else OnMesh(module, mesh)
 
     def _non_finite(self, what: str) -> NonFiniteLoss:
+        """Drop the gradients, and return the error that names the rows of this step."""
         self._optimizer.zero_grad()
         sources = [example.source for row in self.plan.order.rows(self.step) for example in row]
         shown = ", ".join(sources[:8]) + (f" and {len(sources) - 8} more" if len(sources) > 8 else "")

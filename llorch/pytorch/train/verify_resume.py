@@ -133,6 +133,7 @@ class _Quiet:
         self._stop_at = stop_at
 
     def begins(self, training: "Training") -> None:
+        """Cut the validation data to one batch."""
         from llorch.train.batch import Examples
 
         valid = training.data.valid
@@ -175,6 +176,7 @@ def run_as_rank(
 
 
 def _run_here(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, **how: Any) -> None:
+    """Train in this process; the stop at `stop_at` is no error."""
     from llorch.pytorch.train.run import Run
     from llorch.train.stopping import Stopped
 
@@ -239,6 +241,7 @@ def _tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Compared:
+    """Count the bits that differ; arrays of other dtype or shape differ in all bits."""
     largest = max((array for array in (one, other) if array is not None), key=lambda array: array.nbytes)
     if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return Compared(name, largest.size, 8 * largest.nbytes)

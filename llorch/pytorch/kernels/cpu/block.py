@@ -91,6 +91,7 @@ class CpuBlock(Block):
     def _run(
         self, struct: _Block, x: Tensor, place: PassPlacement, pages: Tensor | None, keys: Tensor, values: Tensor
     ) -> Tensor:
+        """Compute the whole block in one compiled call, which also writes keys and values to the cache."""
         tensors = place.cos, place.sin, place.slots, place.visible, pages
         held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
         sizes = x.shape[0], x.shape[1], place.ctx, keys.stride(1) // keys.shape[3]

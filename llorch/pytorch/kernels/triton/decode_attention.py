@@ -58,6 +58,7 @@ def _slots_of_a_part(ctx: int, *, block: int, rows: int) -> int:
 def _launch_parts(
     q: Heads, keys: Context, values: Context, visible: Visible, sums: Tensor, ends: Tensor, part: int
 ) -> None:
+    """Fill `sums` and `ends` for every key/value head and part of the context."""
     batch, _, n_heads, head_dim = q.shape
     kv_heads, ctx = keys.shape[1:3]
     group, n_parts = n_heads // kv_heads, sums.shape[2]
@@ -82,6 +83,7 @@ def _attend_part(
     keys_batch, keys_head, keys_slot, values_batch, values_head, values_slot,
     MASKED: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Attend to one part of the context with all query heads of a key/value head; store unnormalised sums."""
     batch = (tl.program_id(0) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
     member, column = tl.arange(0, GROUP), tl.arange(0, WIDTH)
@@ -137,6 +139,7 @@ def _add_product(mixed, power, value):
 @triton.jit
 @no_type_check
 def _combine(sums, ends, context, n_rows, n_parts, head_dim, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Combine the parts of the context for one query head, and store the output of attention."""
     row = tl.program_id(0).to(tl.int64)
     part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
     at = row * n_parts + part

@@ -103,6 +103,7 @@ def _multiply(
     x, weight0, weight1, weight2, bias0, bias1, bias2, y0, y1, y2, width, size0, size1, size2,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    """Multiply one row by a tile of rows of one of up to three matrices; sums are float32."""
     tile = tl.program_id(0)
     weight, bias, y, size = weight0, bias0, y0, size0
     tiles0, tiles1 = tl.cdiv(size0, ROWS), tl.cdiv(size1, ROWS)

@@ -54,6 +54,7 @@ def norm_tile(width: int) -> dict[str, Any]:
 @triton.jit
 @no_type_check
 def _normalise(x, weight, y, n_rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Apply RMSNorm to `ROWS` rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     at = row[:, None] * width + column[None, :]
@@ -89,6 +90,7 @@ def _launch(
     q: Heads, k: Heads, v: Heads, place: PassPlacement, keys: Context, values: Context,
     q_rope: Heads, k_rope: Heads, *, keep_keys: bool,
 ) -> None:  # fmt: skip
+    """Turn queries and keys, and write keys and values to the cache; `keep_keys` also fills `k_rope`."""
     batch, seq, n_heads, head_dim = q.shape
     rows, kv_heads = keys.shape[:2]
     n_slots = keys.stride(1) // head_dim
@@ -106,6 +108,7 @@ def _rotate(
     q, k, v, slots, cos, sin, q_rope, k_rope, keys, values, seq, n_heads, kv_heads, n_slots,
     KEEP_KEYS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
+    """Turn the queries of one token, or turn its keys and write them to the cache, or write its values."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     c = tl.load(cos + token * HALF + column, mask=column < HALF, other=0)[None, :]

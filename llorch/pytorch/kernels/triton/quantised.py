@@ -108,6 +108,7 @@ def _write(
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
     ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
+    """Decode one tile of a packed matrix to `out`."""
     row, run = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     tile = _decoded(
         codes, upper, scales, d, dmin, row, run, n_out, n_runs, KIND, GROUP, OFFSET, FACTOR, DIVISOR, ROWS, RUNS
@@ -242,6 +243,7 @@ def back_by_library(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: 
 
 
 def _fits(fields: Fields, ggml_type: Kind) -> bool:
+    """Tell if the decoded matrix fits the scratch memory."""
     return len(fields["codes"]) * width(fields, ggml_type) <= SCRATCH
 
 

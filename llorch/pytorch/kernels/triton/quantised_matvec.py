@@ -151,6 +151,7 @@ def _multiply(
     KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
     DIVISOR: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, M: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
+    """Multiply up to `M` rows by one row of a packed matrix, of a chosen expert's if `CHOSEN`."""
     n_out = tl.num_programs(0)
     m, out, choice = tl.arange(0, M), tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = out.to(tl.int64)
@@ -194,6 +195,7 @@ def _multiply(
 @triton.jit
 @no_type_check
 def _four_bits(x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, KIND: tl.constexpr):
+    """Return the products of some runs of a row of Q4_0 or Q4_K, (M, RUNS)."""
     there = run < n_runs
     words = _load_words(codes, row, run, n_runs, there)  # (RUNS, 4)
     dots, sums = _dots(x, words, words, words, m, run, n_rows, n_runs, 0, 8, "IN_PLACE")
@@ -245,6 +247,7 @@ def _scale_and_offset(
 @triton.jit
 @no_type_check
 def _six_bits(x, codes, upper, scales, d, m, row, run, n_rows, n_runs):
+    """Return the products of some runs of a row of Q6_K, (M, RUNS)."""
     there = run < n_runs
     words = _load_words(codes, row, run, n_runs, there)
     uppers = _load_words(upper, row, run, n_runs, there).to(tl.int32)
