@@ -116,6 +116,7 @@ class _Chat:
         yield DONE
 
     def _token_events(self, index: int, one: MadeToken) -> bytes:
+        """Return the events of a token: its text, and the reason of the end after the last one."""
         token, found = one.token, b""
         if token.text or (self.body.logprobs and token.finish != "eos"):
             logprobs = self._logprobs(one) if self.body.logprobs else None

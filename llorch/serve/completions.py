@@ -38,6 +38,7 @@ async def answer(request: Request) -> Response:
 
 
 def _completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
+    """Return `n` jobs for each prompt, with consecutive seeds."""
     adapter, seed, n = service.adapter(body.model), first_seed(body.seed), body.n or 1
     special = {"parse_special": body.parse_special, "add_special": body.add_special_tokens}
     prompts = [service.text_ids(one, **special) if isinstance(one, str) else one for one in body.prompts]
@@ -82,11 +83,13 @@ class _Completion:
         yield DONE
 
     def _token_event(self, index: int, one: MadeToken) -> bytes:
+        """Return the event of a token, empty if it shows nothing."""
         token = one.token
         shown = token.text or token.finish is not None or self.body.logprobs is not None
         return event(self._make_reply([self._choice(index, [one])])) if shown else b""
 
     def _choice(self, index: int, tokens: Sequence[MadeToken]) -> CompletionChoice:
+        """Build the choice that adds these tokens, and count their characters for later offsets."""
         logprobs: CompletionLogprobs | None = None
         if self.body.logprobs is not None:
             logprobs = for_completion(self.service.model.tokenizer, tokens, start=self._lengths[index])
@@ -96,6 +99,7 @@ class _Completion:
         return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
 
     def _counts(self) -> dict[str, object]:
+        """Return usage and timings of all answers."""
         works = self.answering.works
         return {"usage": usage(works, n_prompt=self._n_prompt), "timings": timings(works)}
 

@@ -66,6 +66,7 @@ class StrictParser(h11.Connection):
         return event
 
     def _refused(self, why: str, status: int) -> h11.RemoteProtocolError:
+        """Let the parser fail, and return the error with its status."""
         self._process_error(self.their_role)
         return h11.RemoteProtocolError(why, error_status_hint=status)
 
@@ -185,6 +186,7 @@ class Connection(H11Protocol):
             self._deadline = self.loop.call_later(seconds[awaited], self._too_late)
 
     def _too_late(self) -> None:
+        """Close an idle connection, or refuse a request whose headers or body are too slow."""
         if self.awaited == "another":
             self.transport.close()
         else:

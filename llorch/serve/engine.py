@@ -137,6 +137,7 @@ class Engine:
             self._calls.popleft()(gone)
 
     def _require_room(self, n_answers: int) -> None:
+        """Raise Busy if so many answers exceed the limit; the first request is always admitted."""
         self._require_up()
         n_there = len(self._waiting) + len(self._running) + self._n_kept
         if n_there and n_there + n_answers > self._limit:
@@ -202,6 +203,7 @@ class Engine:
                 self._running[ticket] = work
 
     def _step(self) -> None:
+        """Compute one token of each job; an exception of the batch fails all of them."""
         try:
             made = self._batch.step()
         except Exception as error:  # of nobody in particular

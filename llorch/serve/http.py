@@ -70,6 +70,7 @@ async def unless_gone(request: Request, answer: Awaitable[Response]) -> Response
 
 
 async def _gone(request: Request) -> None:
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -27,6 +27,7 @@ MAX_ANSWERS = 32  # of one request
 
 
 def _finite_draws(temperature: float) -> float:
+    """Refuse temperatures between 0 and 1e-6."""
     if 0 < temperature < 1e-6:
         raise ValueError("0 or at least 1e-6")
     return temperature
@@ -145,6 +146,7 @@ class ResponseFormat(Strict):
 
     @model_validator(mode="after")
     def _together(self) -> "ResponseFormat":
+        """Require a schema for the type json_schema."""
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("expected json_schema, because type is json_schema")
         return self
@@ -183,6 +185,7 @@ class Answers(Sampling):
 
     @model_validator(mode="after")
     def _one_limit(self) -> "Answers":
+        """Require that all given names of the token limit have one value."""
         given = [(name, value) for name in _LIMITS if (value := getattr(self, name, None)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
@@ -242,6 +245,7 @@ class ChatRequest(Answers, Templated):
 
     @model_validator(mode="after")
     def _together(self) -> "ChatRequest":
+        """Require `logprobs` for `top_logprobs`."""
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "logprobs to be true in the same request")
         return self
@@ -264,6 +268,7 @@ class CompletionRequest(Answers):
 
     @model_validator(mode="after")
     def _together(self) -> "CompletionRequest":
+        """Refuse more answers in sum than a request may have."""
         if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
             raise wrong(
                 "n", f"at most {MAX_ANSWERS} answers for all prompts together", len(self.prompts) * (self.n or 1)
@@ -308,6 +313,7 @@ class TraceRequest(Body):
 
     @model_validator(mode="after")
     def _together(self) -> "TraceRequest":
+        """Require exactly one kind of input."""
         n_given = sum(given is not None for given in (self.prompt, self.messages, self.tokens))
         if n_given != 1:
             raise wrong("prompt", "exactly one of prompt, messages and tokens", n_given)

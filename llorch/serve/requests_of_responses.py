@@ -28,6 +28,7 @@ class InputMessage(Strict):
 
     @model_validator(mode="after")
     def _together(self) -> "InputMessage":
+        """Refuse refusals that are not said by the assistant."""
         refused = isinstance(self.content, list) and any(isinstance(one, RefusalPart) for one in self.content)
         if refused and self.role != "assistant":
             raise ValueError(f"expected parts of type input_text from {self.role}")
@@ -50,6 +51,7 @@ class TextFormat(Strict):
 
     @model_validator(mode="after")
     def _together(self) -> "TextFormat":
+        """Require a schema for the type json_schema."""
         if self.type == "json_schema" and self.schema_ is None:
             raise ValueError("expected schema, because type is json_schema")
         return self
@@ -82,6 +84,7 @@ class ResponsesRequest(Sampling, Templated):
 
     @model_validator(mode="after")
     def _together(self) -> "ResponsesRequest":
+        """Require log probabilities in `include` for `top_logprobs`."""
         if self.top_logprobs and not self.include:
             raise wrong("top_logprobs", "message.output_text.logprobs in include")
         return self

@@ -86,6 +86,8 @@ class Answering:
         self._arrived.set()
 
     def _deliverer(self, index: int) -> Callable[[Event], None]:
+        """Return the function by which the engine's thread sends events of one answer to the event loop."""
+
         def deliver(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 self._loop.call_soon_threadsafe(self._take, index, event)

@@ -99,6 +99,7 @@ class _Responding:
         return said
 
     def _delta(self, index: int, one: MadeToken) -> bytes:
+        """Add a token, and return its event, empty if it shows nothing."""
         logprobs = self._take(one)
         if not one.token.text and not logprobs:
             return b""

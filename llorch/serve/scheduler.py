@@ -73,6 +73,7 @@ class _Running:
             return error
 
     def _sampled(self, logits: Float[np.ndarray, " vocab"]) -> Sampled:
+        """Choose the next token by the job's settings and its guide; the log probability ignores both."""
         job = self._job
         seen = logits if job.guide is None else np.where(job.guide.allowed(), logits, -np.inf).astype(logits.dtype)
         distribution = probabilities(seen, job.settings, self._history, n_prompt=len(job.ids))

@@ -14,6 +14,7 @@ def watch_engine(engine: Engine, running: RunningServer) -> None:
 
 
 def _watch(engine: Engine, running: RunningServer) -> None:
+    """Stop the server with an error once the engine has failed or a step does not return."""
     never = threading.Event()
     while not never.wait(LOOK):
         if engine.is_stuck:
