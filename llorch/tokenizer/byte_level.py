@@ -89,6 +89,7 @@ PRE_TOKENIZERS = {
 
 
 def _byte_characters() -> dict[int, str]:
+    """Map each byte to the printable character that stands for it, as in GPT-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

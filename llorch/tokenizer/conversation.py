@@ -57,6 +57,7 @@ class Breaker:
         return _mapped(values, lambda text: self._break(text, mark))
 
     def _break(self, text: str, mark: str) -> str:
+        """Put the mark inside each text of a control token, and into an end that may become one."""
         end = self._end(text)
         head, tail = text[:end], text[end:]
         tail = tail and tail[0] + mark + tail[1:]
@@ -262,6 +263,7 @@ def taken_out(text: str, mark: str | None) -> tuple[str, list[int]]:
 
 
 def _texts(values: object) -> Iterator[str]:
+    """Yield every text in nested values, keys too, but for values that templates compare."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, Mapping):
@@ -275,6 +277,7 @@ def _texts(values: object) -> Iterator[str]:
 
 
 def _mapped(values: object, change: Callable[[str], str]) -> object:
+    """Copy nested values with every text changed, but for values that templates compare."""
     if isinstance(values, str):
         return change(values)
     if isinstance(values, Mapping):

@@ -163,6 +163,7 @@ def _merges(content: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _token_scores(
     content: Mapping[str, Any], texts: Sequence[str], types: Sequence[TokenType], path: Path
 ) -> np.ndarray:
+    """Return scores that give the file's merges in their order; other tokens get the lowest."""
     normal = {text for text, kind in zip(texts, types, strict=True) if kind is TokenType.NORMAL}
     merges = [(left, right) for left, right in _merges(content) if {left, right, left + right} <= normal]
     scores = scores_of_merges(merges, normal, path=path)
@@ -201,6 +202,7 @@ def _add_special(
 
 
 def _single(ids: Sequence[object], where: str, path: Path) -> int | None:
+    """Return the only id, None for no id; refuse several, since llama.cpp adds at most one."""
     if len(ids) > 1:
         message = f"post_processor: llama.cpp puts at most one token {where} a text, got {ids}"
         raise FormatError("Unsupported", message, path=path)

@@ -125,6 +125,7 @@ def _text_ids(table: TokenTable) -> dict[str, int]:
 
 
 def _byte_level(table: TokenTable, pre: str, fields: Fields) -> Json:
+    """Return pre-tokenizer, decoder and model of a byte-level vocabulary."""
     name = _ALIASES.get(pre, pre)
     if name not in WORDS:
         raise fields.error("Unsupported", "pre", " or ".join([*WORDS, *_ALIASES]), pre)
@@ -139,6 +140,7 @@ def _byte_level(table: TokenTable, pre: str, fields: Fields) -> Json:
 
 
 def _sentencepiece(table: TokenTable, spaces: str) -> Json:
+    """Return normalizer, pre-tokenizer, decoder and model of a SentencePiece vocabulary."""
     text_ids = _text_ids(table)
     scores = table.read_scores()
     merges = merges_of_scores({text: scores[token_id] for text, token_id in text_ids.items()})

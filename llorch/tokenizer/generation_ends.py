@@ -48,6 +48,7 @@ def _ends_of_config(folder: Path) -> list[int]:
 
 
 def _text_settings(folder: Path) -> Mapping[str, object]:
+    """Return the folder's generation settings, else its configuration with the text part's keys."""
     if (folder / GENERATION).exists():
         return read_settings(folder / GENERATION)
     values = read_settings(folder / "config.json")

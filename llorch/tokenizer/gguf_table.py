@@ -54,6 +54,7 @@ class TokenTable:
         return check_merges(self._strings("merges"), ids, key="tokenizer.ggml.merges", path=self._path)
 
     def _read_texts(self) -> list[str]:
+        """Read the token texts, which must be different; bytes that are no UTF-8 become surrogates."""
         texts = [raw.decode("utf-8", "surrogateescape") for raw in self._strings("tokens")]
         if not texts:
             raise self._error("Missing", "tokens", "at least one token")

@@ -91,6 +91,7 @@ class GGUFVocabulary:
         return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
 
     def _use_byte_level(self, fields: Fields) -> bool:
+        """Set up byte-level BPE; tell if this pre-tokenizer puts a BOS token first."""
         name = fields.text("pre", default="default")  # of llama.cpp for a file that names none
         if name not in PRE_TOKENIZERS:
             raise fields.error("Unsupported", "pre", " or ".join(map(repr, PRE_TOKENIZERS)), name)
@@ -101,6 +102,7 @@ class GGUFVocabulary:
         return PRE_TOKENIZERS[name].adds_bos
 
     def _use_sentencepiece(self, fields: Fields) -> bool:
+        """Set up SentencePiece BPE, which puts a BOS token first: True."""
         scores = self._table.read_scores()
         ids = self._table.ids_of(*_TEXT_TYPES)
         byte_tokens = self._table.ids_of(TokenType.BYTE)
@@ -120,11 +122,13 @@ class GGUFVocabulary:
             raise FormatError("Malformed", message, path=self._path) from None
 
     def _need_no(self, absent: Iterable[int]) -> None:
+        """Refuse a vocabulary in which these bytes have no token."""
         if missing := [f"0x{byte:02X}" for byte in absent]:
             message = f"tokenizer.ggml.tokens: {len(missing)} byte values have no token: {', '.join(missing[:4])}"
             raise FormatError("Missing", message, path=self._path)
 
     def _read_special(self, fields: Fields, metadata: Mapping[str, object]) -> SpecialTokens:
+        """Read the special tokens by metadata and by text, and set up the cutting of text at them."""
         keys = {role: f"{role}_token_id" for role in _ROLES}
         named = {role: fields.integer(key) for role, key in keys.items() if _PREFIX + key in metadata}
         # An id outside the vocabulary, such as 2**32 - 1, means that there is none; llama.cpp then takes its default.

@@ -74,6 +74,7 @@ class HuggingFaceVocabulary:
 
     @contextmanager
     def _without_prefix(self, continues: bool) -> Iterator[None]:
+        """Encode without a leading space in the block, if the text `continues`."""
         part = self._tokenizer.pre_tokenizer
         if not continues or self.space_prefix != "start" or not isinstance(part, Metaspace):
             yield

@@ -82,6 +82,7 @@ def scores_of_merges(merges: Sequence[Merge], texts: Collection[str], *, path: P
 
 
 def _require_all(merges: Sequence[Merge], texts: frozenset[str], path: Path) -> None:
+    """Refuse merges that leave out a pair of tokens whose join is a token."""
     known = set(merges)
     cuts = ((text[:cut], text[cut:]) for text in texts for cut in range(1, len(text)))
     absent = [merge for merge in cuts if merge[0] in texts and merge[1] in texts and merge not in known]

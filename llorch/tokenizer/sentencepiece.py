@@ -82,6 +82,7 @@ def merge(text: str, ranks: Mapping[str, int]) -> list[str]:
 
 
 def _walk(text: str, end: list[int]) -> list[str]:
+    """Cut a text into pieces; `end` has the end of the piece that starts at each place."""
     pieces, start = [], 0
     while start < len(text):
         pieces.append(text[start : end[start]])

@@ -82,6 +82,7 @@ class Cutter:
         return parts
 
     def _split(self, start: int, part: str | int, search: re.Pattern[str]) -> Iterator[tuple[int, str | int]]:
+        """Yield a text's parts and the ids of tokens found in it, each with its place; an id stays as it is."""
         if isinstance(part, int):
             yield start, part
             return

@@ -135,6 +135,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Format a value as JSON; characters are not escaped for HTML, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -143,6 +144,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _prepare(memory: int) -> None:
+    """Ignore Ctrl-C, let the time limit end the process, and limit its memory in bytes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever the one that asks does with it

@@ -59,6 +59,7 @@ class Tokenizer:
         return ids, list(starts)
 
     def _encoded(self, text: str, add_special: bool, parse_special: bool) -> tuple[list[int], Iterator[int]]:
+        """Encode a text from its beginning; return ids and the place at which each token starts."""
         _refuse_surrogates(text)
         return self._vocabulary.encode_spans(
             text, add_special=add_special, parse_special=parse_special, continues=False
@@ -136,6 +137,7 @@ class Tokenizer:
         return b"" if token_id in self._vocabulary.special.hidden else self._piece(token_id)
 
     def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterator[bytes]:
+        """Yield the bytes of each token, without the space that a tokenizer puts before a text."""
         special, space_prefix = self._vocabulary.special, self._vocabulary.space_prefix
         at_start = space_prefix != "never"
         for token_id in ids:
