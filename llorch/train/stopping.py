@@ -38,6 +38,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first signal; end the process at once on the second, unless patient."""
         if self.number is not None and not self._patient:
             os._exit(128 + number)
         self.number = self.number or number

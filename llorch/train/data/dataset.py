@@ -62,6 +62,7 @@ def read_data(
 def _read_split(
     file: Path, model: Opened, settings: DataSettings, notes: list[str], progress: Callable[[str], None]
 ) -> Iterator[Example]:
+    """Yield the examples of a file, whose rows must have one format; `notes` get its counts at the end."""
     encoder = Encoder(model, settings)
     name, unused, n_rows, n_examples = "", set[str](), 0, 0
     for record in read_records(file):
@@ -113,6 +114,7 @@ def _notes(file: str, name: str, n_rows: int, n_examples: int, unused: set[str],
 
 
 def _digest_of_data(splits: tuple[Examples, ...], settings: DataSettings) -> str:
+    """Hash all examples, and the settings that their ids do not show."""
     in_ids = ("valid", "template_date", "chat_template_kwargs")  # settings whose effect the examples show
     encoding = {name: value for name, value in asdict(settings).items() if name not in in_ids}
     digest = hashlib.sha256(json.dumps(encoding, sort_keys=True).encode())

@@ -98,6 +98,7 @@ class Encoder:
         return [(one, place >= start) for one, place in zip(ids, starts, strict=True)]
 
     def _without_template(self, row: Instruction) -> PromptCompletion:
+        """Return the Alpaca form of a row for a model without a chat template, and count it."""
         if row.plain is None:
             message = "expected a model with a chat template for a row with a system text or a history, got none"
             raise FormatError("Missing", f"{message}; write rows of prompt and completion")
@@ -105,6 +106,7 @@ class Encoder:
         return row.plain
 
     def _chat(self, chat: Chat) -> Iterator[Learned]:
+        """Yield the token sequences of a conversation, several if the template rewrites earlier turns."""
         settings = self._settings.template
         settings = replace(settings, variables={**(settings.variables or {}), **chat.variables})
         conversation = self._model.chats.conversation(chat.messages, chat.tools, settings)
@@ -134,6 +136,7 @@ class Encoder:
         self.counts.update(f"rows in which the chat template does not write {key}" for key in {*unwritten_keys(*asked)})
 
     def _rendered(self, rendered: Rendered, *, ends_turns: bool) -> Learned:
+        """Encode a rendered conversation; its spans are learned, with their end tokens if `ends_turns`."""
         ids, starts = self._model.tokenizer.encode_rendered(rendered.text, inert=rendered.inert)
         learned = [False] * len(ids)
         for first, last in rendered.spans:
@@ -157,6 +160,7 @@ class Encoder:
         return end
 
     def _ready(self, row: LearnedTokens) -> Learned:
+        """Take the ids of a row as they are; all are learned unless it has labels."""
         size = self._model.config.vocab_size
         for place, one in enumerate(row.ids):
             if not 0 <= one < size:
@@ -166,6 +170,7 @@ class Encoder:
         return [(one, label != IGNORED) for one, label in zip(row.ids, labels, strict=True)]
 
     def _cut(self, example: Example) -> Example | None:
+        """Cut an example to `max_length` and count it; None if nothing learned is left."""
         room = self._settings.max_length
         if len(example.ids) <= room:
             return example

@@ -183,6 +183,7 @@ def _share_gpt_turn(fields: Fields, name: str, entry: object) -> dict[str, objec
 
 
 def _alpaca(fields: Fields) -> Instruction:
+    """Read an Alpaca row as a conversation, and as plain text for models without a template."""
     system = fields.text("system", default="")
     turns: list[Message] = [{"role": "system", "content": system}] if system else []
     for user, assistant in _history(fields):
