@@ -97,6 +97,7 @@ def _format_ids(tokens: Tokens) -> str:
 
 
 def _compared(a: Side, b: Side, number: int) -> Report:
+    """Compare one pass of two dumps, no finer than the coarsest stored dtype."""
     stored = {dtype for side in (a, b) for (n_pass, _), (_, dtype, _) in side.arrays.items() if n_pass == number}
     floor = max((FLOORS.get(dtype, 0.0) for dtype in stored), default=0.0)
     return compare(_Trace(a, b, number), _Trace(b, a, number), TOLERANCE.times(max(1.0, floor / FLOORS["float32"])))

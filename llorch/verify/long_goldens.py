@@ -117,6 +117,7 @@ def _refuse_far(path: Path, engine: str, distances: Mapping[str, Mapping[str, Di
 
 
 def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, Pass], dict[str, Trace]]:
+    """Return the first random texts in which no expert is chosen by a narrow margin, and their traces."""
     for seed in range(_TRIES):
         cases = long_cases(weights.config, seed=seed)
         truth = {case: _trace(engine, this) for case, this in cases.items()}

@@ -69,6 +69,7 @@ def decode_rows(model: str, weights: Weights) -> Iterator[Comparison]:
 
 
 def _decodes_alike(packed: Packed, ask: Callable[..., Future[str]]) -> bool:
+    """Tell if `ask`, which hashes the values of another decoder, agrees with llorch in every tile."""
     for start, ours in packed.tiles():
         answer = ask(packed.by_row[start : start + len(ours)], packed.ggml_type, ours.size)
         if hashlib.sha256(ours.data).hexdigest() != answer.result():
@@ -152,6 +153,7 @@ def format_wrong_tensors(wrong: Sequence[str], own: Table, foreign: Table) -> st
 
 
 def _by_gguf(path: Path) -> Table:
+    """Read the table of a GGUF file with the gguf package, with a digest of each tensor's bytes."""
     from gguf import GGUFReader
 
     return {
@@ -161,6 +163,7 @@ def _by_gguf(path: Path) -> Table:
 
 
 def _by_safetensors(folder: Path) -> Table:
+    """Read the table of a folder with the safetensors package, without digests."""
     from safetensors import safe_open
 
     table: dict[str, str] = {}

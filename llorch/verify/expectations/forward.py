@@ -141,6 +141,7 @@ class ForwardSuite:
         return [*found.values()]
 
     def _chained_rows(self, runner: Runner, case: str, witnesses: Sequence[str], n_cached: int = 0) -> list[Comparison]:
+        """Compare llorch's own pass with engines that chose the same experts."""
         claims = [partial(self.chained, runner, case, witness, n_cached) for witness in witnesses]
         go_on = self._going_on(runner, case, witnesses[0])
         rows = self._seen(
@@ -273,6 +274,7 @@ class ForwardSuite:
         return self._limits[case, dtype, fused]
 
     def _distance(self, case: str, mode: str, stage: str, *, fused: bool) -> Difference | None:
+        """Return the engines' largest distance from the float64 reference at a stage, None if unknown."""
         alone = fused and (mode, stage) == ("isolated", "attn_context")
         return self._distances.get((case, mode, ATTENTION if alone else stage))
 

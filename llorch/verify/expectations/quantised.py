@@ -156,6 +156,7 @@ def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantN
 
 
 def _bits_row(model: str, place: StageRef, wrong: np.ndarray, of: str) -> Comparison:
+    """Compare by a mask of wrong entries, with the first wrong block in the note."""
     first = int(np.argmax(wrong.any(axis=-1)))
     note = f"{int(wrong.sum())} of {wrong.size} {of} differ, the first in block {first}" if wrong.any() else ""
     return _exact_row(model, place, float(wrong.mean()), note)

@@ -219,6 +219,7 @@ def _vector(name: str, weight: Weight) -> np.ndarray:
 
 
 def _random_bytes(count: int, key: str) -> np.ndarray:
+    """Return bytes that depend on the key alone, on every machine."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
     # NumPy promises this stream of bits for all time; it does not promise that of its distributions.
     words = np.random.Philox(key=seed).random_raw(-(-count // 8))
@@ -237,6 +238,7 @@ def _scale_of(bits: np.ndarray, size: float) -> np.ndarray:
 
 
 def _set_scale(blocks: np.ndarray, scale: Scale) -> None:
+    """Replace a random scale of every block by one of a sensible size, in place."""
     bits = np.ascontiguousarray(blocks[:, scale.offset : scale.offset + 2]).view("<u2")
     new = _scale_of(bits, scale.size).view(np.uint8)
     if scale.pulls:

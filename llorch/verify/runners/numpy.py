@@ -191,6 +191,7 @@ class NumpyRunner:
         return np.asarray([token for token, _ in sampled], np.int64)
 
     def _step(self, cache: KVCache) -> Callable[[Sequence[int]], np.ndarray]:
+        """Return the function that feeds new tokens and returns the last one's logits."""
         return lambda new: forward(np.asarray(new), self.weights, cache, last_only=True)[0]
 
 

@@ -55,6 +55,7 @@ def _gated_variance(s: Step) -> np.ndarray:
 
 
 def _conv_state(s: Step) -> np.ndarray:
+    """Return the variances of the rows that the convolution keeps."""
     return _behind_past(s, s.given[0], len(s.y))[:, -len(s.y) :]
 
 
@@ -186,6 +187,7 @@ def _delta_rule_variance(s: Step) -> np.ndarray:
 
 
 def _head(s: Step, at: int) -> _Head:
+    """Select the numbers and variances of one value head, with its key head's."""
     net = _net(s)
     of_key, runs = at // (net.n_value_heads // net.n_key_heads), len(s.given[0])
     part = slice(2 * net.key_width + at * net.value_head_dim, 2 * net.key_width + (at + 1) * net.value_head_dim)

@@ -253,6 +253,7 @@ class Limits:
         return MATHEMATICS.at_least(Tolerance(error, 0.0))
 
     def _derived(self, name: str, start: int) -> Tolerance:
+        """Return the chained tolerance from rounding alone, for the tokens from `start` on."""
         stage, stop = self._stages[name], len(self._golden["embed"])
         both = self._golden[name], self.chained_variance(name)
         golden, variance = (part_of(stage, array, start, stop) for array in both)
@@ -277,6 +278,7 @@ class Limits:
         return FACTOR * math.sqrt(4 * float(shares.max()))
 
     def _last(self, variances: np.ndarray) -> Tolerance:
+        """Return the tolerance of the last token's logits from their variances."""
         made = limit(self._golden["logits"][-1:], variances[-1:], self._stages["logits"])
         return Tolerance(made.error, made.worst)
 
@@ -420,6 +422,7 @@ def _flipped(variance: np.ndarray, cost: np.ndarray, of_token: tuple[int, ...]) 
 
 
 def _embed(s: Step) -> np.ndarray:
+    """Derive the variance of embedding rows: 0 but for half precision."""
     return s.rounding if s.arithmetic.is_half else np.zeros_like(s.y)
 
 
@@ -437,6 +440,7 @@ def _normed(s: Step, gain: "np.ndarray | float" = 1.0) -> np.ndarray:
 
 
 def _product(s: Step) -> np.ndarray:
+    """Derive the variance of a product with a matrix."""
     return _product_variance(s, s.weights[matrix_of(s.stage, s.config)])
 
 
@@ -533,6 +537,7 @@ def _tempered_variance(s: Step) -> np.ndarray:
 
 
 def _cache(s: Step) -> np.ndarray:
+    """Derive the variance of keys or values, earlier tokens first."""
     n_heads, _, head_dim = s.y.shape
     given = rounded(s.given[0], s.x[0], "F16") if s.f16_cache else s.given[0]
     made = given.reshape(len(given), -1, n_heads, head_dim).swapaxes(1, 2)
@@ -559,6 +564,7 @@ def _of_inputs(x: np.ndarray, arithmetic: Arithmetic) -> "np.ndarray | float":
 
 
 def _grouped(q: np.ndarray, n_kv_heads: int) -> np.ndarray:
+    """Group the queries that share a key/value head, (..., kv_heads, group * seq, head_dim)."""
     by_head = q.swapaxes(-3, -2)
     return by_head.reshape(*by_head.shape[:-3], n_kv_heads, -1, by_head.shape[-1])  # (..., kv_heads, group * seq, ...)
 
@@ -576,6 +582,7 @@ def _probs(s: Step) -> np.ndarray:
 
 
 def _context(s: Step) -> np.ndarray:
+    """Derive the variance of the weighted sum of values."""
     probs, v = s.x
     given = rounded(s.given[0], probs, "F16", token_axis=1) if s.f16_cache else s.given[0]
     if s.arithmetic.is_half:  # float32 until they are multiplied
@@ -592,6 +599,7 @@ def _context(s: Step) -> np.ndarray:
 
 
 def _sum(s: Step) -> np.ndarray:
+    """Derive the variance of a residual sum."""
     return s.given[0] + s.given[1] + 2 * s.rounding
 
 
@@ -639,6 +647,7 @@ def _topk_weights(s: Step) -> np.ndarray:
 
 
 def _expert_in(s: Step) -> np.ndarray:
+    """Derive the variance of inputs multiplied by the weights of their experts."""
     (h, _, weights), (of_h, _, of_weights) = s.x, s.given
     made = np.square(weights)[..., None] * of_h[:, :, None] + np.square(h)[:, None] * of_weights[..., None]
     return made + 2 * s.rounding
@@ -673,6 +682,7 @@ def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod") -> np.ndarr
 
 
 def _squared_terms(x: np.ndarray, matrix: np.ndarray, minima: np.ndarray | None, squares: np.ndarray) -> np.ndarray:
+    """Sum the squared terms for some rows of a matrix; with minima, ggml's two sums of each block."""
     if minima is None:
         return np.square(x) @ squares
     total, n = np.zeros((len(x), len(matrix)), x.dtype), minima.shape[1] * _BLOCK // matrix.shape[1]

@@ -126,5 +126,6 @@ def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list
 
 
 def _initial_tensors(bits: Bits, target: LoraTarget, rank: int) -> LoraTensors:
+    """Draw both factors, neither of them zero."""
     lora_A = bits.signed(rank, target.n_in) * np.float32(target.n_in**-0.5)
     return LoraTensors(lora_A, bits.signed(target.n_out, rank) * np.float32(0.25))

@@ -118,6 +118,7 @@ class NumpyTrainingRunner:
         yield from self._deltas(self.rslora, shared_input("rslora"), given)
 
     def _isolated_steps(self) -> Results:
+        """Compute single optimizer steps from the golden's state, then the schedules."""
         for step in STEPS_ALONE:
             start = {name: self._all_given(where) for name, where in before(step, self.n_layers).items()}
             state = start if step > 1 else self._initial()
@@ -130,6 +131,7 @@ class NumpyTrainingRunner:
         yield MERGED_AT, MergedWeights(self.weights, self.adapter).array(MERGED)
 
     def _chained_deltas(self) -> Results:
+        """Compute deltas and logits of llorch's own forward passes."""
         traces = self._traces(self.adapter)
         inputs = lambda stage, layer: np.concatenate([trace[key(stage, layer)] for trace in traces])  # noqa: E731
         yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), inputs)
@@ -163,6 +165,7 @@ class NumpyTrainingRunner:
     def _deltas(
         self, adapter: Adapter, where: Mapping[str, StageRef], inputs: Callable[[str, int | None], np.ndarray]
     ) -> Results:
+        """Yield what the adapter adds to each product, for the given inputs."""
         weights = AdaptedWeights(self.weights, adapter)
         for name, place in where.items():
             matrix, x = weights[name], inputs(INPUT_OF[place.part], place.layer)

@@ -36,4 +36,5 @@ def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
 
 
 def _is_one_of(matrix: str, paths: tuple[str, ...]) -> bool:
+    """Tell if a matrix has the name of one of the paths' modules."""
     return matrix.endswith(tuple(path.rpartition(".")[2] for path in paths))

@@ -193,6 +193,7 @@ class TorchTrainingRunner:
         return rows
 
     def _tokens(self, rows: Tensor) -> np.ndarray:
+        """Return the rows of all tokens but padding as an array of at least float32."""
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
     def _deltas(self, adapter: Adapter, where: Mapping[str, StageRef]) -> Results:
