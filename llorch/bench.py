@@ -295,9 +295,11 @@ def describe(result: dict) -> list[str]:
 
 
 def _spread(part: dict) -> str:
+    """Format the median, minimum and maximum speed in tokens/s."""
     spread = part["tokens_per_s"]
     return f"{spread['median']:.1f} ({spread['min']:.1f}-{spread['max']:.1f}) tokens/s"
 
 
 def _flop(part: dict) -> str:
+    """Format the speed in GFLOP/s, and as a share of the speed measured for a matrix product."""
     return f"{part['flop_per_s'] / 1e9:.1f} GFLOP/s, {part['share_of_matmul']:.1%} of the product"

@@ -117,6 +117,7 @@ def require_context(n_tokens: int, start: int, max_positions: int) -> None:
 
 
 def _grown(old: np.ndarray, used: int, needed: int) -> np.ndarray:
+    """Return a copy of the first `used` slots of axis 1, at least doubled and with space for `needed`."""
     room = max(needed, 2 * old.shape[1])
     new = np.empty((old.shape[0], room, old.shape[2]), old.dtype)
     new[:, :used] = old[:, :used]

@@ -81,6 +81,7 @@ class Channel:
                 file.close()
 
     def _wait(self, file: Any, event: str) -> None:
+        """Wait until the file is ready for a poll event, given by name; raise TimeoutError after `seconds`."""
         waiting = select.poll()
         waiting.register(file, getattr(select, event))
         if not waiting.poll(None if self.seconds is None else 1000 * self.seconds):
@@ -100,6 +101,7 @@ def ready(files: Iterable[Any], seconds: float | None = None) -> list[Any]:
 
 
 def _has_bytes(file: Any) -> bool:
+    """Tell if a read from a Windows pipe would return at once; a closed pipe counts as ready."""
     import _winapi
     import msvcrt
 

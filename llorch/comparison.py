@@ -312,6 +312,7 @@ def _fault(got: object, want: object) -> str | None:
 
 
 def _not_finite(got: np.ndarray, want: np.ndarray, *, masked: bool = False) -> str | None:
+    """Describe the first side with values that are not finite, None if there is none; `masked` admits -inf."""
     for side, array in (("got", got), ("want", want)):
         allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
         if not allowed.all():
@@ -330,6 +331,7 @@ def _mask_fault(got: np.ndarray, want: np.ndarray) -> str | None:
 
 
 def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
+    """Measure arrays that must be equal: `error` is the share of wrong entries, `worst` 1 if there is one."""
     wrong = got != want
     index = _index_of(wrong.argmax(), wrong.shape)
     # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.

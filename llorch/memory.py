@@ -34,6 +34,7 @@ def address_space_left() -> float:
 
 
 def _left_on_machine() -> float:
+    """Return the bytes that the machine has available, or has in all where that is unknown."""
     try:
         lines = (_ROOT / "proc/meminfo").read_text().splitlines()
         return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -61,6 +62,7 @@ def _left_in_groups() -> float:
 
 
 def _left_in_group(folder: Path) -> float:
+    """Return the bytes that a control group may still take, infinity without a limit."""
     for limit, used, prefix in (_VERSION_2, _VERSION_1):
         try:
             most, taken = ((folder / name).read_text().strip() for name in (limit, used))

@@ -158,6 +158,7 @@ def compare_models(scores: PairScores) -> ModelDifference:
 
 
 def _exp(of: Estimate) -> Estimate:
+    """Return e to the power of an estimate, with its error carried over to first order."""
     with np.errstate(over="ignore"):  # the perplexity of a broken model may be infinite
         value = float(np.exp(of.value))
     return Estimate(value, value * of.error)
@@ -169,6 +170,7 @@ def _difference(scores: PairScores, reference: float, model: float) -> Estimate:
 
 
 def _root_mean_square(values: Values) -> Estimate:
+    """Return the root of the mean square, with its standard error to first order."""
     square = mean(values * values)
     root = math.sqrt(square.value)
     return Estimate(root, square.error / (2 * root) if root else square.error)

@@ -81,11 +81,13 @@ def score_pair(reference: Model, model: Model, windows: Windows) -> Iterator[Pai
 
 @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused after the window
 def _score(model: Model, window: np.ndarray) -> PerToken:
+    """Return the losses in nats of a window's second half."""
     return np.concatenate([losses(logits, targets) for targets, [logits] in _in_step([model], window)])
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _score_pair(reference: Model, model: Model, window: np.ndarray) -> PairScores:
+    """Compare two models on the tokens of a window's second half."""
     steps = _in_step([reference, model], window)
     return PairScores.join([compare_rows(expected, got, targets) for targets, [expected, got] in steps])
 

@@ -52,6 +52,7 @@ def look(wanted: Reference) -> Cached | None:
 
 
 def _commit(home: Path, revision: str) -> str:
+    """Return the commit that a revision was when it was last downloaded, "none" if it never was."""
     if re.fullmatch("[0-9a-f]{40}", revision):
         return revision
     ref = home / "refs" / revision
@@ -65,6 +66,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _weight_files(folder: Path) -> list[str]:
+    """List the weight files that a folder needs, by its index; the index itself if it cannot be read."""
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     try:

@@ -83,6 +83,7 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
 
 
 def _shards(wanted: Reference, commit: str) -> list[str]:
+    """Download the index of the weights, and list the files that it names."""
     from huggingface_hub import hf_hub_download
 
     with _in_words(wanted):

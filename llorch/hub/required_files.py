@@ -72,6 +72,7 @@ def _is_meant(name: str, quant: str) -> bool:
 
 
 def _without_models(files: Iterable[str], wanted: Reference) -> str:
+    """Explain why a repository has no model that llorch can read."""
     if wanted.quant:
         return "the repository has no GGUF file; leave :QUANT out"
     pickles = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")))

@@ -25,6 +25,7 @@ def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]
 
 
 def _printed_values(out: str) -> Iterator[Any]:
+    """Yield the JSON values that the child printed after a mark; skip all other lines."""
     for line in out.splitlines():
         before, mark, value = line.partition(_MARK)
         if mark and not before:

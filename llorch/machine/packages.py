@@ -104,6 +104,7 @@ def _check_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str])
 
 
 def _fault(wanted: str, found: str, probed: Mapping[str, str]) -> str:
+    """Return the fault of an installed version in parentheses, "" if it has none."""
     least = wanted.removeprefix(package_name(wanted))
     if (exact := least.startswith("==")) and found != least[2:]:
         return f" (should be {least[2:]})"
