@@ -66,7 +66,7 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         results = list(group)
         if is_whole:
             layers = tuple(dict.fromkeys(result.layer for result in results if result.layer is not None))
-            yield _Line(ranges(layers), _nearest(results), len(results))
+            yield _Line(ranges(layers), _worst(results), len(results))
         else:
             yield from (_Line(result.key, result) for result in results)
 
@@ -74,10 +74,10 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
 def _by_stage(results: Sequence[StageResult]) -> Iterator[_Line]:
     for stage in BY_NAME:
         if mine := [result for result in results if result.stage == stage]:
-            yield _Line(stage, _nearest(mine), len(mine))
+            yield _Line(stage, _worst(mine), len(mine))
 
 
-def _nearest(results: Sequence[StageResult]) -> StageResult:
+def _worst(results: Sequence[StageResult]) -> StageResult:
     """Return the result with the largest ratio of error to tolerance."""
     return max(results, key=lambda result: result.over)
 
