@@ -71,7 +71,7 @@ def page(diagnosis: Diagnosis) -> str:
         strip=strip(diagnosis, shown) if shown else [], ladder=ladder(steps) if len(steps) > 1 else "",
         findings=[
             (finding, by_place.get((finding.n_pass, finding.key)) if at < MAX_FIGURES else None)
-            for at, finding in enumerate(_first_causes(diagnosis))
+            for at, finding in enumerate(_causes_first(diagnosis))
         ],
         maps=maps, levels=LEVELS, ulps=histogram,
     )  # fmt: skip
@@ -81,8 +81,7 @@ def _printable_value(value: object) -> object:
     return printable(value) if type(value) is str else value
 
 
-def _first_causes(diagnosis: Diagnosis) -> list[Finding]:
-    """Return the findings with causes first and honest deviations last."""
+def _causes_first(diagnosis: Diagnosis) -> list[Finding]:
     return sorted(diagnosis.findings, key=lambda finding: finding.kind == "honest")
 
 
