@@ -109,7 +109,7 @@ class _Search:
         Try known mistakes first, then numbers as they fit best, then two causes at once. Also return the causes that
         cannot be told from the best one; if there is no best one, return the causes that come near.
         """
-        scorer, since = Scorer(self.replay, self.judge, wrong, cure), _since(self.rows, wrong[0].key)
+        scorer, since = Scorer(self.replay, self.judge, wrong, cure), self._since(wrong[0].key)
         tried = [(one,) for one in known(self.weights.config, since, wrong[0].key[1])]
         scored = scorer.best_first(tried)
         best, alike = scorer.chosen(scored)
@@ -125,6 +125,18 @@ class _Search:
             best, alike = scorer.chosen(scorer.best_first(pairs))
         near = {one.names: one for one in reversed(scored) if one.share > NEAR}  # the best of each name
         return best, alike if best else [*near.values()][:-4:-1]
+
+    def _since(self, wrong: Key) -> set[str]:
+        """Collect the quantities made since the last right one of the dump, the wrong one included."""
+        right: dict[int, bool] = {}
+        for row in self.rows:
+            right[_run_index(row.key)] = right.get(_run_index(row.key), True) and row.over <= 1
+        first = min(step.number for step in self.dump.steps if step.batches) * len(FLOW)
+        last = max((at for at, all_right in right.items() if all_right and at < _run_index(wrong)), default=first - 1)
+        return {
+            FLOW[at % len(FLOW)]
+            for at in range(max(last + 1, _run_index(wrong) - 2 * len(FLOW)), _run_index(wrong) + 1)
+        }
 
     def _numbers(self, scorer: Scorer, since: set[str]) -> Iterator[TrainingHypothesis]:
         """Yield the hypotheses of a changed number, with the value that fits the wrong quantity best."""
@@ -166,17 +178,6 @@ def _next(rows: Sequence[JudgedArray], closed: Mapping[str, int]) -> JudgedArray
 def _run_index(key: Sequence) -> int:
     """Return the position of a quantity in the run: the groups of all steps in a row."""
     return key[0] * len(FLOW) + FLOW.index(key[1])
-
-
-def _since(rows: Sequence[JudgedArray], wrong: Key) -> set[str]:
-    """Collect the quantities made since the last right one of the dump, the wrong one included."""
-    right: dict[int, bool] = {}
-    for row in rows:
-        right[_run_index(row.key)] = right.get(_run_index(row.key), True) and row.over <= 1
-    last = max((at for at, all_right in right.items() if all_right and at < _run_index(wrong)), default=-1)
-    return {
-        FLOW[at % len(FLOW)] for at in range(max(last + 1, _run_index(wrong) - 2 * len(FLOW)), _run_index(wrong) + 1)
-    }
 
 
 def _key(key: Key) -> str:

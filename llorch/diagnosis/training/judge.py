@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -50,16 +51,21 @@ class TrainingJudge:
 
     def rows(self, run: ReplayedRun, *, fed: bool = True) -> list[JudgedArray]:
         """Compare all arrays of the dump that a run also made, in the order in which they are made."""
+        return [self._row(step, group, name, run, mode if fed else CHAINED) for step, group, name, mode in self._judged]
+
+    @cached_property
+    def _judged(self) -> list[tuple[TrainingStep, str, str, str]]:
+        """Each array that can be judged: its step, group, name and mode, in the order in which they are made."""
         found = []
         for step in self.dump.steps:
             names = sorted(step.shown, key=lambda shown: (FLOW.index(shown[0]), _backward(shown[1])))
-            if step.batches:
-                found += [self._row(step, *name, run, fed) for name in names if self._may_judge(step, *name)]
+            judged = [name for name in names if step.batches and self._may_judge(step, *name)]
+            found += [(step, *name, self.mode(step, *name)) for name in judged]
         return found
 
-    def _row(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, fed: bool) -> JudgedArray:
+    def _row(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, mode: str) -> JudgedArray:
         """Compare one array with llorch's; tolerances come from the first run that was judged."""
-        key, mode = (step.number, group, name), self.mode(step, group, name) if fed else CHAINED
+        key = (step.number, group, name)
         shown, want = step.shown[group, name], run.arrays[step.number, group, name]
         if (key, mode) not in self._granted:
             self._granted[key, mode] = self._limit(step, group, name, mode, run)

@@ -5,8 +5,8 @@ and the moments from its gradients, the parameters from its moments, the next st
 the inputs that the dump does not show. Not fed, only the adapter and the tokens are the dump's.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ import numpy as np
 
 from llorch.cache import KVCache
 from llorch.diagnosis.mistakes import Mistake
-from llorch.diagnosis.mistakes.planting import planted, replaced
+from llorch.diagnosis.mistakes.planting import Replacement, replaced
+from llorch.diagnosis.mistakes.training_loss import STEP
 from llorch.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
 from llorch.families import forward
 from llorch.files import Weights
@@ -22,6 +23,7 @@ from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
 from llorch.train.adamw import adamw_step, clip_by_norm
+from llorch.train.batch import Batch
 from llorch.train.numpy_step import loss_and_gradients
 
 Where = Literal["both", "shown", "back"]  # the whole step, what it shows of its loss alone, its gradients alone
@@ -31,6 +33,7 @@ FLOW = (
     "adapted_logits", "token_losses", "loss", "gradient", "grad_norm", "clipped", "first_moment", "second_moment",
     "parameters",
 )  # fmt: skip
+_Given = tuple[tuple[Adapter, Sequence[Batch]], dict[str, Any]]  # of `loss_and_gradients`, after the weights
 STATE = ("parameters", "first_moment", "second_moment")
 _OF_TOKENS, _OF_PASSES = ("adapted_logits", "token_losses"), ("loss", "gradient")
 _OPTIMIZER = "llorch.train.adamw."
@@ -48,6 +51,16 @@ class Planted:
     def in_passes(self) -> bool:
         """True if the mistake changes the loss or the gradients."""
         return not self.mistake.part.startswith(_OPTIMIZER)
+
+    @property
+    def changes(self) -> list[tuple[str, Replacement]]:
+        """The functions of llorch that go wrong, each with its replacement."""
+        along = [self.mistake.along] if self.along and self.mistake.along else []
+        return [(self.mistake.part, self.mistake.wrong), *along]
+
+    def is_made_in(self, where: str) -> bool:
+        """Tell if a part of a step, or its optimizer, has the mistake."""
+        return self.in_passes == (where != "optimizer") and self.where in ("both", where)
 
 
 class TrainingReplay:
@@ -110,7 +123,7 @@ class TrainingReplay:
         key = (what, step.number, id(parameters), tuple(one for one in mistakes if one.in_passes))
         found = self._kept.pop(key, None) or (parameters, getattr(self, f"_{what}")(step, parameters, mistakes))
         self._kept[key] = found  # with the parameters, whose id is theirs as long as they are alive
-        if len(self._kept) > 4 * len(self.dump.steps):
+        if len(self._kept) > 6 * len(self.dump.steps):
             self._kept.pop(next(iter(self._kept)))
         return found[1]
 
@@ -122,21 +135,31 @@ class TrainingReplay:
 
     def _gradients(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple[float, Named]:
         """Return loss and gradients of a step, with the mistakes injected into the passes they belong to."""
-        with _inside(mistakes, "shown"):
-            loss, grads = self._loss_and_gradients(step, parameters)
+        loss, grads = self._loss_and_gradients(step, parameters, mistakes, "shown")
         if any(one.where != "both" for one in mistakes):
-            with _inside(mistakes, "back"):
-                _, grads = self._loss_and_gradients(step, parameters)
+            _, grads = self._loss_and_gradients(step, parameters, mistakes, "back")
         return loss, grads
 
     def _adapted(self, parameters: Named) -> Weights:
         return AdaptedWeights(self.weights, replace(self.adapter), parameters=parameters)  # replaced: scales anew
 
-    def _loss_and_gradients(self, step: TrainingStep, parameters: Named) -> tuple[float, Named]:
-        return loss_and_gradients(
-            self.weights, replace(self.adapter), step.batches, parameters=parameters,
-            label_smoothing=self.dump.settings.label_smoothing,
-        )  # fmt: skip
+    def _loss_and_gradients(
+        self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...], where: Where
+    ) -> tuple[float, Named]:
+        """Compute both with mistakes; those around the whole step get its right ones from memory."""
+        right, given = nullcontext(), self._given(step, parameters)
+        if {part for one in mistakes if one.is_made_in(where) for part, _ in one.changes} <= {STEP}:
+            right = replaced(STEP, _answering(given, self._remembered("right", step, parameters, ())))
+        with right, _inside(mistakes, where):
+            return loss_and_gradients(self.weights, *given[0], **given[1])
+
+    def _right(self, step: TrainingStep, parameters: Named, _: tuple[Planted, ...]) -> tuple[float, Named]:
+        given = self._given(step, parameters)
+        return loss_and_gradients(self.weights, *given[0], **given[1])
+
+    def _given(self, step: TrainingStep, parameters: Named) -> _Given:
+        named = {"parameters": parameters, "label_smoothing": self.dump.settings.label_smoothing}
+        return (replace(self.adapter), step.batches), named  # replaced: scales anew
 
     def _logits(self, step: TrainingStep, weights: Weights) -> np.ndarray:
         logits = [
@@ -219,13 +242,27 @@ def _with_their_losses(loss: float, ours: np.ndarray, theirs: StepArray) -> floa
     return loss + float((theirs.array[both] - ours[both]).sum()) / int(learned.sum())
 
 
+def _answering(given: _Given, answer: tuple[float, Named]) -> Replacement:
+    """Replace a function of a whole step by one that has the answer to some arguments, the same objects, ready."""
+    asked = [*given[0], *given[1].values()]
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def answering(weights: Weights, *now: Any, **how: Any) -> tuple[float, Named]:
+            now_asked = [*now, *(how.get(name) for name in given[1])]
+            is_same = all(one is other for one, other in zip(asked, now_asked, strict=True))
+            return answer if is_same else right(weights, *now, **how)
+
+        return answering
+
+    return make
+
+
 @contextmanager
 def _inside(mistakes: tuple[Planted, ...], where: str) -> Any:
     """Plant those that are made in a part of the step."""
     with ExitStack() as planting:
         for one in mistakes:
-            if one.in_passes == (where != "optimizer") and one.where in ("both", where):
-                planting.enter_context(planted(one.mistake))
-                if one.along and one.mistake.along:
-                    planting.enter_context(replaced(*one.mistake.along))
+            if one.is_made_in(where):
+                for part, wrong in one.changes:
+                    planting.enter_context(replaced(part, wrong))
         yield
