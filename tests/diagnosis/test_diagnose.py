@@ -164,6 +164,16 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
     assert behind.local.error < 1e-6 < behind.total.error  # inherited, not made there
 
 
+def test_numbers_that_are_far_too_small_do_not_widen_their_own_tolerance():
+    small = Change({"l1.v_proj": Plant(lambda inputs, stage, array: array * 1e-3)})
+    right, wrong = (
+        next(one for one in DumpJudge(Replay(wide(MODEL), dump)).results() if one.key == "l1.v_proj")
+        for dump in (dumped(MODEL, passes(MODEL), Change({})), dumped(MODEL, passes(MODEL), small))
+    )
+    assert wrong.limit.error == right.limit.error
+    assert np.array_equal(wrong.limit.tokens, right.limit.tokens)
+
+
 def test_one_wrong_token_is_said():
     def wrong(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
         array = array.copy()
