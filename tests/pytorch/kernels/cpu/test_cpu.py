@@ -127,6 +127,9 @@ def test_a_machine_without_a_compiler_is_told_once_and_goes_on(monkeypatch, capl
     assert_tells(line, "CPU", "compiler")
 
 
+PACKING = "llorch_pack_codes"  # the function of cpu_packing.c
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -149,11 +152,12 @@ def test_a_compiler_named_by_the_environment_comes_first(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library as a compiler makes it on this machine, in little time: no product of it is used."""
+    """A library of one source, as a compiler makes it on this machine, in little time."""
     command, path = cpu_library.find_compiler(), tmp_path_factory.mktemp("made") / "made.so"
     assert command is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_library, "FLAGS", ("-O0", *cpu_library.FLAGS[1:]))
+        patch.setattr(cpu_library, "SOURCES", [path for path in cpu_library.SOURCES if path.name == "cpu_packing.c"])
         cpu_library.build(command, path)
     return path.read_bytes()
 
@@ -170,6 +174,7 @@ def counted(made, tmp_path, monkeypatch) -> Callable[[], int]:
     copy = f'while [ "$1" != -o ]; do shift; done\ncp "{ready}" "$2"'
     wrapper = script(tmp_path / "ccache", f'case "$*" in *--version*) exec "$@" ;; esac\necho >> "{log}"\n{copy}')
     monkeypatch.setenv("CC", f"{wrapper} cc")
+    monkeypatch.setattr(cpu_library, "SIGNATURES", {PACKING: cpu_library.SIGNATURES[PACKING]})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda: len(log.read_text()) if log.exists() else 0
 
