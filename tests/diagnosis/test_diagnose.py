@@ -171,7 +171,7 @@ def test_numbers_that_are_far_too_small_do_not_widen_their_own_tolerance():
         for dump in (dumped(MODEL, passes(MODEL), Change({})), dumped(MODEL, passes(MODEL), small))
     )
     assert wrong.limit.error == right.limit.error
-    assert np.array_equal(wrong.limit.tokens, right.limit.tokens)
+    np.testing.assert_array_equal(wrong.limit.tokens, right.limit.tokens)
 
 
 def test_one_wrong_token_is_said():

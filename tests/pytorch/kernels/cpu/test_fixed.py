@@ -17,6 +17,7 @@ from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
 from llorch.pytorch.kernels.packing import decode
 from llorch.pytorch.random_weights import random_fields
 
+SLOW_BUILD = pytest.mark.slow_cases("AVX2-*")  # 18 s of compiling
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [(96, 64), (7, 37), (45, 1056), (33, 2100)]  # outs and widths that fill no vector, tile or part of a sum, too
 ROWS = 300  # more than a block of rows that stays in a cache
@@ -29,10 +30,10 @@ FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
 
 @pytest.fixture(scope="module", params=BUILDS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    flags = BUILDS[request.param]
-    if flags is None:
+    flags, features = BUILDS[request.param], Path("/proc/cpuinfo").read_text().split()
+    if flags is None or (request.param == "no tiles" and "amx_bf16" not in features):  # those are the native one's
         return cast(ctypes.CDLL, library())
-    if request.param == "AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text().split():
+    if request.param == "AVX2" and "avx2" not in features:
         pytest.skip("NOT RUN: this processor has no AVX2")
     kept, made = shared_folder(tmp_path_factory) / f"{request.param}.so", tmp_path_factory.mktemp("build") / "made.so"
     with pytest.MonkeyPatch.context() as context:
@@ -59,6 +60,7 @@ def assert_alone(leaf: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, whole: t
         assert torch.equal(torch.cat([leaf(rows) for rows in x.split(size)]), whole), size
 
 
+@SLOW_BUILD
 @DTYPES
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,6 +77,7 @@ def test_a_row_has_the_bits_that_it_has_alone(shape, bias, dtype, compiled):
     assert (whole.double() - exact).norm() <= max(1.01 * (near - exact).norm(), 3e-7 * exact.norm())
 
 
+@SLOW_BUILD
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_packed_matrix_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
@@ -87,6 +90,7 @@ def test_a_packed_matrix_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), leaf.bias, compiled, fixed=True)(x), whole)
 
 
+@SLOW_BUILD
 @DTYPES
 def test_infinity_and_nan_stay_in_their_row(dtype, compiled):
     leaf = CpuLinear(numbers(40, 64, dtype=dtype, seed=1), None, compiled, fixed=True)
