@@ -133,7 +133,7 @@ def losses(printed: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("n_steps", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_steps", [1, pytest.param(None, marks=pytest.mark.nightly)])  # 80 s, the same code
 def test_fine_tuning_prints_what_the_readme_shows(n_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     if n_steps:
