@@ -93,7 +93,8 @@ AREAS = (
     Area(
         "torch_proof",
         "verify/runners/t* verify/expectations/p* verify/training/t*",
-        "verify/runners/torch pytorch/quantised verify/checkpoint_14 faults/teeth_torch cli/verify_torch",
+        "verify/runners/torch verify/training_checkpoints pytorch/quantised verify/checkpoint_14 faults/teeth_torch "
+        "cli/verify_torch",
     ),
     Area("quality", "evaluate/* bench", "evaluate/[sw]* cli/quality bench cli/bench"),
     Area("report", "diagnosis/report/*", "diagnosis/report/*"),
