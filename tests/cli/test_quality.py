@@ -127,11 +127,12 @@ def test_a_text_that_cannot_be_used_is_refused_in_one_line(data: bytes, expected
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_text_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path):
-    with (tmp_path / "huge.txt").open("wb") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
-    result = invoke("quality", "story", "--text", str(tmp_path / "huge.txt"))
-    assert_cli_refuses(result, 4, tmp_path / "huge.txt", "1099.51 GB", "219902.3 GB")
+def test_a_text_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.cli.quality.available_memory", lambda: 1e9)
+    with (tmp_path / "large.txt").open("wb") as file:
+        file.truncate(1 << 30)  # takes no room on the disk
+    result = invoke("quality", "story", "--text", str(tmp_path / "large.txt"))
+    assert_cli_refuses(result, 4, tmp_path / "large.txt", "1.07 GB", "214.7 GB", "1.0 GB are free")
 
 
 @pytest.mark.parametrize(
