@@ -67,7 +67,10 @@ class Line:
 
 
 def lines(judged: JudgedModel, *, by_stage: bool = False) -> list[Line]:
-    """Make a line for each checkpoint, even without comparisons; with `by_stage` a line for each stage or model."""
+    """Make a line for each checkpoint, even without comparisons.
+
+    With `by_stage` make a line for each stage of the judged model, and one for each other model that was judged beside.
+    """
     groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for row in judged.rows:
         stage = row.place.stage if row.checkpoint in TRAINING else row.stage  # one of many tensors there

@@ -358,6 +358,7 @@ def _checked_input(model: Model, given: LiveInput) -> tuple[list[int], str | Non
 
 
 def _missing_package(engine: str) -> str | None:
+    """Return the first module, as `llama_cpp`, that an engine needs and that is not installed, or None."""
     return next((package for package in _PACKAGES[engine] if find_spec(package) is None), None)
 
 

@@ -332,7 +332,10 @@ class Past:
         return self._after[layer]
 
     def note(self, layer: int, passed: Arrays) -> None:
-        """Take the keys and values that attention got in a layer for its cache, unless the engine keeps another one."""
+        """Keep the keys and values of the whole context, as attention got them in a layer, for the next pass.
+
+        Layers without such a cache are left out, and all layers if the engine's own caches are not taken `as_given`.
+        """
         if self.as_given and layer not in self._states:
             self._after[layer] = passed[key("k_cache", layer)], passed[key("v_cache", layer)]
 

@@ -27,7 +27,7 @@ _NEW_PUNCTUATION = "1B4E-1B4F 1B7F-1B7F 10D6E-10D6E 113D4-113D5 113D7-113D8 11BE
 
 
 def _in_class(spans: str) -> str:
-    """Write spans of code points for a character class of a regular expression."""
+    """Write hexadecimal code points, `1C89-1C8A A7CB`, as the inside of a character class of a regular expression."""
     return re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", spans).replace(" ", "")
 
 

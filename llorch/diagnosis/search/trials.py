@@ -161,10 +161,11 @@ class Trials:
         return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
 
     def _left(self, result: StageResult, found: Difference, here: ArrayPair) -> float:
-        """Return the factor by which the tolerance of the right numbers is exceeded.
+        """Return the error that a trial leaves, as a multiple of the tolerance of the right numbers.
 
         If the tolerances per token have another shape, use the tolerance of the whole array. In a wrong row near zero,
-        a small rounding error looks large: measure the error against the size of the right row if that names the trial.
+        a small rounding error looks large: measure the error against the size of the right row if that makes it small
+        enough for a name, at most `NAMED`.
         """
         limit, sizes = result.limit, here.sizes
         shape = found.tokens.shape if found.tokens is not None else None

@@ -110,7 +110,7 @@ def _rounding_of(source: Source, settings: Fields, module: str, found: Found) ->
 
 
 def _codes_of(settings: Fields) -> CodesName:
-    """Return the codes of a rounding; refuse asymmetric ones and other widths than 4 and 8 bits."""
+    """Read the number format of a rounding: int4, int8, E2M1 or E4M3, by default int8; Unsupported for others."""
     key = settings.text("type", default="int"), settings.integer("num_bits", default=8)
     if key not in _CODES or not settings.boolean("symmetric", default=True):
         raise settings.error("Unsupported", "num_bits", "symmetric int or float of 4 or 8 bits", settings.values)

@@ -44,6 +44,8 @@ class FrozenLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
+    """Product by oneDNN with a frozen weight and bias: neither gets a gradient, and only the weight is kept."""
+
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(weight)

@@ -290,6 +290,10 @@ class ForwardSuite:
         return max((len(golden.greedy) for golden in self.witnesses(runner).values()), default=0)
 
     def _sampler_rows(self, runner: Runner, last: Mapping[str, np.ndarray], text: np.ndarray) -> Iterator[Comparison]:
+        """Compare checkpoints 09 to 12.
+
+        `last` has llorch's last row of logits for each reference engine, `text` the token ids of its greedy text.
+        """
         distributions = runner.probabilities(*self.sampler_inputs())
         tokens = self.tokens(runner)
         first = (
