@@ -63,7 +63,7 @@ class Folder:
     def _has_expressions(self, extra: Mapping[str, Any]) -> bool:
         """Tell if AutoRound's regular expressions, which no library here applies, set a module."""
         modules = [module for module in self.modules("qweight") if module not in extra]
-        return any(re.search(key, module) for key in extra for module in modules)
+        return any(re.search(key, module) for key, values in extra.items() if values for module in modules)
 
     def modules(self, ending: str) -> list[str]:
         """Return the modules that have a tensor with this ending."""

@@ -69,6 +69,7 @@ def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str | 
         (None, "gptqmodel"),
         ({DOWN: {"bits": 8}, "lm_head": {"bits": 16}}, "gptqmodel"),
         ({"down_proj$": {"bits": 8}}, ""),
+        ({"down_proj$": {}}, "gptqmodel"),
         ({DOWN: {"bits": 8}, "layers.*down_proj": {"bits": 4}}, "gptqmodel"),
     ],
 )
