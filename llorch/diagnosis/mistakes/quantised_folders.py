@@ -100,6 +100,12 @@ def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     )
 
 
+def zero_plus_one(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Add one to the zero points, as a kernel for version 1 of GPTQ does."""
+    zero = matrix.recipe.zero
+    return matrix if zero is None else _with(matrix, zero=_then(zero, lambda zeros: zeros + 1))
+
+
 def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Read the codes of a word in the order of AWQ."""
     if _n_code_bits(matrix) != 4:
@@ -169,6 +175,14 @@ def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     groups = int(matrix.recipe.group(matrix.parts).max()) + 1
     order = np.arange(matrix.shape[1]) // -(-matrix.shape[1] // groups)
     return _with(matrix, group=lambda parts: order)
+
+
+def groups_one_on(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Give each group of columns the scale and the zero point of the next group, the last one those of the first."""
+    group, n_in = matrix.recipe.group, matrix.shape[1]
+    numbers = group(matrix.parts) if callable(group) else np.arange(n_in) // group
+    following = (numbers + 1) % (int(numbers.max()) + 1)
+    return _with(matrix, group=lambda parts: following) if following.any() else matrix
 
 
 def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
@@ -318,6 +332,7 @@ _PACKED = tuple(f"compressed-tensors {bits}-bit" for bits in range(2, 9))
 _INTEGERS = ("GPTQ", "AWQ", *_PACKED, "MLX 2-bit", "MLX 3-bit", "MLX 4-bit", "MLX 5-bit", "MLX 6-bit", "MLX 8-bit")
 _HALVES = ("GPTQ 4-bit", "AWQ 4-bit (gemv)", "compressed-tensors 4-bit", "NVFP4", "MXFP4", "MLX 4-bit", "MLX NVFP4",
            "MLX MXFP4")  # fmt: skip
+_GROUPED = (*_INTEGERS, "NVFP4", "MXFP4", "MXFP8", "MLX NVFP4", "MLX MXFP4", "MLX MXFP8")
 _BNB_FOUR = ("NF4", "FP4")
 _BYTES = ("FP8", "compressed-tensors int8", "bitsandbytes int8", "torchao", "MXFP8", "MLX MXFP8")
 _FLOAT32_SCALES = (*_BNB_FOUR, "FP8", "NVFP4", "GPTQ", "AWQ", "bitsandbytes int8", "torchao")
@@ -334,6 +349,8 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "The 1 was added to packed words and carried into the next zero point; unpack the zero points first."),
     _row("awq-plain-order", ("AWQ 4-bit, ",), awq_in_plain_order,
          "The eight codes of a word were used in plain order; AWQ gemm stores columns 0 2 4 6 1 3 5 7."),
+    _row("awq-zero-point-plus-one", ("AWQ",), zero_plus_one,
+         "Zero points were increased by 1; AWQ stores them as they are, only version 1 of GPTQ stores them less one."),
     _row("gptq-awq-order", ("GPTQ 4-bit",), gptq_in_awq_order,
          "The eight codes of a word were used in the order of AWQ; GPTQ stores them one after another."),
     _row("folder-upper-half-first", _HALVES, halves_swapped,
@@ -357,6 +374,8 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
     _row("mlx-bias-subtracted", ("MLX",),
          lambda m: m if m.recipe.minimum is None else _with(m, minimum=_then(m.recipe.minimum, np.negative)),
          "The biases of the groups were subtracted; MLX adds them."),
+    _row("folder-group-one-on", _GROUPED, groups_one_on,
+         "Each group of columns had the scale of the next group, and its zero point; use those with its own number."),
     _row("group-index-ignored", ("GPTQ", "compressed-tensors"), columns_in_order,
          "Columns were grouped in the order in which they lie; g_idx names the group of each column."),
     _row("global-scale-turned", ("NVFP4",), global_scale_turned,

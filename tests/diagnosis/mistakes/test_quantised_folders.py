@@ -35,7 +35,8 @@ PROJECTED: Callable[[str], bool] = lambda key: key.endswith(("attn_norm", "_proj
 CHANGED = {
     "gptq-first-version-as-second": "gptq-4bit", "gptq-second-version-as-first": "gptq-v2-4bit",
     "gptq-zero-point-not-wrapped": "gptq-2bit-asym", "gptq-zero-point-carried": "gptq-4bit-asym",
-    "awq-plain-order": "awq-gemm", "gptq-awq-order": "gptq-4bit", "folder-upper-half-first": "ct-nvfp4",
+    "awq-plain-order": "awq-gemm", "awq-zero-point-plus-one": "awq-gemm", "folder-group-one-on": "gptq-4bit",
+    "gptq-awq-order": "gptq-4bit", "folder-upper-half-first": "ct-nvfp4",
     "bitsandbytes-lower-half-first": "bnb-nf4", "three-bits-without-gaps": "ct-w3a16-ten-per-word",
     "folder-codes-signed": "ct-w4a16", "folder-zero-point-forgotten": "ct-w8a16-channel",
     "folder-read-as-symmetric": "ct-w4a16-asym", "folder-zero-point-not-scaled": "awq-gemv",
@@ -60,7 +61,14 @@ UNCHANGED_IN = {
     "fp8-blocks-of-equal-size": "ct-fp8-block-wide", "folder-scale-float16": "gptq-4bit",
     "folder-zero-point-not-scaled": "ct-w4a16",
 }  # fmt: skip
-PLAIN = ("gptq-first-version-as-second", "awq-plain-order", "nf4-as-fp4", "exponent-bias-128")
+PLAIN = (
+    "awq-zero-point-plus-one",
+    "folder-group-one-on",
+    "gptq-first-version-as-second",
+    "awq-plain-order",
+    "nf4-as-fp4",
+    "exponent-bias-128",
+)
 
 
 @cache
