@@ -12,6 +12,7 @@ from llorch.cli.output import to_json
 from llorch.diagnosis.report.record import VERSION, headline, junit, percent, ranges, record, span, times, verdict
 from llorch.diagnosis.verdict import WRONG, Diagnosis
 
+KEYS = {"version", "model", "source", "right", "findings", "stages", "could_not_show", "notes", "not_run"}
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 
 
@@ -23,7 +24,9 @@ def refuse(constant: str) -> None:
 def test_the_record_is_json_that_every_parser_takes(make: Callable[[], Diagnosis]):
     made = make()
     read = json.loads(to_json(record(made)), parse_constant=refuse)
+    assert {*read} == KEYS
     assert (read["version"], read["right"]) == (VERSION, made.is_right)
+    assert (read["model"], read["source"]) == (made.model, made.source)
     assert [(stage["n_pass"], stage["key"]) for stage in read["stages"]] == [(r.n_pass, r.key) for r in made.results]
     assert len(read["findings"]) == len(made.findings)
 
@@ -59,6 +62,8 @@ def test_junit_has_a_suite_for_each_pass_and_a_case_for_each_stage(make: Callabl
     assert bool(wrong) != made.is_right
     assert [case.get("name") for case in top.iter("testcase") if case.find("failure") is not None] == wrong
     assert sum(int(suite.get("failures", "")) for suite in top) == len(wrong)
+    told = [case.findtext("system-out") or "" for case in top.iter("testcase") if case.get("name") not in wrong]
+    assert all("tolerance" in text for text in told)
 
 
 def test_a_failure_says_what_was_found():
