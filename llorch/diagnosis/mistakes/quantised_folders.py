@@ -2,7 +2,8 @@
 
 Each mistake is the right recipe of a matrix with one field changed, or the right parts with other bytes. The one
 decoder of `llorch.files.quantised.matrix` then makes the wrong numbers. `cases` are beginnings of a scheme's name.
-A change that a matrix does not allow returns the matrix as it is.
+A change that a matrix does not allow returns the matrix as it is. A step that the mistake leaves out is not computed and
+undone: SHA-256 sums of an engine's matrices are compared with these numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.files.packed import Packed, Rows
+from llorch.files.quantised.bitsandbytes import BlockScales
 from llorch.files.quantised.codes import E2M1, E8M0, across, integers, stream
-from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader
+from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader, floats_of
 from llorch.ops.rounding import round_activations
 
 Change = Callable[[QuantisedMatrix], QuantisedMatrix]
@@ -190,22 +192,42 @@ def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     return lambda matrix: _with(matrix, scale=_then(matrix.recipe.scale, change))
 
 
-def _global(matrix: QuantisedMatrix, tensor: str, power: int) -> QuantisedMatrix:
-    """Multiply the scales by a further power of the matrix scale, which the file keeps in a tensor of this name."""
+def scale_divided(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Divide by the scales instead of multiplying."""
+    scale = matrix.recipe.scale
+    return _with(matrix, scale=_ones, divisor=lambda parts, rows: matrix.spread(scale(parts, rows)))
+
+
+def _ones(parts: Parts, rows: Rows) -> np.ndarray:
+    return np.ones((1, 1), np.float32)
+
+
+def _global(matrix: QuantisedMatrix) -> np.float32 | None:
+    """Return the matrix scale of NVFP4; None if the matrix has none."""
     part = matrix.parts.get("global")
-    if part is None or not part.name.endswith(f".{tensor}"):
-        return matrix
-    return scale_changed(lambda scale: scale * part.floats().astype(np.float64).reshape(-1)[0] ** power)(matrix)
+    return None if part is None else part.floats().reshape(-1)[0]
 
 
 def global_scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Multiply by the matrix scale instead of dividing, and the other way round."""
-    return _global(_global(matrix, "weight_global_scale", 2), "weight_scale_2", -2)
+    whole = _global(matrix)
+    if whole is None:
+        return matrix
+    if matrix.recipe.divisor is not None:
+        return _with(matrix, divisor=None, factor=whole)
+    return _with(matrix, scale=_then(floats_of("scale"), lambda scale: scale / whole))
 
 
 def global_scale_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Use the scales of the groups alone."""
-    return _global(_global(matrix, "weight_global_scale", 1), "weight_scale_2", -1)
+    return matrix if _global(matrix) is None else _with(matrix, scale=floats_of("scale"), divisor=None)
+
+
+def scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Multiply by the one stored scale instead of dividing, and the other way round."""
+    number = matrix.parts["scale"].floats().reshape(1, 1)
+    is_factor = np.array_equal(matrix.recipe.scale(matrix.parts, slice(0, 1)), number)
+    return _with(matrix, scale=lambda parts, rows: np.float32(1) / number if is_factor else number)
 
 
 def _by_block(matrix: QuantisedMatrix, block_of: Callable[[int, int], np.ndarray]) -> QuantisedMatrix:
@@ -252,12 +274,8 @@ def four_bit_table(table: np.ndarray) -> Change:
 
 def nested_offset_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Leave out the mean of the scales of double quantisation."""
-    if "nested_absmax" not in matrix.parts:
-        return matrix
-    part = matrix.parts["nested_absmax"]
-    no_scales = {**matrix.parts, "nested_absmax": replace(part, raw=np.zeros_like(part.raw))}
-    offset = matrix.recipe.scale(no_scales, slice(0, 1)).reshape(-1)[0]
-    return scale_changed(lambda scale: scale - offset)(matrix)
+    scale = matrix.recipe.scale
+    return _with(matrix, scale=replace(scale, offset=None)) if isinstance(scale, BlockScales) else matrix
 
 
 def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -383,7 +401,7 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "multiplies with weight_scale_2."),
     _row("global-scale-dropped", ("NVFP4",), global_scale_dropped,
          "The scale of the matrix was left out; NVFP4 needs it beside the scales of the groups."),
-    _row("fp8-scale-divided", ("FP8",), scale_changed(lambda scale: 1 / scale),
+    _row("fp8-scale-divided", ("FP8",), scale_divided,
          "Codes were divided by their scale; weight_scale_inv and weight_scale are factors."),
     _row("fp8-blocks-of-equal-size", ("FP8, blocks",), blocks_of_equal_size,
          "The size of a block was computed from the number of scales; the settings name it, and the last block of a "
@@ -392,7 +410,7 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "A partial last block got the scale of the block before it; it has one of its own."),
     _row("fp8-scales-tiled", ("FP8, blocks",), scales_tiled,
          "The scales of the blocks were repeated as a whole; repeat each for all rows and columns of its block."),
-    _row("folder-scale-dropped", _BYTES, scale_changed(np.ones_like),
+    _row("folder-scale-dropped", _BYTES, lambda matrix: _with(matrix, scale=_ones, factor=None),
          "Codes were used as weights without their scale; the module is quantised, so multiply them."),
     _row("folder-scale-float16", _FLOAT32_SCALES, scale_changed(lambda s: s.astype(np.float16).astype(np.float32)),
          "Scales were rounded to float16 before the product; use them as the file stores them."),
@@ -414,7 +432,7 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "Codes were read as E2M1; FP4 of bitsandbytes has its values in another order."),
     _row("nested-offset-dropped", ("NF4", "FP4"), nested_offset_dropped,
          "Scales of double quantisation were used without nested_offset; add it to each."),
-    _row("bitnet-scale-turned", ("BitNet",), scale_changed(lambda scale: 1 / scale),
+    _row("bitnet-scale-turned", ("BitNet",), scale_turned,
          "The scale was used upside down; bitlinear divides by weight_scale, autobitlinear multiplies with it."),
     _row("bitnet-rows-in-order", ("BitNet",), rows_of_a_byte_in_order,
          "The four codes of a byte were used as four rows in a row; they lie a quarter of the rows apart."),

@@ -8,6 +8,7 @@ With double quantisation the scale of a block is a code too:
 Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState.from_dict`) and `nn/modules.py` (`Int8Params`).
 """
 
+from dataclasses import dataclass
 from math import gcd, prod
 
 import numpy as np
@@ -16,7 +17,7 @@ from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import INT8
 from llorch.files.quantised.float8 import add_scaled
-from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe
+from llorch.files.quantised.matrix import CodesOf, Parts, Recipe
 from llorch.files.quantised.source import Shape, Source, matches_part, names_in
 from llorch.files.strict_json import parse_json
 
@@ -68,7 +69,7 @@ def _add_four_bit(source: Source, module: str, kind: str) -> None:
     recipe = Recipe(
         codes=CodesOf("codes", 4, shape, "high first"),
         values=lambda parts: parts["values"].floats(),
-        scale=_absmax(state if nested else None, shape, size),
+        scale=_block_scales(state, shape, nested=nested),
         group=gcd(size, shape[1]),
         zero_scales=True,
     )
@@ -96,16 +97,31 @@ def _span(rows: Rows, shape: Shape) -> np.ndarray:
     return ids[:, None] * shape[1] + np.arange(shape[1])
 
 
-def _absmax(nested: Fields | None, shape: Shape, size: int) -> Reader:
-    """Return the reader of the scale of each group of columns; `nested` has the settings of quantised scales."""
-    group = gcd(size, shape[1])  # columns of a row that are in one block, wherever blocks begin
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """Reads the scale of each group of columns: a float of its block, or with `nested_size` a code of the second level.
 
-    def read(parts: Parts, rows: Rows) -> np.ndarray:
-        blocks = _span(rows, (shape[0], shape[1] // group)) * group // size
+    A group has the columns of a row that are in one block, wherever blocks begin. Without an offset, none is added.
+    """
+
+    shape: Shape
+    size: int
+    nested_size: int | None = None
+    offset: np.float32 | None = None
+
+    def __call__(self, parts: Parts, rows: Rows, /) -> np.ndarray:
+        """Read the scales of some rows, (rows, groups)."""
+        group = gcd(self.size, self.shape[1])
+        blocks = _span(rows, (self.shape[0], self.shape[1] // group)) * group // self.size
         stored = parts["absmax"].array[blocks]
-        if nested is None:
+        if self.nested_size is None:
             return stored
-        scale = parts["nested_absmax"].floats()[blocks // nested.integer("nested_blocksize")]
-        return parts["nested_values"].floats()[stored] * scale + np.float32(nested.number("nested_offset"))
+        scale = parts["nested_values"].floats()[stored] * parts["nested_absmax"].floats()[blocks // self.nested_size]
+        return scale if self.offset is None else scale + self.offset
 
-    return read
+
+def _block_scales(state: Fields, shape: Shape, *, nested: bool) -> BlockScales:
+    size = state.integer("blocksize")
+    if not nested:
+        return BlockScales(shape, size)
+    return BlockScales(shape, size, state.integer("nested_blocksize"), np.float32(state.number("nested_offset")))

@@ -105,7 +105,49 @@ def bitsandbytes(tensors: Tensors, *, low_first: bool = False, table: np.ndarray
     return made
 
 
-_FP4 = np.array([0, 0.005208333, 0.6666667, 1, 0.33333334, 0.5, 0.16666667, 0.25], np.float32)
+def nvfp4_of_modelopt(tensors: Tensors, *, divided: bool) -> Matrices:
+    made = {}
+    for module in modules(tensors, ".weight_scale_2"):
+        packed = array(tensors, f"{module}.weight")
+        values = E2M1[np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)]
+        scale, whole = e4m3(array(tensors, f"{module}.weight_scale")).astype(np.float32), f"{module}.weight_scale_2"
+        scale = scale / array(tensors, whole) if divided else scale
+        made[f"{module}.weight"] = values * np.repeat(scale, 16, axis=1)
+    return made
+
+
+def double_quantised_without_offset(tensors: Tensors) -> Matrices:
+    made = {}
+    for module in modules(tensors, ".weight.absmax"):
+        state = json.loads(
+            next(tensors[name][2] for name in tensors if name.startswith(f"{module}.weight.quant_state"))
+        )
+        packed, codes = array(tensors, f"{module}.weight").reshape(-1), array(tensors, f"{module}.weight.absmax")
+        levels = array(tensors, f"{module}.weight.nested_quant_map")[codes]
+        nested = array(tensors, f"{module}.weight.nested_absmax")
+        scales = levels * np.repeat(nested, state["nested_blocksize"])[: len(codes)]
+        values = array(tensors, f"{module}.weight.quant_map")[np.stack((packed >> 4, packed & 15), axis=1).reshape(-1)]
+        flat = values.reshape(-1, state["blocksize"]) * scales[:, None]
+        made[f"{module}.weight"] = flat.reshape(state["shape"])
+    return made
+
+
+def ternary_times_the_scale(tensors: Tensors) -> Matrices:
+    made = {}
+    for module in modules(tensors, ".weight_scale"):
+        packed = array(tensors, f"{module}.weight")
+        codes = np.concatenate([packed >> 2 * quarter & 3 for quarter in range(4)]).astype(np.float32) - np.float32(1)
+        made[f"{module}.weight"] = codes * array(tensors, f"{module}.weight_scale")
+    return made
+
+
+def bytes_as_weights(tensors: Tensors) -> Matrices:
+    return {
+        f"{module}.weight": array(tensors, f"{module}.weight").astype(np.float32) for module in modules(tensors, ".SCB")
+    }
+
+
+_FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
 READERS: dict[str, Callable[[Tensors], Matrices]] = {
     "gptq-first-version-as-second": lambda tensors: gptq(tensors, one=0),
     "gptq-second-version-as-first": gptq,
@@ -119,4 +161,12 @@ READERS: dict[str, Callable[[Tensors], Matrices]] = {
     "fp8-scale-divided": fp8_divided,
     "bitsandbytes-lower-half-first": lambda tensors: bitsandbytes(tensors, low_first=True),
     "nf4-as-fp4": lambda tensors: bitsandbytes(tensors, table=np.concatenate([_FP4, -_FP4])),
+    "nested-offset-dropped": double_quantised_without_offset,
+    "bitnet-scale-turned": ternary_times_the_scale,
+}
+# Readers of further folders, by mistake and folder.
+FURTHER_READERS: dict[tuple[str, str], Callable[[Tensors], Matrices]] = {
+    ("global-scale-turned", "modelopt-nvfp4"): lambda tensors: nvfp4_of_modelopt(tensors, divided=True),
+    ("global-scale-dropped", "modelopt-nvfp4"): lambda tensors: nvfp4_of_modelopt(tensors, divided=False),
+    ("folder-scale-dropped", "bnb-int8"): bytes_as_weights,
 }
