@@ -12,6 +12,7 @@ from llorch.cli.judging import ClaimedArithmetic, refuse_residency, refuse_schem
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
 from llorch.cli.tables import console
+from llorch.diagnosis.guards import require_read_rightly
 from llorch.diagnosis.rows import dump_rows
 
 
@@ -27,7 +28,9 @@ def plan_check(
     refuse_residency(arithmetic)
     refuse_scheme(arithmetic)
     numerics = chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)
-    return plan_dump(dump, models[0], mapping=mapping, prompt=prompt, tokens=tokens, numerics=numerics)
+    plan = plan_dump(dump, models[0], mapping=mapping, prompt=prompt, tokens=tokens, numerics=numerics)
+    require_read_rightly(plan.dump)
+    return plan
 
 
 def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:

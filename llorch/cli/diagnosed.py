@@ -129,7 +129,8 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
             )
         for suspect in first.near_misses:
             out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence.rstrip('.'))}; {explained(suspect)}")
-        out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
+        if first.places:
+            out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
     for finding in others[:_NOTES]:
         out.print(_headed(finding))
     if len(others) > _NOTES:

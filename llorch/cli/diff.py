@@ -110,10 +110,10 @@ def _side(
 
     if weights is None:
         return Side.of_names(open_raw(path))
-    from llorch.diagnosis.guards import read_comparable
+    from llorch.diagnosis.guards import read_comparable, require_read_rightly
 
     dump = read_comparable(path, weights, mapping=mapping, ids=tokens, first_position=first_position)
-    return Side.of_stages(dump)
+    return Side.of_stages(require_read_rightly(dump))
 
 
 def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:

@@ -32,7 +32,7 @@ from llorch.diagnosis.verdict import (
     Suspect,
     percent,
 )
-from llorch.dumps.stage_dump import StageDump
+from llorch.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
@@ -59,10 +59,28 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
     say("looking for mistakes that this dump cannot show")
     hidden = _could_not_show(results, trials)
+    if dump.misread is not None and all(finding.kind == "honest" for finding in found):
+        found = [_misread(dump.misread), *found]
     findings = [*found, *_arithmetic(results)]
     not_run = [*judge.not_run, *left_open]
     by_reason = {EARLIER_PASSES: not_run} if not_run else {}
     return Diagnosis(model, dump.source, settled(results, findings), findings, hidden, dump.notes, by_reason)
+
+
+def _misread(misread: Misread) -> Finding:
+    """Make the finding of matrices that were read wrongly, although the stages of the dump do not show it."""
+    suspects = (Suspect(name, sentence, (), 1.0, 0.0) for name, sentence in misread.mistakes.items())
+    return Finding(
+        kind="mistake" if misread.mistakes else "unknown",
+        key="weights",
+        n_pass=0,
+        made_in=("weights",),
+        layers=(),
+        suspects=tuple(suspects),
+        near_misses=(),
+        places=(),
+        sentence=f"weights: {misread.sentence}.",
+    )
 
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:

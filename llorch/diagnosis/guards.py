@@ -59,8 +59,7 @@ def read_comparable(
     dump = stage_dump(
         raw, weights.config, mapping=names, ids=needed, first_position=first_position or 0, weights=weights
     )
-    notes = require_comparable(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
-    return replace(dump, notes=(*dump.notes, *notes))
+    return require_comparable(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
 
 
 def require_comparable(
@@ -70,7 +69,7 @@ def require_comparable(
     ids: Sequence[int] | None = None,
     first_position: int | None = None,
     hashes: Mapping[str, str] | None = None,
-) -> list[str]:
+) -> StageDump:
     """Refuse a dump that cannot be compared, before any number is.
 
     Args:
@@ -81,7 +80,8 @@ def require_comparable(
         hashes: `RawDump.weights`.
 
     Returns:
-        Oddities that do not make the numbers incomparable, one sentence each.
+        The dump, with oddities that do not make the numbers incomparable among its notes. Its `misread` tells that the
+        engine's reader of a quantised folder is the suspect.
 
     Raises:
         GuardFailed: Tokens, positions, layout, weights, norms or the run are not the declared ones.
@@ -90,8 +90,17 @@ def require_comparable(
         _require_ids(dump, weights, ids)
         _require_positions(dump, weights.config, first_position)
         _require_layout(dump, weights.config)
-        notes = check_weights(weights, hashes or {}, source=dump.source, dtype=dump.features.dtype)
-        return [*notes, *check_norms(dump, weights), *_check_run(dump)]
+        notes, misread = check_weights(weights, hashes or {}, source=dump.source, dtype=dump.features.dtype)
+        said = [f"weights: {misread.sentence}"] if misread else []
+        notes = (*dump.notes, *notes, *said, *check_norms(dump, weights), *_check_run(dump))
+        return replace(dump, notes=notes, misread=misread)
+
+
+def require_read_rightly(dump: StageDump) -> StageDump:
+    """Refuse (GuardFailed) a dump of an engine that read matrices of a quantised folder wrongly."""
+    if dump.misread is not None:
+        raise GuardFailed("weights", dump.misread.sentence, source=dump.source)
+    return dump
 
 
 def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -> None:

@@ -101,7 +101,7 @@ class Finding:
 
     Attributes:
         kind: `mistake` when suspects explain it; `honest` when it is arithmetic; `unknown`: no known mistake matches.
-        key: Stage key where it shows first.
+        key: Stage key where it shows first; `weights` if the hashes of the engine's weights alone show it.
         n_pass: Pass in which it shows first.
         made_in: Stage keys in which it must have been made: one if the dump has no gap, or if the cause is named.
         layers: Layers in which it shows, in order; empty outside the layers.

@@ -2,6 +2,7 @@
 
 Equal numbers in another layout, under another name or in another layer count as these weights: the diagnosis judges
 the engine's use of them. Other numbers are other weights, and a comparison would blame the engine's code for them.
+If only quantised matrices of a folder have other numbers, the engine's reader of the folder is the suspect instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,11 +11,14 @@ from functools import cached_property
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.quantised_folders import wrong_readings
 from llorch.dumps.raw import digest
+from llorch.dumps.stage_dump import Misread
 from llorch.errors import GuardFailed
 from llorch.files import Weights
 from llorch.files.export import assembled
+from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Tensor, Weight, huggingface_tensors, interleave, inventory, undo_interleave
 from llorch.files.tensor_storage import AS_IS
 from llorch.ops.rounding import round_activations
@@ -28,7 +32,9 @@ ROUNDED: Mapping[str, Change] = {
 _SHOWN = 3
 
 
-def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, dtype: str) -> list[str]:
+def check_weights(
+    weights: Weights, hashes: Mapping[str, str], *, source: str, dtype: str
+) -> tuple[list[str], Misread | None]:
     """Compare the weights that an engine ran with the file.
 
     Args:
@@ -38,28 +44,48 @@ def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, d
         dtype: Dtype in which the engine says that it computes: weights rounded to it count as equal.
 
     Returns:
-        A sentence for each way in which tensors of equal numbers differ from llorch's.
+        A sentence for each way in which tensors of equal numbers differ from llorch's, and what the engine's reader of
+        a quantised folder got wrong, if it is the suspect.
 
     Raises:
-        GuardFailed: Some have other numbers.
+        GuardFailed: Some have other numbers, and the engine's reader is not the suspect.
     """
-    known, ours = _names(weights.config), _Ours(weights, dtype)
+    ours = _Ours(weights, dtype)
+    notes, others, n_equal = _sort(ours, hashes)
+    said = [f"weights: {_sentence(names, how)}" for how, names in notes.items()]
+    if not others:
+        return said, None
+    names = [name for each in others.values() for name in each]
+    what = "; ".join(_sentence(each, how) for how, each in others.items())
+    message = f"expected the numbers of {weights.path}, got others in {len(names)} of {len(hashes)} tensors: {what}"
+    named = [ours.mistakes[how] for how in others if how in ours.mistakes]
+    if not named and not (n_equal and all(map(ours.is_quantised, names))):
+        raise GuardFailed("weights", f"{message}; give the file that the engine loads", source=source)
+    mistakes = {mistake.name: mistake.diagnosis for mistake in named} if len(named) == len(others) else {}
+    return said, Misread(f"{message}; {_advice(len(named), n_equal)}", mistakes)
+
+
+def _sort(ours: "_Ours", hashes: Mapping[str, str]) -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
+    """Sort tensors into those of our numbers in another guise and those of other numbers, and count all of ours."""
     notes: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
+    n_equal = 0
     for name, told in hashes.items():
-        mine = known.get(name) or next((known[end] for end in _name_suffixes(name) if end in known), None)
-        if (mine is None or digest(weights.array(mine)) != told) and not ours.is_in_folder(name, told):
-            how, is_ours = ours.guise(mine, told)
+        mine = ours.find(name)
+        how, is_ours = ("", True) if ours.is_as_stored(name, told) else ours.guise(mine, told)
+        n_equal += is_ours and mine is not None
+        if how:
             (notes if is_ours else others).setdefault(how, []).append(name)
-    if others:
-        what = "; ".join(f"{_format_names(names)} {how}" for how, names in others.items())
-        raise GuardFailed(
-            "weights",
-            f"expected the numbers of {weights.path}, got others in {sum(map(len, others.values()))} of {len(hashes)} "
-            f"tensors: {what}; give the file that the engine loads",
-            source=source,
-        )
-    return [f"weights: {_format_names(names)} {how}" for how, names in notes.items()]
+    return notes, others, n_equal
+
+
+def _advice(n_mistakes: int, n_equal: int) -> str:
+    """Say what to do about a reader that gets matrices of a quantised folder wrong."""
+    if n_mistakes:
+        what = "this mistake" if n_mistakes == 1 else "these mistakes"
+        return f"the engine's reader of this folder makes {what}; mend the reader"
+    equal = f"the other {n_equal} tensors are equal" if n_equal > 1 else "the other tensor is equal"
+    return f"only quantised matrices differ, and {equal}; suspect the engine's reader of this folder"
 
 
 class _Ours:
@@ -67,7 +93,23 @@ class _Ours:
 
     def __init__(self, weights: Weights, dtype: str) -> None:
         self._weights, self._dtype, self._inventory = weights, dtype, inventory(weights.config)
+        self._names = _names(weights.config)
         self._tried: dict[str, tuple[str, str] | None] = {}  # by short name: layout and rounding of the first one
+        self.mistakes: dict[str, Mistake[QuantisedMatrix]] = {}  # known mistakes of reading, by the words of `guise`
+
+    def find(self, name: str) -> str | None:
+        """Return llorch's name of a tensor; None if it is no weight of the model."""
+        ends = (name, *_name_suffixes(name))
+        return next((self._names[end] for end in ends if end in self._names), None)
+
+    def is_quantised(self, name: str) -> bool:
+        """Tell if a tensor is a matrix of a quantised folder, stored in codes."""
+        mine = self.find(name)
+        return (
+            mine is not None
+            and mine in self._weights.slots
+            and isinstance(self._weights.as_stored(mine), QuantisedMatrix)
+        )
 
     def guise(self, name: str | None, told: str) -> tuple[str, bool]:
         """Describe how a tensor got another hash than llorch's weight; tell if the tensor has llorch's numbers."""
@@ -89,8 +131,15 @@ class _Ours:
         roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
         for mistake, array in wrong_readings(self._weights.as_stored(name)):
             if told in {digest(rounding(array)) for rounding in roundings}:
-                return f"is read with the mistake {mistake.name} ({mistake.diagnosis.removesuffix('.')})"
+                how = f"is read with the mistake {mistake.name} ({mistake.diagnosis.removesuffix('.')})"
+                self.mistakes[how] = mistake
+                return how
         return ""
+
+    def is_as_stored(self, name: str, told: str) -> bool:
+        """Tell if a tensor is llorch's, or is as a Hugging Face folder has it."""
+        mine = self.find(name)
+        return (mine is not None and digest(self._weights.array(mine)) == told) or self.is_in_folder(name, told)
 
     def is_in_folder(self, name: str, told: str) -> bool:
         """Tell if a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""
@@ -162,5 +211,9 @@ def _name_suffixes(name: str) -> Iterator[str]:
     return (".".join(parts[n:]) for n in range(1, len(parts)))
 
 
-def _format_names(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def _sentence(names: list[str], how: str) -> str:
+    """Join names and what they have in common, a verb in the singular and the rest."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    verb, _, rest = how.partition(" ")
+    verb = verb if len(names) == 1 else {"is": "are", "has": "have"}[verb]
+    return f"{', '.join(names[:_SHOWN])}{more} {verb} {rest}"

@@ -47,6 +47,19 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Misread:
+    """Quantised matrices that an engine read with other numbers than the folder has.
+
+    Attributes:
+        sentence: The matrices, and what to do.
+        mistakes: Sentences of the known mistakes that read exactly these numbers, by name; empty: not all are known.
+    """
+
+    sentence: str
+    mistakes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class StageDump:
     """Stages that an engine showed.
 
@@ -58,6 +71,7 @@ class StageDump:
         notes: What was found rather than declared, one sentence each.
         production: By the number of the pass, logits of the run that nobody watched.
         n_before: How many tokens the cache held before the first pass, which the dump does not show; None: unknown.
+        misread: What the engine's reader of a quantised folder got wrong, by the hashes of its weights.
     """
 
     source: str
@@ -67,6 +81,7 @@ class StageDump:
     notes: Sequence[str] = field(default=())
     production: Mapping[int, Seen] = field(default_factory=dict)
     n_before: int | None = 0
+    misread: Misread | None = None
 
     @classmethod
     def of_arrays(

@@ -3,21 +3,24 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from builders.quantised_folders import FOLDERS, Tensors, changed
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, assert_tells
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase
 from llorch.builtin import builtin_path
+from llorch.dumps.raw import digest
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
+from llorch.files.tensor_names import inventory
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.places import Pass
@@ -25,6 +28,7 @@ from llorch.verify.runners.numpy import run
 from llorch.verify.training.recipe import make_adapter
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 33, 17)
+SHORT = (3, 11, 7, 20, 5, 9)  # for a vocabulary of 24
 MODEL = ("--model", "micro-llama")
 
 
@@ -173,6 +177,74 @@ def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
     assert_cli_refuses(result, code, *expected)
     assert result.stderr.startswith(f"llorch: {tmp_path / 'd'}: {expected[0]}: ")
     assert result.stderr.count("\n") == 1
+
+
+def without_offset(tensors: Tensors) -> None:
+    """Set nested_offset to 0 in the state of each matrix."""
+    for name, (dtype, _, data) in tensors.items():
+        if name.endswith("quant_state.bitsandbytes__nf4"):
+            state = json.dumps(json.loads(data) | {"nested_offset": 0.0}).encode()
+            tensors[name] = (dtype, [len(state)], state)
+
+
+def with_reversed_codes(tensors: Tensors) -> None:
+    """Read the codes of one matrix from the last byte to the first."""
+    dtype, shape, data = tensors["model.layers.0.mlp.down_proj.weight"]
+    tensors["model.layers.0.mlp.down_proj.weight"] = (dtype, shape, data[::-1])
+
+
+def misread(folder: Path, change: Callable[[Tensors], None], *, shown: Sequence[str] = ()) -> tuple[str, ...]:
+    """The words of a diagnosis of an engine that read a folder wrongly; `shown` stages, or all."""
+    weights = open_weights(changed(folder, "bnb-nf4-double", tensors=change))
+    hashes = {w.huggingface: digest(weights.array(w.name)) for w in inventory(weights.config).values()}
+    with DumpWriter(folder / "dump", weights=hashes) as writer:
+        writer.begin(SHORT)
+        for name, array in run(weights, Pass(SHORT)).items():
+            if not shown or name in shown:
+                writer.add(name, array)
+    return str(folder / "dump"), "--model", str(FOLDERS / "bnb-nf4-double")
+
+
+def test_a_known_mistake_of_a_reader_is_named_from_hashes_and_from_stages(tmp_path: Path):
+    result = invoke("diagnose", *misread(tmp_path, without_offset))
+    assert (result.exit_code, result.stderr) == (1, "")
+    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
+    assert_tells(note, "7 of 12 tensors", "and 4 more are read", "nested-offset-dropped", "mend the reader")
+    assert "WRONG  l0.q_proj: Scales of double quantisation" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("WRONG: 1 cause ")
+
+
+def test_an_unknown_mistake_of_a_reader_is_located_in_the_stages(tmp_path: Path):
+    result = invoke("diagnose", *misread(tmp_path, with_reversed_codes))
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "WRONG  l0.ffn_out: this error matches no known mistake" in result.stdout
+    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
+    facts = ("1 of 12 tensors", "model.layers.0.mlp.down_proj.weight has other", "only quantised", "reader")
+    assert_tells(note, *facts)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(without_offset, "nested-offset-dropped: explains"), (with_reversed_codes, "suspect")]
+)
+def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tensors], None], said: str, tmp_path: Path):
+    page, xml = tmp_path / "page.html", tmp_path / "cases.xml"
+    words = misread(tmp_path, change, shown=("embed", "l0.attn_norm"))
+    result = invoke("diagnose", *words, "--html", str(page), "--junit", str(xml))
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "WRONG  weights: expected the numbers of " in result.stdout
+    assert said in result.stdout
+    assert "shows in" not in result.stdout
+    assert "First cause: weights" in page.read_text()
+    assert "visible in" not in page.read_text()
+    cases = [case.get("name") for case in ElementTree.parse(xml).iter("testcase") if case.find("failure") is not None]
+    assert cases == ["weights"]
+
+
+@pytest.mark.parametrize("verb", ["verify", "diff"])
+def test_an_engine_that_misread_its_matrices_is_no_reference(verb: str, tmp_path: Path):
+    dump, option, model = misread(tmp_path, without_offset)
+    words = (model, "--against", dump) if verb == "verify" else (dump, dump, option, model)
+    assert_cli_refuses(invoke(verb, *words), 14, "weights", "7 of 12", "nested-offset-dropped", "mend the reader")
 
 
 def test_verify_takes_a_dump_as_a_witness(right: Path, wrong: Path):

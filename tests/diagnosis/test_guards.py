@@ -17,6 +17,7 @@ from llorch.dumps.stage_dump import Features, Seen, StageDump
 from llorch.dumps.stage_mapping import stage_dump
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.errors import GuardFailed
+from llorch.files import Weights
 from llorch.files.tensor_names import inventory
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
@@ -49,9 +50,13 @@ def test_the_run_of_an_engine_is_compared_without_a_note(name: str, engine: str)
         hashes |= {weight.gguf: told, weight.huggingface: told, f"base_model.model.{weight.huggingface}": told}
     hashes |= {"lm_head.weight": digest(weights.array("lm_head" if "lm_head" in weights else "embed_tokens"))}
     dump = dump_of(trace, ids=ids)
-    assert require_comparable(dump, weights, ids=ids, first_position=0, hashes=hashes) == []
+    assert notes_of(dump, weights, ids=ids, first_position=0, hashes=hashes) == []
     rounded = {key: bf16(array) for key, array in trace.items()}
-    assert require_comparable(dump_of(rounded, ids=ids, dtype="bfloat16"), weights) == []
+    assert notes_of(dump_of(rounded, ids=ids, dtype="bfloat16"), weights) == []
+
+
+def notes_of(dump: StageDump, weights: Weights = WEIGHTS, **said: Any) -> list[str]:
+    return [*require_comparable(dump, weights, **said).notes]
 
 
 def refused(
@@ -109,7 +114,7 @@ TABLE = WEIGHTS.array("embed_tokens")
     ],
 )  # fmt: skip
 def test_a_wrong_lookup_of_the_right_tokens_is_left_to_the_diagnosis(wrong: np.ndarray):
-    assert require_comparable(dump_of({"embed": wrong}), WEIGHTS) == []
+    assert notes_of(dump_of({"embed": wrong}), WEIGHTS) == []
 
 
 def test_positions_that_do_not_follow_are_refused():
@@ -118,7 +123,7 @@ def test_positions_that_do_not_follow_are_refused():
     refused("positions", StageDump("mine", (Tokens(IDS), Tokens((3,))), {}), expected=("pass 1", 12), got=0)
     most = WEIGHTS.config.max_position_embeddings
     refused("positions", dump_of({}, first_position=most - 10), expected=most, got=most + 2)
-    assert require_comparable(moved, WEIGHTS) == []
+    assert notes_of(moved, WEIGHTS) == []
 
 
 @pytest.mark.parametrize("key", ["l1.k_cache", "l0.attn_scores"])
@@ -190,13 +195,13 @@ def test_a_row_at_the_other_side_of_a_norm_than_its_name_says_is_refused(arrays:
 )  # fmt: skip
 def test_a_norm_that_the_engine_left_out_or_made_twice_is_left_to_the_diagnosis(arrays: Arrays):
     n_tokens = len(next(iter(arrays.values())))
-    assert require_comparable(dump_of(arrays, ids=IDS[:n_tokens]), WEIGHTS) == []
+    assert notes_of(dump_of(arrays, ids=IDS[:n_tokens]), WEIGHTS) == []
 
 
 @pytest.mark.parametrize("odd", [np.inf, np.nan, 1e38])
 def test_numbers_that_ran_away_are_left_to_the_diagnosis(odd: float):
     assert (
-        require_comparable(
+        notes_of(
             dump_of({key: np.where(array > 1, np.float32(odd), 1e30 * array) for key, array in TRACE.items()}), WEIGHTS
         )
         == []
@@ -204,7 +209,7 @@ def test_numbers_that_ran_away_are_left_to_the_diagnosis(odd: float):
 
 
 def test_where_nothing_was_made_of_it_a_norm_that_looks_left_out_is_noted():
-    (note,) = require_comparable(dump_of({LAST: OUT, "final_norm": OUT}), WEIGHTS)
+    (note,) = notes_of(dump_of({LAST: OUT, "final_norm": OUT}), WEIGHTS)
     assert_tells(note, "norm: final_norm")
 
 
@@ -216,25 +221,25 @@ def in_production(logits: np.ndarray, *, tokens: tuple[int, ...] | None = None, 
 
 def test_a_capture_that_is_not_the_run_in_production_is_refused():
     noise = 1 + 1e-3 * np.random.default_rng(0).standard_normal(TRACE["logits"].shape, np.float32)
-    assert require_comparable(in_production(TRACE["logits"]), WEIGHTS) == []
-    assert require_comparable(in_production(TRACE["logits"][-1:], tokens=(11,)), WEIGHTS) == []
+    assert notes_of(in_production(TRACE["logits"]), WEIGHTS) == []
+    assert notes_of(in_production(TRACE["logits"][-1:], tokens=(11,)), WEIGHTS) == []
     for dump, error in (
         (in_production(TRACE["logits"] * noise, dtype="bfloat16"), r"\d\.\de-0[34]"),
         (in_production(TRACE["logits"] * (1 + (noise - 1) / 2)), r"[45]\.\de-04"),
     ):
-        (note,) = require_comparable(dump, WEIGHTS)
+        (note,) = notes_of(dump, WEIGHTS)
         assert_tells(note, "run: logits", "token 0", "pass 0")
         assert re.search(error, note)
     honest: list[dict[str, Any]] = [{"kv_cache": "float16"}, {"flash_attention": True}, {"activations": "Q8_0"}]
     for wider in honest:
-        assert len(require_comparable(in_production(TRACE["logits"] * noise, **wider), WEIGHTS)) == 1
+        assert len(notes_of(in_production(TRACE["logits"] * noise, **wider), WEIGHTS)) == 1
     refused(
         "run", in_production(TRACE["logits"] * noise), expected=("logits", "token 0", "pass 0"), got=("error", "path")
     )
     one_late = in_production(TRACE["logits"][10:11], tokens=(11,))
     refused("run", one_late, expected=("token 11", "pass 0"), got=("token 10", "first"))
     nothing = StageDump("mine", (Tokens(IDS),), {}, production={0: Seen("p", "float32", lambda: TRACE["logits"])})
-    assert require_comparable(nothing, WEIGHTS) == []
+    assert notes_of(nothing, WEIGHTS) == []
 
 
 @pytest.mark.parametrize(

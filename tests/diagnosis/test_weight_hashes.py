@@ -1,5 +1,7 @@
 """Weights of an engine beside ours: the same numbers are recognised in every layout, other ones refused."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, tensors_of
@@ -10,8 +12,9 @@ from runs.refusals import assert_tells, refuses
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.weight_hashes import check_weights
 from llorch.dumps.raw import digest
+from llorch.dumps.stage_dump import Misread
 from llorch.errors import GuardFailed
-from llorch.files import open_weights
+from llorch.files import Weights, open_weights
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.rounding import round_activations
 
@@ -51,7 +54,7 @@ GUISES: dict[str, tuple[str, np.ndarray, str]] = {  # a name, what is under it, 
 
 @pytest.mark.parametrize(("name", "array", "how"), GUISES.values(), ids=GUISES)
 def test_the_same_numbers_in_another_layout_or_place_are_noted(name: str, array: np.ndarray, how: str):
-    (note,) = check_weights(WEIGHTS, {name: digest(array)}, source="mine", dtype="bfloat16")
+    (note,), _ = check_weights(WEIGHTS, {name: digest(array)}, source="mine", dtype="bfloat16")
     assert_tells(note, f"weights: {name}", how)
     others = {told for _, _, told in GUISES.values()} - {how}
     assert not any(other in note for other in others)
@@ -60,7 +63,7 @@ def test_the_same_numbers_in_another_layout_or_place_are_noted(name: str, array:
 def test_keys_that_were_permuted_with_the_number_of_query_heads_are_recognised():
     story = weights_of("story")
     told = digest(interleave(story.array("layers.0.k_proj"), story.config.n_heads))
-    (note,) = check_weights(story, {"blk.0.attn_k.weight": told}, source="mine", dtype="")
+    (note,), _ = check_weights(story, {"blk.0.attn_k.weight": told}, source="mine", dtype="")
     assert_tells(note, "weights: blk.0.attn_k.weight", "neighbouring pairs", "heads", "q")
 
 
@@ -68,7 +71,7 @@ def test_tensors_of_a_kind_are_told_together():
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
     hashes = {name: digest(interleave(WEIGHTS.array(f"layers.{i}.q_proj"), HEADS)) for i, name in enumerate(names)}
     hashes |= {f"freqs.{i}": digest(np.full(2, i)) for i in range(5)}
-    turned, unknown = check_weights(WEIGHTS, hashes, source="mine", dtype="")
+    (turned, unknown), _ = check_weights(WEIGHTS, hashes, source="mine", dtype="")
     assert_tells(turned, f"weights: {', '.join(names)}", "neighbouring pairs")
     assert_tells(unknown, "weights: freqs.0, freqs.1, freqs.2", 2, "not compared")
     assert "freqs.3" not in unknown
@@ -98,14 +101,47 @@ def test_other_numbers_are_refused(array: np.ndarray, told: tuple[str, ...], unt
         ("awq-plain-order", "awq-gemm"),
         ("gptq-first-version-as-second", "gptq-4bit"),
         ("global-scale-turned", "ct-nvfp4"),
+        ("nested-offset-dropped", "bnb-nf4-double"),
     ],
 )
-def test_a_mistake_of_reading_a_quantised_folder_is_named(mistake: str, folder: str):
+def test_a_mistake_of_reading_a_quantised_folder_is_named_and_the_reader_is_to_be_mended(mistake: str, folder: str):
     tensors = tensors_of(FOLDERS / folder)
     read, weights = READERS[mistake](tensors), open_weights(FOLDERS / folder)
-    with refuses(GuardFailed, expected=weights.path, got=(f"7 of {len(read)}", mistake), where="mine: weights"):
-        hashes = {name: digest(array) for name, array in read.items()}
-        check_weights(weights, hashes, source="mine", dtype="float32")
+    notes, misread = checked(weights, read)
+    assert notes == []
+    assert misread is not None
+    assert [*misread.mistakes] == [mistake]
+    facts = (weights.path, f"{len(read)} of {len(read)}", f"and {len(read) - 3} more are read", mistake, "mend")
+    assert_tells(misread.sentence, *facts)
+    assert "give the file" not in misread.sentence
+
+
+def checked(weights: Weights, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], Misread | None]:
+    hashes = {name: digest(array) for name, array in arrays.items()}
+    return check_weights(weights, hashes, source="mine", dtype="float32")
+
+
+FIRST_UP = UP.replace("layers.1", "layers.0")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_quantised_matrices_alone_with_other_numbers_make_the_reader_the_suspect():
+    weights = open_weights(FOLDERS / "awq-gemm")
+    wrong, embedding = {FIRST_UP: 1.01 * weights.array("layers.0.up_proj")}, weights.array("embed_tokens")
+    notes, misread = checked(weights, wrong | {EMBEDDING: embedding})
+    assert (notes, misread is not None and misread.mistakes) == ([], {})
+    assert misread is not None
+    assert_tells(misread.sentence, "1 of 2", f"{FIRST_UP} has other", "only quantised", "suspect")
+    with refuses(GuardFailed, expected=weights.path, got=f"{FIRST_UP}, {EMBEDDING} have other"):
+        checked(weights, wrong | {EMBEDDING: 1.01 * embedding, "model.norm.weight": weights.array("final_norm")})
+
+
+def test_one_named_mistake_proves_the_folder_though_another_matrix_has_unknown_numbers():
+    read = READERS["awq-plain-order"](tensors_of(FOLDERS / "awq-gemm"))
+    _, misread = checked(open_weights(FOLDERS / "awq-gemm"), read | {FIRST_UP: 1.01 * read[FIRST_UP]})
+    assert misread is not None
+    assert_tells(misread.sentence, "awq-plain-order", f"{FIRST_UP} has other", "mend the reader")
+    assert not misread.mistakes
 
 
 def test_weights_of_a_quantised_folder_that_no_known_mistake_reads_get_no_name():

@@ -2,8 +2,8 @@
 
 Each mistake is the right recipe of a matrix with one field changed, or the right parts with other bytes. The one
 decoder of `llorch.files.quantised.matrix` then makes the wrong numbers. `cases` are beginnings of a scheme's name.
-A change that a matrix does not allow returns the matrix as it is. A step that the mistake leaves out is not computed and
-undone: SHA-256 sums of an engine's matrices are compared with these numbers.
+A change that a matrix does not allow returns the matrix as it is. A step that the mistake leaves out is not computed
+and undone: SHA-256 sums of an engine's matrices are compared with these numbers.
 """
 
 from collections.abc import Callable, Iterator

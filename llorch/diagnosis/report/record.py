@@ -87,7 +87,18 @@ def junit(diagnosis: Diagnosis) -> str:
         for why, at in skipped:
             case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=at)
             ElementTree.SubElement(case, "skipped", message=printable(why))
+    for finding in diagnosis.findings:
+        if not finding.places:
+            _add_finding(top, diagnosis, finding)
     return ElementTree.tostring(top, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _add_finding(top: ElementTree.Element, diagnosis: Diagnosis, finding: Finding) -> None:
+    """Add a suite of one failure that no stage of the dump shows."""
+    counts = {"tests": "1", "failures": "1", "errors": "0", "skipped": "0"}
+    suite = ElementTree.SubElement(top, "testsuite", {"name": printable(f"{diagnosis.source}, weights")} | counts)
+    case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=finding.key)
+    ElementTree.SubElement(case, "failure", message=printable(finding.sentence), type=finding.kind)
 
 
 def _add_case(suite: ElementTree.Element, model: str, result: StageResult, finding: Finding | None) -> None:
