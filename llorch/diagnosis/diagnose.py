@@ -335,8 +335,10 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
         span = f"{len(first.ids)} tokens from position {first.first_position} on"
         return f"the effect is no larger than rounding in {span}"
 
-    for mistake in trials.mistakes:
-        if said := reason(mistake):
+    listed = set[str]()
+    for mistake in trials.mistakes:  # some are there more than once, in other matrices
+        if mistake.name not in listed and (said := reason(mistake)):
+            listed.add(mistake.name)
             reasons[said].append(mistake.name)
     return dict(reasons)
 

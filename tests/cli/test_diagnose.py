@@ -32,9 +32,9 @@ SHORT = (3, 11, 7, 20, 5, 9)  # for a vocabulary of 24
 MODEL = ("--model", "micro-llama")
 
 
-def write(folder: Path, trace: Mapping[str, np.ndarray]) -> Path:
+def write(folder: Path, trace: Mapping[str, np.ndarray], *, ids: Sequence[int] = IDS) -> Path:
     with DumpWriter(folder, engine="mine") as writer:
-        writer.begin(IDS)
+        writer.begin(ids)
         for name, array in trace.items():
             writer.add(name, array)
     return folder
@@ -212,6 +212,15 @@ def test_a_known_mistake_of_a_reader_is_named_from_hashes_and_from_stages(tmp_pa
     assert_tells(note, "7 of 12 tensors", "and 4 more are read", "nested-offset-dropped", "mend the reader")
     assert "WRONG  l0.q_proj: Scales of double quantisation" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("WRONG: 1 cause ")
+
+
+def test_a_mistake_that_the_dump_cannot_show_is_listed_once(tmp_path: Path):
+    folder = FOLDERS / "gptq-4bit"
+    dump = write(tmp_path / "dump", run(open_weights(folder), Pass(SHORT)), ids=SHORT)
+    said = json.loads(invoke("diagnose", str(dump), "--model", str(folder), "--json").stdout)
+    names = [name for each in said["could_not_show"].values() for name in each]
+    assert "gptq-second-version-as-first" in names
+    assert sorted(names) == sorted(set(names))
 
 
 def test_an_unknown_mistake_of_a_reader_is_located_in_the_stages(tmp_path: Path):
