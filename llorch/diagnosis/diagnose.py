@@ -59,8 +59,9 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
     say("looking for mistakes that this dump cannot show")
     hidden = _could_not_show(results, trials)
-    if dump.misread is not None and all(finding.kind == "honest" for finding in found):
-        found = [_misread(dump.misread), *found]
+    misread = dump.misread
+    if misread is not None and not misread.is_rounding and all(finding.kind == "honest" for finding in found):
+        found = [_misread(misread), *found]
     findings = [*found, *_arithmetic(results)]
     not_run = [*judge.not_run, *left_open]
     by_reason = {EARLIER_PASSES: not_run} if not_run else {}

@@ -30,6 +30,7 @@ ROUNDED: Mapping[str, Change] = {
     "float16": lambda array: round_activations(array, "F16"),
 }
 _SHOWN = 3
+_OURS = "is ours"  # in another layout, or rounded
 
 
 def check_weights(
@@ -62,6 +63,8 @@ def check_weights(
     if not named and not (n_equal and all(map(ours.is_quantised, names))):
         raise GuardFailed("weights", f"{message}; give the file that the engine loads", source=source)
     mistakes = {mistake.name: mistake.diagnosis for mistake in named} if len(named) == len(others) else {}
+    if all(how.startswith(_OURS) for how in others):
+        return said, Misread(f"{message}; the engine rounds matrices after decoding", {}, is_rounding=True)
     return said, Misread(f"{message}; {_advice(len(named), n_equal)}", mistakes)
 
 
@@ -122,7 +125,7 @@ class _Ours:
             return self._reading(name, told) or "has other numbers in every known layout", False
         layout, rounding = way
         rounded = f"rounded to {rounding}" if rounding else ""
-        return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)
+        return " ".join(filter(None, [_OURS, layout, rounded])), rounding in ("", self._dtype)
 
     def _reading(self, name: str, told: str) -> str:
         """Name the known mistake that reads these numbers from a matrix of a quantised folder; empty if none does."""

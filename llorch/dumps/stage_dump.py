@@ -53,10 +53,12 @@ class Misread:
     Attributes:
         sentence: The matrices, and what to do.
         mistakes: Sentences of the known mistakes that read exactly these numbers, by name; empty: not all are known.
+        is_rounding: The numbers are those of the folder, rounded to another dtype than the dump declares.
     """
 
     sentence: str
     mistakes: Mapping[str, str]
+    is_rounding: bool = False
 
 
 @dataclass(frozen=True)

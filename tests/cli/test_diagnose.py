@@ -23,6 +23,7 @@ from llorch.files import open_weights
 from llorch.files.tensor_names import inventory
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
+from llorch.ops.rounding import round_activations
 from llorch.places import Pass
 from llorch.verify.runners.numpy import run
 from llorch.verify.training.recipe import make_adapter
@@ -247,6 +248,20 @@ def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tenso
     assert "visible in" not in page.read_text()
     cases = [case.get("name") for case in ElementTree.parse(xml).iter("testcase") if case.find("failure") is not None]
     assert cases == ["weights"]
+
+
+def test_matrices_rounded_after_decoding_are_a_note_and_no_mistake(tmp_path: Path):
+    folder = FOLDERS / "bnb-nf4-double"
+    weights = open_weights(folder)
+    arrays = {w.huggingface: weights.array(w.name) for w in inventory(weights.config).values()}
+    rounded = {k: round_activations(v, "BF16") if k.endswith("_proj.weight") else v for k, v in arrays.items()}
+    with DumpWriter(tmp_path / "dump", weights={name: digest(array) for name, array in rounded.items()}) as writer:
+        writer.begin(SHORT)
+        writer.add("embed", run(weights, Pass(SHORT))["embed"])
+    result = invoke("diagnose", str(tmp_path / "dump"), "--model", str(folder))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert_tells(result.stdout, "7 of 12", "ours rounded to bfloat16", "after decoding")
+    assert result.stdout.splitlines()[-1].startswith("RIGHT")
 
 
 @pytest.mark.parametrize("verb", ["verify", "diff"])
