@@ -3,9 +3,9 @@
     python reference_outputs/make_scheme.py            write quantised_folders/scheme.npz and scheme.json
     python reference_outputs/make_scheme.py --check    compare with the stored ones
 
-Needs transformers and compressed-tensors. The forward pass of that library quantises and dequantises inputs of
+Needs transformers, compressed-tensors and torchao. The forward pass of that library quantises and dequantises inputs of
 products, keys and values. `scheme.json` has hashes of what its functions make of the array `inputs`, for every kind of
-rounding.
+rounding, and of what torchao makes of it in float32, its widest dtype.
 
 Three formats have no float64 weights there. The library decodes MXFP4 and MXFP8 in bfloat16, which is exact. It rounds
 weights of NVFP4 to bfloat16, so that folder gets the weights that llorch decodes. The copy of the block FP8 folder gets
@@ -137,13 +137,22 @@ def record_of(x: np.ndarray) -> dict[str, Any]:
     return made
 
 
+def record_of_torchao(x: np.ndarray) -> dict[str, Any]:
+    """Record the hash and some numbers of the inputs as torchao rounds them: int8 codes with a scale for each row."""
+    from torchao.quantization import Int8Tensor, PerRow  # pyright: ignore[reportMissingImports]
+
+    made = Int8Tensor.from_hp(torch.from_numpy(x.astype(np.float32)), PerRow()).dequantize().numpy() + 0
+    return {"float32": sha256(made.tobytes()).hexdigest(), "samples": made.reshape(-1)[::193].tolist()}
+
+
 def main() -> None:
     """Write the goldens, or compare them."""
     arrays = {"inputs": inputs()}
     for name in FOLDERS:
         arrays |= {f"{name}/{stage}": array for stage, array in traced(name).items()}
-    packages = ("compressed-tensors", "transformers", "torch")
+    packages = ("compressed-tensors", "torchao", "transformers", "torch")
     record = {"made_by": {name: version(name) for name in packages}, "ids": IDS, "rounded": record_of(arrays["inputs"])}
+    record["rounded_by_torchao"] = record_of_torchao(arrays["inputs"])
     if "--check" in sys.argv[1:]:
         with np.load(ARRAYS) as stored:
             off = {name: float(np.abs(array - stored[name]).max()) for name, array in arrays.items()}
