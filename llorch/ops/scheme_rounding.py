@@ -11,10 +11,12 @@ A scale is a number of the folder (static), or it comes from amax, the largest m
     e4m3      s = E4M3(G * amax / 6) / G with the global scale G of the folder
 
 A scale of 0 becomes the epsilon of the dtype; an E4M3 scale of 0 becomes 1/8. A number is rounded to float32 before it
-is rounded to E4M3, since engines have no cast from float64.
+is rounded to E4M3, since engines have no cast from float64. torchao raises dynamic scales to the epsilon of float32 at
+least, and it computes q = clip(round(x * (1 / s))): the product may lie on the other side of a tie than the quotient.
 
 Source: compressed-tensors 0.20 `quantization/utils/helpers.py` (calculate_qparams), `mxfp_utils.py`, `fp4_utils.py` and
-`lifecycle/forward_helpers.py` (_quantize_dequantize); OCP Microscaling Formats (MX) v1.0.
+`lifecycle/forward_helpers.py` (_quantize_dequantize); torchao 0.18 `quantization/quant_primitives.py`
+(_choose_qparams_affine, _quantize_affine_no_dtype_cast); OCP Microscaling Formats (MX) v1.0.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +28,7 @@ import numpy as np
 from jaxtyping import Float
 
 CodesName = Literal["int4", "int8", "E2M1", "E4M3"]
+LEAST_SCALE = 2.0**-23  # epsilon of float32, which torchao uses for every dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class SchemeRounding:
     scales: Literal["static", "dynamic", "e8m0", "e4m3"]
     group: int | None = None  # columns that share a scale; None: the whole row
     number: float = 1.0  # the static scale, or the global scale of E4M3 scales
+    by_reciprocal: bool = False  # torchao's dynamic scales: at least `LEAST_SCALE`, and 1 / s is multiplied
 
     def __str__(self) -> str:
         """Name it for people, as `int8, dynamic scale per token`."""
@@ -67,7 +71,8 @@ def round_as_scheme(x: Float[np.ndarray, "*rows width"], how: SchemeRounding) ->
     codes, groups = CODES[how.codes], x.reshape(*x.shape[:-1], -1, how.group or x.shape[-1])
     with np.errstate(all="ignore"):
         scale = _scales(groups, how, codes)
-        made = codes.rounded(np.clip(groups / scale, codes.lowest, codes.highest)) * scale
+        quotient = groups * (1 / scale) if how.by_reciprocal else groups / scale
+        made = codes.rounded(np.clip(quotient, codes.lowest, codes.highest)) * scale
     return made.astype(x.dtype, copy=False).reshape(x.shape)
 
 
@@ -79,6 +84,8 @@ def _scales(groups: np.ndarray, how: SchemeRounding, codes: Codes) -> np.ndarray
     if how.scales == "e8m0":
         return _power_of_two(largest, codes.exponent)
     scale = largest / ((codes.highest - codes.lowest) / 2)
+    if how.by_reciprocal:
+        return np.maximum(scale, scale.dtype.type(LEAST_SCALE))
     if how.scales == "dynamic":
         return np.where(scale == 0, np.finfo(scale.dtype).eps, scale)
     stored = to_e4m3(np.clip(scale * how.number, -448, 448))

@@ -20,6 +20,8 @@ KINDS = {
     "mxfp8": SchemeRounding("E4M3", "e8m0", 32),
 }
 
+TORCHAO = SchemeRounding("int8", "dynamic", by_reciprocal=True)
+
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", KINDS)
@@ -37,6 +39,24 @@ def test_goldens_of_scheme_rounding_cover_every_kind():
     rounded = json.loads((GOLDENS / "scheme.json").read_text())["rounded"]
     assert rounded.keys() == KINDS.keys()
     assert {how.codes for how in KINDS.values()} == CODES.keys()
+
+
+def test_round_as_scheme_equals_torchao_bit_for_bit():
+    golden = json.loads((GOLDENS / "scheme.json").read_text())["rounded_by_torchao"]
+    with np.load(GOLDENS / "scheme.npz") as arrays:
+        got = round_as_scheme(arrays["inputs"].astype(np.float32), TORCHAO) + 0  # zeros without a sign
+    np.testing.assert_array_equal(got.reshape(-1)[::193], golden["samples"])
+    assert sha256(got.tobytes()).hexdigest() == golden["float32"]
+
+
+def test_round_as_scheme_of_torchao_has_a_least_scale_and_multiplies_by_its_reciprocal():
+    x = np.array([[1e-7, -2e-7, 0, 3e-8], [127.5, 63.5, -1, 0.5]], np.float32)
+    want = [np.array([1, -2, 0, 0]) * 2.0**-23, [127, 64, -1, 0]]
+    np.testing.assert_array_equal(round_as_scheme(x, TORCHAO), want)
+    tie = np.array([[80.01, 7.2165885]], np.float32)  # x / s = 11.5 and x * (1 / s) < 11.5
+    scale = tie[0, 0] / np.float32(127.5)
+    assert tie[0, 1] / scale == 11.5
+    assert round_as_scheme(tie, TORCHAO)[0, 1] == 11 * scale
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -72,3 +92,18 @@ def test_round_as_scheme_equals_compressed_tensors_run_now(name: str, dtype: typ
     rng = np.random.default_rng(1)
     x = (rng.normal(0, 1, (40, 512)) * np.exp(rng.normal(0, 2, (40, 512)))).astype(dtype)
     np.testing.assert_array_equal(round_as_scheme(x, KINDS[name]), rounded(x, *FUNCTIONS[name]))
+
+
+@pytest.mark.live
+def test_round_as_scheme_equals_torchao_run_now():
+    quantization = pytest.importorskip("torchao.quantization", reason="NOT RUN: torchao is not installed")
+    import torch
+
+    rng = np.random.default_rng(1)
+    x = (rng.normal(0, 1, (400, 512)) * np.exp(rng.normal(0, 2, (400, 512)))).astype(np.float32)
+    x[0], x[1:40] = 0, x[1:40] * 1e-8  # of scales below the least
+    with np.load(GOLDENS / "scheme.npz") as arrays:
+        known = arrays["inputs"].astype(np.float32)
+    for given in (x, known):
+        want = quantization.Int8Tensor.from_hp(torch.from_numpy(given), quantization.PerRow()).dequantize().numpy()
+        np.testing.assert_array_equal(round_as_scheme(given, TORCHAO), want)

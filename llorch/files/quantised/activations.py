@@ -2,16 +2,17 @@
 
     compressed-tensors   input_activations of each group of modules; kv_cache_scheme with k_scale and v_scale
     fp8                  activation_scheme: per token and block of columns, or one activation_scale for each matrix
+    torchao              quant_type: Int8DynamicActivationInt8WeightConfig, symmetric and per token
 
 Methods that store weights alone round nothing. A scheme that no library on a CPU can judge is refused.
 
 Source: compressed-tensors 0.20 `quantization/quant_args.py` and `modeling/kvcache.py`; transformers
-`integrations/finegrained_fp8.py`.
+`integrations/finegrained_fp8.py`; torchao 0.18 `quantization/quant_api.py`.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -25,6 +26,11 @@ _ATTENTION = re.compile(r"(.*\blayers\.(\d+)\.self_attn)\.[qk]_proj\.weight")
 _CODES: Mapping[tuple[str, int], CodesName] = MappingProxyType(
     {("int", 4): "int4", ("int", 8): "int8", ("float", 4): "E2M1", ("float", 8): "E4M3"}
 )
+_INT8_DYNAMIC = "Int8DynamicActivationInt8WeightConfig"
+_TORCHAO_WEIGHTS_ALONE = (
+    "Int8WeightOnlyConfig", "Int4WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig",
+    "int8_weight_only", "int4_weight_only", "float8_weight_only",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ def read_activations(method: str, source: Source) -> Activations:
     if method in _READERS:
         _READERS[method](source, made)
     elif not _WEIGHTS_ALONE.get(method, lambda settings: False)(source.settings):
-        expected = "compressed-tensors, fp8, or a method that quantises weights alone, for scheme numerics"
+        expected = "compressed-tensors, fp8, torchao, or a method that quantises weights alone, for scheme numerics"
         raise source.settings.error("Unsupported", "quant_method", f"{expected} (use exact numerics)", method)
     return made
 
@@ -68,7 +74,6 @@ _WEIGHTS_ALONE: Mapping[str, Callable[[Fields], bool]] = MappingProxyType(
         "gptq": _is_true,
         "awq": _is_true,
         "mlx": _is_true,
-        "torchao": _is_true,  # float8 and int8 of weights; those of activations have other tensors
         "auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
         "intel/auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
         "bitsandbytes": lambda settings: settings.boolean("load_in_4bit", default=False),
@@ -148,6 +153,55 @@ def _read_fp8(source: Source, made: Activations) -> None:
             made.inputs[name] = SchemeRounding("E4M3", "dynamic", block[1])
 
 
+def _read_torchao(source: Source, made: Activations) -> None:
+    """Read the rounding that torchao's config means for every matrix; Unsupported if llorch does not compute it."""
+    configs = list(torchao_configs(source.settings.values.get("quant_type")))
+    if configs and all(_type_of(config) in _TORCHAO_WEIGHTS_ALONE for config in configs):
+        return
+    if len(configs) != 1 or not _is_int8_per_token(configs[0]):
+        expected = (
+            f"{_INT8_DYNAMIC} of version 2, symmetric and PerRow, for all modules, or configs that quantise weights "
+            "alone, for scheme numerics (use exact numerics)"
+        )
+        raise source.settings.error("Unsupported", "quant_type", expected, [_type_of(config) for config in configs])
+    made.inputs.update(dict.fromkeys(source.found, SchemeRounding("int8", "dynamic", by_reciprocal=True)))
+
+
+def torchao_configs(quant_type: object) -> Iterator[object]:
+    """Yield the configs of a torchao folder: one for all modules, or those of single modules."""
+    if not isinstance(quant_type, Mapping):
+        yield from [] if quant_type is None else [quant_type]
+    elif "_type" not in quant_type:
+        for one in quant_type.values():
+            yield from torchao_configs(one)
+    elif quant_type["_type"] in ("FqnToConfig", "ModuleFqnToConfig"):
+        yield from torchao_configs(quant_type.get("_data"))
+    else:
+        yield quant_type
+
+
+def _type_of(config: object) -> str:
+    """Return the name of a config's class; older versions of transformers write a name alone."""
+    return str(config["_type"] if isinstance(config, Mapping) else config)
+
+
+def _is_int8_per_token(config: object) -> bool:
+    """Tell if a config means symmetric int8 codes with a dynamic scale for each token."""
+    if not isinstance(config, Mapping) or (_type_of(config), config.get("_version")) != (_INT8_DYNAMIC, 2):
+        return False
+    values = config.get("_data")
+    if not isinstance(values, Mapping) or values.get("reduce_range") or values.get("weight_only_decode"):
+        return False
+    sizes, mapping = values.get("granularity"), values.get("act_mapping_type")
+    size = sizes[0] if isinstance(sizes, list) and sizes else sizes  # the first of two is that of activations
+    return _is_default(size, "_type", "PerRow") and _is_default(mapping, "_data", "SYMMETRIC")
+
+
+def _is_default(value: object, key: str, wanted: str) -> bool:
+    """Tell if a setting is absent or has the value that torchao takes for an absent one."""
+    return value is None or (isinstance(value, Mapping) and value.get(key) == wanted)
+
+
 def _require_groups(source: Source, module: str, found: Found, size: int) -> None:
     """Refuse groups of columns that are no whole groups: engines do not run them."""
     if size < 1 or found.shape[1] % size:
@@ -167,5 +221,5 @@ def _number(source: Source, module: str, suffix: str) -> float:
 
 
 _READERS: Mapping[str, Callable[[Source, Activations], None]] = MappingProxyType(
-    {"compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8}
+    {"compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8, "torchao": _read_torchao}
 )

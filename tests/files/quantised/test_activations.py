@@ -10,6 +10,7 @@ import pytest
 from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
+from llorch.convert import convert
 from llorch.files import open_weights
 from llorch.files.quantised.activations import read_activations
 from llorch.numerics import SCHEME
@@ -21,6 +22,22 @@ FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
 RUN = [
     "ct-w8a8", "ct-fp8-dynamic", "ct-fp8-static-kv", "ct-mixed", "ct-fp8-block", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4",
 ]  # fmt: skip
+NAMES_OF_WEIGHTS_ALONE = [
+    "ct-w4a16", "gptq-4bit", "awq-gemm", "mlx-4bit", "bnb-nf4", "auto-round-gptq", "torchao-int8", "torchao-float8",
+]  # fmt: skip
+INT8_DYNAMIC = {
+    "_type": "Int8DynamicActivationInt8WeightConfig",
+    "_version": 2,
+    "_data": {
+        "act_mapping_type": {"_data": "SYMMETRIC", "_type": "MappingType"},
+        "granularity": {"_data": {"dim": -1}, "_type": "PerRow", "_version": 1},
+        "reduce_range": False,
+        "set_inductor_config": True,
+        "weight_only_decode": False,
+    },
+}
+INT8_WEIGHT_ONLY = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
+PER_TENSOR, PER_ROW = ({"_type": name, "_version": 1, "_data": {}} for name in ("PerTensor", "PerRow"))
 INPUTS = ("attn_norm", "attn_context", "ffn_norm", "ffn_act")  # of products
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -70,7 +87,7 @@ def test_scheme_run_with_cached_tokens_equals_one_pass():
     np.testing.assert_array_equal(trace["l0.k_cache"], golden["l0.k_cache"])
 
 
-@pytest.mark.parametrize("name", ["ct-w4a16", "gptq-4bit", "awq-gemm", "mlx-4bit", "bnb-nf4", "auto-round-gptq"])
+@pytest.mark.parametrize("name", NAMES_OF_WEIGHTS_ALONE)
 def test_scheme_of_weights_alone_is_exact(name: str):
     weights = open_weights(FOLDERS / name)
     scheme = weights.using(SCHEME)
@@ -124,6 +141,94 @@ def test_scheme_of_a_method_that_nobody_judges_is_refused(name: str):
     weights = open_weights(FOLDERS / name)
     with refuses("Unsupported", "quant_method"):
         weights.using(SCHEME)
+
+
+def torchao_changed(folder: Path, quant_type: object) -> Path:
+    return changed("torchao-int8", folder, lambda q: q.update(quant_type=quant_type))
+
+
+def int8_dynamic(version: int = 2, **values: object) -> dict[str, object]:
+    """Make the settings of torchao's int8 codes of activations and weights, with other values than its defaults."""
+    return {"default": {**INT8_DYNAMIC, "_version": version, "_data": {**INT8_DYNAMIC["_data"], **values}}}
+
+
+@pytest.mark.parametrize("values", [{}, {"granularity": [PER_ROW, PER_ROW]}, {"granularity": None}], ids=str)
+def test_torchao_int8_dynamic_folder_rounds_inputs_of_every_matrix(values: dict[str, Any], tmp_path: Path):
+    weights = open_weights(torchao_changed(tmp_path, int8_dynamic(**values)))
+    folder: Any = weights.source
+    assert folder.activations.inputs == dict.fromkeys(
+        folder.source.found, SchemeRounding("int8", "dynamic", by_reciprocal=True)
+    )
+    scheme = weights.using(SCHEME)
+    assert not scheme.rounds_nothing
+    ids = Pass((1, 7, 3, 12))
+    assert np.abs(run(scheme, ids)["logits"] - run(weights, ids)["logits"]).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "quant_type",
+    [
+        int8_dynamic(reduce_range=True),
+        int8_dynamic(weight_only_decode=True),
+        int8_dynamic(act_mapping_type={"_data": "ASYMMETRIC", "_type": "MappingType"}),
+        int8_dynamic(granularity=PER_TENSOR),
+        int8_dynamic(granularity=[PER_TENSOR, PER_ROW]),
+        int8_dynamic(version=1),
+        {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": {}}},
+        {"default": {"_type": "SomeNewConfig", "_version": 1, "_data": {}}},
+        {"default": {"_type": "FqnToConfig", "_version": 1, "_data": {
+            "fqn_to_config": {"lm_head": INT8_WEIGHT_ONLY, "re:.*mlp.*": INT8_DYNAMIC, "model.embed_tokens": None},
+        }}},
+        "int8_dynamic_activation_int8_weight",
+        {},
+        None,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_torchao_config_that_llorch_does_not_compute_is_refused(quant_type: object, tmp_path: Path):
+    weights = open_weights(torchao_changed(tmp_path, quant_type))
+    with refuses("Unsupported", "quant_type"):
+        weights.using(SCHEME)
+    run(weights, Pass((1, 2)))  # exact numerics do not need it
+
+
+@pytest.mark.parametrize(
+    "quant_type",
+    ["int8_weight_only", {"default": {"_type": "ModuleFqnToConfig", "_version": 1, "_data": {
+        "module_fqn_to_config": {"_default": INT8_WEIGHT_ONLY, "lm_head": None},
+    }}}],
+    ids=str,
+)  # fmt: skip
+def test_torchao_configs_of_weights_alone_round_nothing(quant_type: object, tmp_path: Path):
+    assert open_weights(torchao_changed(tmp_path, quant_type)).using(SCHEME).rounds_nothing
+
+
+@pytest.mark.live
+def test_torchao_int8_dynamic_products_equal_torchao_run_now(tmp_path: Path):
+    pytest.importorskip("torchao", reason="NOT RUN: torchao is not installed")
+    import torch
+    import torchao.quantization
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    convert(builtin_path("micro-llama"), tmp_path / "floats")
+    config = TorchAoConfig(torchao.quantization.Int8DynamicActivationInt8WeightConfig())
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.bfloat16, quantization_config=config)
+    made.save_pretrained(tmp_path / "quantised")
+    engine: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
+    weights = open_weights(tmp_path / "quantised").using(SCHEME)
+    rng, n_matrices = np.random.default_rng(0), 0
+    for name, slot in weights.slots.items():
+        if not slot.source_name.endswith("_proj.weight"):
+            continue
+        module = engine.get_submodule(slot.source_name.removesuffix(".weight"))
+        x = (rng.normal(0, 1, (40, slot.shape[1])) * np.exp(rng.normal(0, 3, (40, 1)))).astype(np.float32)
+        x[0], x[1] = 0, x[1] * 1e-8  # of scales below the least
+        with torch.no_grad():
+            want = module(torch.from_numpy(x)).numpy()
+        largest = np.abs(want).max(axis=-1, keepdims=True) + np.finfo(np.float32).tiny
+        assert np.max(np.abs(weights[name].forward(x) - want) / largest) < 1e-5
+        n_matrices += 1
+    assert n_matrices == 7 * weights.config.n_layers
 
 
 def test_scheme_of_a_float_folder_is_refused():
