@@ -1,7 +1,7 @@
 """The number types of the matrices of a file: how each is quantised, and which matrices are floats."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -33,11 +33,13 @@ class Quantisation:
     types: list[MatrixType]  # the largest first
     bits_per_weight: float  # of all matrices together
     not_quantised: list[str]  # modules whose matrices are floats
+    not_quantised_in_short: list[str]  # the same, with the numbers of layers and experts as ranges
     activations: list[str]  # roundings of the inputs of matrices
     kv_cache: list[str]  # roundings of keys and values
     not_read: str | None  # why llorch cannot compute the roundings
 
 
+Numbers = tuple[int, ...]
 Matrix = tuple[str, StoredType, tuple[int, ...], int]  # name, type, shape, bytes
 
 
@@ -71,9 +73,8 @@ def of_folder(path: Path) -> Quantisation | None:
 
 def rows_of(made: Quantisation) -> Mapping[str, str]:
     """Give the lines of the table that follow those of the types."""
-    floats = Counter(_without_numbers(name) for name in made.not_quantised)
     rows = {"method": made.method, "bits per weight, all matrices": f"{made.bits_per_weight:.2f}"}
-    rows["not quantised"] = ", ".join(_with_count(name, count) for name, count in floats.items()) or "none"
+    rows["not quantised"] = ", ".join(made.not_quantised_in_short) or "none"
     if made.not_read is not None:
         return rows | {"activations, KV cache": f"unknown: {made.not_read}"}
     return rows | {
@@ -97,11 +98,13 @@ def _summarised(
     for one in matrices:
         kinds.setdefault(one[1], []).append(one)
     types = [MatrixType(kind.name, len(some), *_sizes(some)) for kind, some in kinds.items()]
+    floats = [name.removesuffix(".weight") for name, kind, _, _ in matrices if not has_codes(kind)]
     return Quantisation(
         method=method,
         types=sorted(types, key=lambda one: -one.n_numbers),
         bits_per_weight=_sizes(matrices)[2],
-        not_quantised=[name.removesuffix(".weight") for name, kind, _, _ in matrices if not has_codes(kind)],
+        not_quantised=floats,
+        not_quantised_in_short=in_short(floats, [name.removesuffix(".weight") for name, *_ in matrices]),
         activations=activations or [],
         kv_cache=caches or [],
         not_read=not_read,
@@ -124,6 +127,54 @@ def _with_count(text: str, count: int) -> str:
     return text if count == 1 else f"{text} ({count} times)"
 
 
-def _without_numbers(name: str) -> str:
-    """Replace the number of a layer or an expert by a star."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def in_short(meant: list[str], known: list[str]) -> list[str]:
+    """List modules once for all layers and experts: a star for all that have the module, else ranges of numbers."""
+    groups: dict[str, set[Numbers]] = {}
+    for name in meant:
+        groups.setdefault(_pattern_of(name), set()).add(_numbers_of(name))
+    others = {pattern: set[Numbers]() for pattern in groups}
+    for name in known:
+        if (pattern := _pattern_of(name)) in groups:
+            others[pattern].add(_numbers_of(name))
+    made = []
+    for pattern, numbers in groups.items():
+        for slots, count in _slots(numbers, others[pattern]):
+            text = pattern.format(*slots)
+            made.append(_with_count(text, count) if "*" in slots else text)
+    return made
+
+
+def _slots(meant: set[Numbers], known: set[Numbers]) -> Iterator[tuple[list[str], int]]:
+    """Yield texts in place of the numbers of names, and how many names they stand for."""
+    columns = [set(column) for column in zip(*meant, strict=True)]
+    if prod(map(len, columns)) == len(meant):
+        alone = [set(column) for column in zip(*known, strict=True)]
+        yield ["*" if one == whole else _ranges(one) for one, whole in zip(columns, alone, strict=True)], len(meant)
+        return
+    for first in sorted(columns[0]):
+        below, around = ({one for one in some if one[0] == first} for some in (meant, known))
+        for slots, count in _slots({one[1:] for one in below}, {one[1:] for one in around}):
+            yield [str(first), *slots], count
+
+
+def _ranges(numbers: set[int]) -> str:
+    """Format numbers as `3` or `{0-2,5}`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    text = ",".join("-".join(map(str, run)) for run in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _pattern_of(name: str) -> str:
+    """Replace the number of a layer or an expert by a field of `str.format`."""
+    escaped = name.replace("{", "{{").replace("}", "}}")
+    return ".".join("{}" if part.isdecimal() else part for part in escaped.split("."))
+
+
+def _numbers_of(name: str) -> Numbers:
+    """Return the numbers of the layer and the expert in a name."""
+    return tuple(int(part) for part in name.split(".") if part.isdecimal())

@@ -1,17 +1,20 @@
 """`llorch inspect`."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.quantised_folders import FOLDERS
+from builders.quantised_copies import quantised_copy
+from builders.quantised_folders import FOLDERS, tensors_of, written
 from builders.tiny_models import random_tensors, write_file, write_folder
 from builders.whole_folders import write_whole_folder
 from runs.command_line import invoke, spawn
 
 import llorch
+from llorch.cli.weight_types import in_short
 from llorch.convert import convert
 from llorch.files.metadata import Cursor, StringArray, read_metadata
 from llorch.files.quant import GGMLType
@@ -159,6 +162,54 @@ def test_inspect_quantised_folder_names_modules_of_floats_and_roundings():
     text = " ".join(invoke("inspect", str(FOLDERS / "ct-mixed")).stdout.split())
     assert "compressed-tensors 4-bit, groups of 32 3 8,192 4,608 4.50" in text
     assert "model.layers.*.self_attn.o_proj" in text
+
+
+def with_floats(folder: Path, modules: list[str]) -> None:
+    """Give modules of a folder of compressed-tensors floats in place of codes, and name them in its settings."""
+    tensors, config = tensors_of(folder), json.loads((folder / "config.json").read_text())
+    for module in modules:
+        n_out, n_in = tensors[f"{module}.weight"][1]
+        tensors[f"{module}.weight"] = ("F32", [n_out, n_in], bytes(4 * n_out * n_in))
+        del tensors[f"{module}.weight_scale"]
+    config["quantization_config"]["ignore"] += modules
+    written(folder, config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        ([0], "model.layers.0.mlp.down_proj"),
+        ([1, 2, 4], "model.layers.{1-2,4}.mlp.down_proj"),
+        (range(5), "model.layers.*.mlp.down_proj (5 times)"),
+    ],
+    ids=str,
+)
+def test_inspect_names_the_layers_whose_modules_are_floats(layers: Iterable[int], wanted: str, tmp_path: Path):
+    folder = quantised_copy("story", tmp_path / "quantised")
+    with_floats(folder, [f"model.layers.{layer}.mlp.down_proj" for layer in layers])
+    lines = invoke("inspect", str(folder)).stdout.splitlines()
+    (line,) = [one for one in lines if one.startswith("not quantised: ")]
+    assert wanted in line.removeprefix("not quantised: ").split(", ")
+
+
+EXPERTS = [f"layers.{layer}.experts.{expert}.up" for layer in range(3) for expert in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("meant", "wanted"),
+    [
+        (EXPERTS, ["layers.*.experts.*.up (12 times)"]),
+        (EXPERTS[:4], ["layers.0.experts.*.up (4 times)"]),
+        (EXPERTS[::4], ["layers.*.experts.0.up (3 times)"]),
+        (EXPERTS[1:4] + EXPERTS[5:8], ["layers.{0-1}.experts.{1-3}.up"]),
+        (EXPERTS[:5], ["layers.0.experts.*.up (4 times)", "layers.1.experts.0.up"]),
+        (["a{}b", "lm_head"], ["a{}b", "lm_head"]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_names_in_short_stand_for_exactly_the_modules_meant(meant: list[str], wanted: list[str]):
+    assert in_short(meant, [*EXPERTS, "lm_head", "a{}b", "norm"]) == wanted
 
 
 def test_inspect_float_folder_has_no_quantisation(tmp_path: Path):
