@@ -11,6 +11,7 @@ from llorch.errors import FormatError
 from llorch.files import GGUFFile
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quantised import QuantisedFolder, is_quantised
+from llorch.files.quantised.activations import codes_of_engine
 from llorch.files.strict_json import read_settings
 
 
@@ -68,6 +69,8 @@ def of_folder(path: Path) -> Quantisation | None:
             caches = _counted(str(one) for pair in folder.activations.caches.values() for one in pair)
         except FormatError as error:
             not_read = str(error)
+            codes = codes_of_engine(folder.method, folder.source.settings)
+            activations = [] if codes is None else [codes]
         return _summarised(folder.method, matrices, activations, caches, not_read)
 
 
@@ -75,6 +78,9 @@ def rows_of(made: Quantisation) -> Mapping[str, str]:
     """Give the lines of the table that follow those of the types."""
     rows = {"method": made.method, "bits per weight, all matrices": f"{made.bits_per_weight:.2f}"}
     rows["not quantised"] = ", ".join(made.not_quantised_in_short) or "none"
+    if made.not_read is not None and made.activations:
+        codes = ", ".join(made.activations)
+        return rows | {"activations": f"the engine rounds them to {codes}; llorch does not reproduce this rounding"}
     if made.not_read is not None:
         return rows | {"activations, KV cache": f"unknown: {made.not_read}"}
     return rows | {

@@ -1,6 +1,7 @@
 """`llorch inspect`."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.quantised_copies import quantised_copy
-from builders.quantised_folders import FOLDERS, tensors_of, written
+from builders.quantised_folders import FOLDERS, changed, tensors_of, written
 from builders.tiny_models import random_tensors, write_file, write_folder
 from builders.whole_folders import write_whole_folder
 from runs.command_line import invoke, spawn
@@ -210,6 +211,34 @@ EXPERTS = [f"layers.{layer}.experts.{expert}.up" for layer in range(3) for exper
 )
 def test_names_in_short_stand_for_exactly_the_modules_meant(meant: list[str], wanted: list[str]):
     assert in_short(meant, [*EXPERTS, "lm_head", "a{}b", "norm"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("bnb-int8", "int8"), ("bitnet-bitlinear", "int8"), ("fbgemm-fp8", "E4M3"), ("modelopt-fp8", "E4M3"),
+     ("modelopt-nvfp4", "E2M1")],
+)  # fmt: skip
+def test_inspect_says_that_the_engine_rounds_activations_as_llorch_does_not(name: str, codes: str):
+    text = invoke("inspect", str(FOLDERS / name)).stdout
+    assert f"activations: the engine rounds them to {codes}; llorch does not reproduce this rounding\n" in text
+    assert "Unsupported" not in text
+    assert summary_of(FOLDERS / name)["activations"] == [codes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("Float8DynamicActivationFloat8WeightConfig", "the engine rounds them to E4M3; llorch does not reproduce"),
+        ("Int8DynamicActivationIntxWeightConfig", "the engine rounds them to int8; llorch does not reproduce"),
+        ("SomeNewConfig", "unknown: "),
+        ("Int8WeightOnlyConfig", "not quantised"),
+    ],
+)
+def test_inspect_reads_the_rounding_of_activations_of_a_torchao_config(kind: str, wanted: str, tmp_path: Path):
+    config = {"default": {"_type": kind, "_version": 2, "_data": {}}}
+    folder = changed(tmp_path, "torchao-int8", lambda q: q.update(quant_type=config))
+    text = invoke("inspect", str(folder)).stdout
+    assert re.search(f"^activations[^:]*: {wanted}", text, re.MULTILINE), text
 
 
 def test_inspect_float_folder_has_no_quantisation(tmp_path: Path):

@@ -27,6 +27,9 @@ _CODES: Mapping[tuple[str, int], CodesName] = MappingProxyType(
     {("int", 4): "int4", ("int", 8): "int8", ("float", 4): "E2M1", ("float", 8): "E4M3"}
 )
 _INT8_DYNAMIC = "Int8DynamicActivationInt8WeightConfig"
+_TORCHAO_CODES = {  # of activations, by the start of a config's name
+    "int8dynamicactivation": "int8", "int8staticactivation": "int8", "float8dynamicactivation": "E4M3",
+}  # fmt: skip
 _TORCHAO_WEIGHTS_ALONE = (
     "Int8WeightOnlyConfig", "Int4WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig",
     "int8_weight_only", "int4_weight_only", "float8_weight_only",
@@ -62,6 +65,24 @@ def read_activations(method: str, source: Source) -> Activations:
         expected = "compressed-tensors, fp8, torchao, or a method that quantises weights alone, for scheme numerics"
         raise source.settings.error("Unsupported", "quant_method", f"{expected} (use exact numerics)", method)
     return made
+
+
+def codes_of_engine(method: str, settings: Fields) -> str | None:
+    """Name the codes that engines round activations to, for schemes that llorch refuses; None if it does not know."""
+    match method:
+        case "bitsandbytes" if not _WEIGHTS_ALONE[method](settings):
+            return "int8"
+        case "bitnet":
+            return "int8"
+        case "fbgemm_fp8" | "mxfp8":
+            return "E4M3"
+        case "modelopt":
+            return {"F": "E4M3", "N": "E2M1"}.get(str(settings.values.get("quant_algo"))[:1])
+        case "torchao":
+            names = [_type_of(config).lower().replace("_", "") for config in _torchao_configs_of(settings)]
+            found = [codes for name in names for start, codes in _TORCHAO_CODES.items() if name.startswith(start)]
+            return " and ".join(dict.fromkeys(found)) or None
+    return None
 
 
 def _is_true(settings: Fields) -> bool:
@@ -155,7 +176,7 @@ def _read_fp8(source: Source, made: Activations) -> None:
 
 def _read_torchao(source: Source, made: Activations) -> None:
     """Read the rounding that torchao's config means for every matrix; Unsupported if llorch does not compute it."""
-    configs = list(torchao_configs(source.settings.values.get("quant_type")))
+    configs = _torchao_configs_of(source.settings)
     if configs and all(_type_of(config) in _TORCHAO_WEIGHTS_ALONE for config in configs):
         return
     if len(configs) != 1 or not _is_int8_per_token(configs[0]):
@@ -167,15 +188,20 @@ def _read_torchao(source: Source, made: Activations) -> None:
     made.inputs.update(dict.fromkeys(source.found, SchemeRounding("int8", "dynamic", by_reciprocal=True)))
 
 
-def torchao_configs(quant_type: object) -> Iterator[object]:
-    """Yield the configs of a torchao folder: one for all modules, or those of single modules."""
+def _torchao_configs_of(settings: Fields) -> list[object]:
+    """List the configs of a torchao folder: one for all modules, or those of single modules."""
+    return list(_torchao_configs(settings.values.get("quant_type")))
+
+
+def _torchao_configs(quant_type: object) -> Iterator[object]:
+    """Yield the configs below a value, which may be one, or a mapping of modules to configs."""
     if not isinstance(quant_type, Mapping):
         yield from [] if quant_type is None else [quant_type]
     elif "_type" not in quant_type:
         for one in quant_type.values():
-            yield from torchao_configs(one)
+            yield from _torchao_configs(one)
     elif quant_type["_type"] in ("FqnToConfig", "ModuleFqnToConfig"):
-        yield from torchao_configs(quant_type.get("_data"))
+        yield from _torchao_configs(quant_type.get("_data"))
     else:
         yield quant_type
 
