@@ -388,7 +388,9 @@ def load(
     Args:
         path_or_name: A .gguf file, a Hugging Face folder, the name of a built-in model, or one of the Hugging Face
             hub, `org/name[:QUANT][@REVISION]`, which is downloaded where it is not in the cache.
-        numerics: `EXACT`: what the weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does.
+        numerics: `EXACT`, `GGML` or `SCHEME` of `llorch.numerics`, or another `Numerics`, not a name. `EXACT`: what the
+            weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does. `SCHEME`: with activations
+            rounded as the settings of a quantised Hugging Face folder say.
         residency: `decoded`: matrices are decoded to float32 once. `packed`: at every use, which needs little more
             memory than the file. `auto`: decoded if that fits.
         n_tokens: Tokens of context to keep memory for.
@@ -400,6 +402,7 @@ def load(
         FileNotFoundError: There is no such file, folder, built-in model or model of the hub.
         FormatError: The file cannot be used.
         MemoryError: The model would not fit.
+        TypeError: `numerics` is no `Numerics`.
     """
     keep_freed_memory()
     weights = open_weights(find(path_or_name)).using(numerics)

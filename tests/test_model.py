@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,12 @@ def test_steps_of_a_folder_with_scales_for_the_cache_give_the_logits_of_a_whole_
     folder, ids = load(FOLDERS / "ct-fp8-static-kv", numerics=numerics), [1, 7, 3, 22, 11]
     step = folder.step()
     np.testing.assert_allclose([step([each]) for each in ids], folder.forward(ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("numerics", ["scheme", "exact", SCHEME.__class__], ids=str)
+def test_load_with_numerics_of_another_type_is_refused(numerics: Any):
+    with refuses(TypeError, "numerics", "Numerics", "EXACT, GGML and SCHEME of llorch.numerics", got=numerics):
+        llorch.load("micro-qwen3", numerics=numerics)
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [3, 10**6], [3, 2**40]])

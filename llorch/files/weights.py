@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.errors import FormatError
+from llorch.errors import FormatError, cut
 from llorch.files.folder import SafetensorsFolder
 from llorch.files.gguf import GGUFFile
 from llorch.files.matrix import Matrix
@@ -187,7 +187,15 @@ class Weights(Mapping):
         return other
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
-        """Choose how matrices are multiplied, and whether they stay packed; None keeps it."""
+        """Choose how matrices are multiplied, and whether they stay packed; None keeps it.
+
+        Raises:
+            TypeError: `numerics` is no instance of `Numerics`, such as a word of the command line.
+            FormatError: Unsupported for numerics that these weights do not have.
+        """
+        if not isinstance(numerics, Numerics | None):
+            message = "numerics: expected an instance of Numerics, as EXACT, GGML and SCHEME of llorch.numerics are"
+            raise TypeError(f"{message}, got {cut(repr(numerics))}")
         other = copy(self)
         other.numerics = self.numerics if numerics is None else numerics
         other._activations = Activations()
