@@ -24,7 +24,11 @@ _EYES = ("model.visual.", "visual.", "vision_model.", "vision_tower.", "model.vi
 _IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
 _PREDICTING = ("mtp.", "model.mtp.")  # further tokens
 _BASE = ("embed_tokens.", "layers.", "norm.")  # what a base model consists of
-_SHOWN = 40  # names of one fault
+_SHOWN = 3  # names of one fault
+_OF_QUANTISED = (  # ends of the names of tensors that only quantised folders have
+    "SCB", "absmax", "qweight", "qzeros", "scales", "weight_packed", "weight_scale", "weight_scale_2",
+    "weight_scale_inv", "_weight_qdata",
+)  # fmt: skip
 
 
 def open_weights(path: str | Path) -> Weights:
@@ -199,7 +203,20 @@ def _check_tensors(
     if bad:
         lists = "; ".join(f"{len(names)} {code}: {_format_names(names)}" for code, names in bad)
         message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
-        raise FormatError(bad[0][0], message, path=source.path)
+        raise FormatError(bad[0][0], message + _hint(source, faults["Unexpected"]), path=source.path)
+
+
+def _hint(source: GGUFFile | SafetensorsFolder, unexpected: list[str]) -> str:
+    """Say that the settings of a quantised folder are missing, if unexpected tensors look like those of one."""
+    ends = {name.rpartition(".")[2] for name in unexpected}
+    found = [f"*.{end}" for end in _OF_QUANTISED if end in ends]
+    if not found or isinstance(source, GGUFFile | QuantisedFolder):
+        return ""
+    tensors = ", ".join(found)
+    return (
+        f"; config.json has no quantization_config, which quantised tensors ({tensors}) need: "
+        "restore the config.json that the quantiser wrote"
+    )
 
 
 def _format_names(names: list[str]) -> str:

@@ -114,6 +114,12 @@ def test_all_faults_are_listed_at_once(tmp_path: Path):
     )
 
 
+def test_first_names_of_many_faults_are_shown_with_a_count(tmp_path: Path):
+    tensors = gguf_tensors() | {f"extra.{i}.weight": np.ones(1, np.float32) for i in range(9)}
+    error = refusal(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
+    assert str(error).endswith("9 Unexpected: " + ", ".join(f"extra.{i}.weight" for i in range(3)) + " and 6 more")
+
+
 FOLDER_ROWS: dict[str, tuple[str, Change, dict[str, Any]]] = {
     "tensor missing": ("Missing", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), {}),
     "config has 3 layers, file 2": ("Missing", nothing, {"num_hidden_layers": 3}),

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
-from runs.refusals import Refusal, row
+from runs.refusals import Refusal, assert_tells, row
 
 from llorch.convert import convert
+from llorch.errors import FormatError
 from llorch.files import open_weights
 from llorch.files.packed import Scheme
 from llorch.files.quantised import QuantisedFolder
@@ -316,3 +317,28 @@ def test_scales_that_exact_numerics_leave_out_are_counted(name: str, n_left_out:
     with caplog.at_level("INFO"):
         open_weights(FOLDERS / name)
     assert [f": {n_left_out} scales" in text for text in caplog.messages] == [True] * bool(n_left_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("bnb-int8", "*.SCB"), ("bnb-nf4", "*.absmax"), ("gptq-4bit", "*.qweight"), ("awq-gemm", "*.qweight"),
+        ("ct-w8a8", "*.weight_scale"), ("ct-w4a16", "*.weight_packed"), ("fp8-block-partial", "*.weight_scale_inv"),
+        ("torchao-int8", "*._weight_qdata"), ("mlx-4bit", "*.scales"), ("modelopt-nvfp4", "*.weight_scale_2"),
+    ],
+)  # fmt: skip
+def test_a_quantised_folder_without_settings_is_refused_with_a_hint(name: str, ending: str, tmp_path: Path):
+    config = json.loads((FOLDERS / name / "config.json").read_text())
+    for key in ("quantization_config", "quantization"):
+        config.pop(key, None)
+    with pytest.raises(FormatError) as caught:
+        open_weights(written(tmp_path / name, config, tensors_of(FOLDERS / name)))
+    assert_tells(str(caught.value), ending, "config.json", "quantization_config")
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_quantised_folder_with_settings_gets_no_hint_about_them(tmp_path: Path):
+    folder = opened("gptq-4bit", tensors=lambda t: t.update({"x.qweight": t["lm_head.weight"]}))
+    with pytest.raises(FormatError) as caught:
+        folder(tmp_path)
+    assert "no quantization_config" not in str(caught.value)
