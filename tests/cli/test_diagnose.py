@@ -211,7 +211,7 @@ def test_a_known_mistake_of_a_reader_is_named_from_hashes_and_from_stages(tmp_pa
     assert (result.exit_code, result.stderr) == (1, "")
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
     assert_tells(note, "7 of 12 tensors", "and 4 more are read", "nested-offset-dropped", "mend the reader")
-    assert "WRONG  l0.q_proj: Scales of double quantisation" in result.stdout
+    assert "WRONG  l0.q_proj: " in result.stdout
     assert result.stdout.splitlines()[-1].startswith("WRONG: 1 cause ")
 
 
@@ -227,7 +227,8 @@ def test_a_mistake_that_the_dump_cannot_show_is_listed_once(tmp_path: Path):
 def test_an_unknown_mistake_of_a_reader_is_located_in_the_stages(tmp_path: Path):
     result = invoke("diagnose", *misread(tmp_path, with_reversed_codes))
     assert (result.exit_code, result.stderr) == (1, "")
-    assert "WRONG  l0.ffn_out: this error matches no known mistake" in result.stdout
+    assert "WRONG  l0.ffn_out: " in result.stdout
+    assert "nested-offset-dropped: explains" not in result.stdout
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
     facts = ("1 of 12 tensors", "model.layers.0.mlp.down_proj.weight has other", "only quantised", "reader")
     assert_tells(note, *facts)
@@ -241,7 +242,7 @@ def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tenso
     words = misread(tmp_path, change, shown=("embed", "l0.attn_norm"))
     result = invoke("diagnose", *words, "--html", str(page), "--junit", str(xml))
     assert (result.exit_code, result.stderr) == (1, "")
-    assert "WRONG  weights: expected the numbers of " in result.stdout
+    assert "WRONG  weights: " in result.stdout
     assert said in result.stdout
     assert "shows in" not in result.stdout
     assert "First cause: weights" in page.read_text()
@@ -260,7 +261,7 @@ def test_matrices_rounded_after_decoding_are_a_note_and_no_mistake(tmp_path: Pat
         writer.add("embed", run(weights, Pass(SHORT))["embed"])
     result = invoke("diagnose", str(tmp_path / "dump"), "--model", str(folder))
     assert (result.exit_code, result.stderr) == (0, "")
-    assert_tells(result.stdout, "7 of 12", "ours rounded to bfloat16", "after decoding")
+    assert_tells(result.stdout, "7 of 12", "rounded to bfloat16")
     assert result.stdout.splitlines()[-1].startswith("RIGHT")
 
 
