@@ -92,18 +92,3 @@ def test_round_as_scheme_equals_compressed_tensors_run_now(name: str, dtype: typ
     rng = np.random.default_rng(1)
     x = (rng.normal(0, 1, (40, 512)) * np.exp(rng.normal(0, 2, (40, 512)))).astype(dtype)
     np.testing.assert_array_equal(round_as_scheme(x, KINDS[name]), rounded(x, *FUNCTIONS[name]))
-
-
-@pytest.mark.live
-def test_round_as_scheme_equals_torchao_run_now():
-    quantization = pytest.importorskip("torchao.quantization", reason="NOT RUN: torchao is not installed")
-    import torch
-
-    rng = np.random.default_rng(1)
-    x = (rng.normal(0, 1, (400, 512)) * np.exp(rng.normal(0, 2, (400, 512)))).astype(np.float32)
-    x[0], x[1:40] = 0, x[1:40] * 1e-8  # of scales below the least
-    with np.load(GOLDENS / "scheme.npz") as arrays:
-        known = arrays["inputs"].astype(np.float32)
-    for given in (x, known):
-        want = quantization.Int8Tensor.from_hp(torch.from_numpy(given), quantization.PerRow()).dequantize().numpy()
-        np.testing.assert_array_equal(round_as_scheme(given, TORCHAO), want)

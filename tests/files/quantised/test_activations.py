@@ -10,7 +10,6 @@ import pytest
 from runs.refusals import refuses
 
 from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import open_weights
 from llorch.files.quantised.activations import read_activations
 from llorch.numerics import SCHEME
@@ -201,34 +200,6 @@ def test_torchao_config_that_llorch_does_not_compute_is_refused(quant_type: obje
 )  # fmt: skip
 def test_torchao_configs_of_weights_alone_round_nothing(quant_type: object, tmp_path: Path):
     assert open_weights(torchao_changed(tmp_path, quant_type)).using(SCHEME).rounds_nothing
-
-
-@pytest.mark.live
-def test_torchao_int8_dynamic_products_equal_torchao_run_now(tmp_path: Path):
-    pytest.importorskip("torchao", reason="NOT RUN: torchao is not installed")
-    import torch
-    import torchao.quantization
-    from transformers import AutoModelForCausalLM, TorchAoConfig
-
-    convert(builtin_path("micro-llama"), tmp_path / "floats")
-    config = TorchAoConfig(torchao.quantization.Int8DynamicActivationInt8WeightConfig())
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.bfloat16, quantization_config=config)
-    made.save_pretrained(tmp_path / "quantised")
-    engine: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
-    weights = open_weights(tmp_path / "quantised").using(SCHEME)
-    rng, n_matrices = np.random.default_rng(0), 0
-    for name, slot in weights.slots.items():
-        if not slot.source_name.endswith("_proj.weight"):
-            continue
-        module = engine.get_submodule(slot.source_name.removesuffix(".weight"))
-        x = (rng.normal(0, 1, (40, slot.shape[1])) * np.exp(rng.normal(0, 3, (40, 1)))).astype(np.float32)
-        x[0], x[1] = 0, x[1] * 1e-8  # of scales below the least
-        with torch.no_grad():
-            want = module(torch.from_numpy(x)).numpy()
-        largest = np.abs(want).max(axis=-1, keepdims=True) + np.finfo(np.float32).tiny
-        assert np.max(np.abs(weights[name].forward(x) - want) / largest) < 1e-5
-        n_matrices += 1
-    assert n_matrices == 7 * weights.config.n_layers
 
 
 def test_scheme_of_a_float_folder_is_refused():
