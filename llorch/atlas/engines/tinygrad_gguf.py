@@ -40,7 +40,6 @@ class TinygradModel:
                 block._attention = self._with_rope(block._attention, layer)
 
     def _watch(self, module: Any, before: str, after: str, layer: int | None) -> None:
-        """Replace the module's class so that each call records its input, if `before` names it, and its output."""
         inner, add = type(module), self._add
 
         def call(self: Any, x: Tensor) -> Tensor:
@@ -64,7 +63,6 @@ class TinygradModel:
         return watched
 
     def _add(self, name: str, layer: int | None, tensor: Tensor) -> Tensor:
-        """Compute the tensor and record batch row 0 of it as float32, tokens first; return the tensor itself."""
         array = tensor.realize().float().numpy()[0]  # unrealised, a state would go on twice
         self.seen.append((name, layer, array.swapaxes(0, 1) if array.ndim == 3 else array))
         return tensor
