@@ -180,10 +180,10 @@ def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def groups_one_on(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Give each group of columns the scale and the zero point of the next group, the last one those of the first."""
+    """Give each group of columns the scale and the zero point of the next group; the last group keeps its own."""
     group, n_in = matrix.recipe.group, matrix.shape[1]
     numbers = group(matrix.parts) if callable(group) else np.arange(n_in) // group
-    following = (numbers + 1) % (int(numbers.max()) + 1)
+    following = np.minimum(numbers + 1, numbers.max())
     return _with(matrix, group=lambda parts: following) if following.any() else matrix
 
 

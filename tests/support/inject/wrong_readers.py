@@ -43,8 +43,7 @@ def gptq(tensors: Tensors, *, one: int = 1, in_order: bool = False, group: int =
     for module in modules(tensors, ".qweight"):
         codes, zeros = nibbles(array(tensors, f"{module}.qweight"), 0), nibbles(array(tensors, f"{module}.qzeros"), 1)
         scales, groups = array(tensors, f"{module}.scales").astype(np.float32), array(tensors, f"{module}.g_idx")
-        groups = (np.sort(groups) if in_order else groups) + group
-        groups %= len(scales)
+        groups = np.minimum((np.sort(groups) if in_order else groups) + group, len(scales) - 1)
         made[f"{module}.weight"] = (scales[groups] * (codes - (zeros[groups] + one)).astype(np.float32)).T
     return made
 
