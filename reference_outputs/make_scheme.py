@@ -3,9 +3,10 @@
     python reference_outputs/make_scheme.py            write quantised_folders/scheme.npz and scheme.json
     python reference_outputs/make_scheme.py --check    compare with the stored ones
 
-Needs transformers, compressed-tensors and torchao. The forward pass of that library quantises and dequantises inputs of
-products, keys and values. `scheme.json` has hashes of what its functions make of the array `inputs`, for every kind of
-rounding, and of what torchao makes of it in float32, its widest dtype.
+Needs transformers and compressed-tensors of the extra golden, and torchao, which it lacks: pip install torchao. The
+forward pass of compressed-tensors quantises and dequantises inputs of products, keys and values. `scheme.json` has
+hashes of what its functions make of the array `inputs`, for every kind of rounding, and of what torchao makes of it in
+float32, its widest dtype.
 
 Three formats have no float64 weights there. The library decodes MXFP4 and MXFP8 in bfloat16, which is exact. It rounds
 weights of NVFP4 to bfloat16, so that folder gets the weights that llorch decodes. The copy of the block FP8 folder gets

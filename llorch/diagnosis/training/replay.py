@@ -146,7 +146,7 @@ class TrainingReplay:
     def _loss_and_gradients(
         self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...], where: Where
     ) -> tuple[float, Named]:
-        """Compute both with mistakes; those around the whole step get its right ones from memory."""
+        """Compute loss and gradients with mistakes; a mistake around the whole step gets the right ones from memory."""
         right, given = nullcontext(), self._given(step, parameters)
         if {part for one in mistakes if one.is_made_in(where) for part, _ in one.changes} <= {STEP}:
             right = replaced(STEP, _answering(given, self._remembered("right", step, parameters, ())))
@@ -243,7 +243,7 @@ def _with_their_losses(loss: float, ours: np.ndarray, theirs: StepArray) -> floa
 
 
 def _answering(given: _Given, answer: tuple[float, Named]) -> Replacement:
-    """Replace a function of a whole step by one that has the answer to some arguments, the same objects, ready."""
+    """Replace a function by one that returns a known answer if its arguments are exactly the given objects."""
     asked = [*given[0], *given[1].values()]
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
