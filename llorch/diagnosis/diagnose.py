@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from llorch.comparison import measure
+from llorch.config import ModelConfig
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
 from llorch.diagnosis.judged import DumpJudge, Say
@@ -34,6 +35,7 @@ from llorch.diagnosis.verdict import (
 )
 from llorch.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
+from llorch.stages import Stage
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3
@@ -82,6 +84,21 @@ def _misread(misread: Misread) -> Finding:
         places=(),
         sentence=f"weights: {misread.sentence}.",
     )
+
+
+def _is_misread(result: StageResult, replay: Replay) -> bool:
+    """Tell if a result, or what ran since the dump showed a stage, is a product with a matrix that was read wrongly."""
+    misread = replay.dump.misread
+    if misread is None or misread.is_rounding:
+        return False
+    return any(_matrix(*replay.stages[key], replay.config) in misread.names for key in result.since)
+
+
+def _matrix(stage: Stage, layer: int | None, config: ModelConfig) -> str:
+    """Name the matrix that a stage multiplies by; empty if there is none."""
+    if stage.matrix == "lm_head" and config.tie_word_embeddings:
+        return "embed_tokens"
+    return stage.matrix if layer is None or not stage.matrix else f"layers.{layer}.{stage.matrix}"
 
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
@@ -146,7 +163,7 @@ def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Itera
             *explained,
             *(_alike(first, left, trials, was_right=was_right) if best is None else _spoilt(first, left)),
         ]
-        yield _finding(first, best, explained, tried)
+        yield _finding(first, best, explained, tried, is_misread=_is_misread(first, trials.replay))
         wrong = [result for result in rest if result not in explained]
 
 
@@ -155,11 +172,14 @@ def _alike(
 ) -> Iterator[StageResult]:
     """Yield results that share the unexplained cause of `first`.
 
-    They are unreadable results, if `first` is unreadable too, and results of the same stage in layers where no known
-    mistake explains this pass.
+    They are unreadable results, if `first` is unreadable too; products with matrices that were read wrongly, if `first`
+    is one; else results of the same stage in layers where no known mistake explains this pass.
     """
     spoilt = list(_spoilt(first, rest))
     yield from spoilt
+    if _is_misread(first, trials.replay):
+        yield from (result for result in rest if result not in spoilt and _is_misread(result, trials.replay))
+        return
     here = [result for result in rest if result.stage == first.stage and result not in spoilt]
     looked_at = [result for result in here if result.n_pass == first.n_pass][:ALIKE]
     tried = {r.layer: trials.of(r, pairs=False, was_right=was_right) for r in looked_at}
@@ -208,8 +228,9 @@ def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:
 
 
 def _finding(
-    first: StageResult, best: Trial | None, explained: Sequence[StageResult], tried: Sequence[Trial]
-) -> Finding:
+    first: StageResult, best: Trial | None, explained: Sequence[StageResult], tried: Sequence[Trial], *,
+    is_misread: bool,
+) -> Finding:  # fmt: skip
     """Make the finding of the first wrong result: the best trial, what it explains, near misses, alternatives."""
     results = [first, *explained]
     suspects = _suspects_of_trial(best, tried) if best is not None else ()
@@ -233,7 +254,12 @@ def _finding(
         near_misses=tuple(misses[:N_NEAR_MISSES]),
         places=tuple((result.n_pass, result.key) for result in results),
         sentence=_sentence(
-            first, kind, suspects, best.places if best is not None else first.since, [t for t in alone if t.named]
+            first,
+            kind,
+            suspects,
+            best.places if best is not None else first.since,
+            [t for t in alone if t.named],
+            is_misread=is_misread,
         ),
         alternatives=tuple(reversed(others.values())),
     )
@@ -261,8 +287,9 @@ def _suspect(hypothesis: Hypothesis, trial: Trial) -> Suspect:
 
 
 def _sentence(
-    first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str], here: Sequence[Trial]
-) -> str:
+    first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str], here: Sequence[Trial], *,
+    is_misread: bool,
+) -> str:  # fmt: skip
     """Format a finding as one message for a person."""
     where = made_in[0] if len(made_in) == 1 else f"{made_in[0]} to {made_in[-1]}"
     if kind == "not finite":
@@ -275,7 +302,8 @@ def _sentence(
             known = f"{name} explains pass {first.n_pass}, but not the error of this stage in other passes"
         else:
             known = "this error matches no known mistake"
-        return f"{first.key}: {known}; {local}{concentrated}."
+        reader = "; suspect the engine's reader: a matrix has other numbers than the folder" if is_misread else ""
+        return f"{first.key}: {known}; {local}{concentrated}{reader}."
     said = " And: ".join(suspect.sentence for suspect in suspects)
     return f"{where}: {said} This explains {percent(suspects[0].share)} of the error."
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake
-from llorch.diagnosis.mistakes.quantised_folders import wrong_readings
+from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, wrong_readings
 from llorch.dumps.raw import digest
 from llorch.dumps.stage_dump import Misread
 from llorch.errors import GuardFailed
@@ -63,9 +63,10 @@ def check_weights(
     if not named and not (n_equal and all(map(ours.is_quantised, names))):
         raise GuardFailed("weights", f"{message}; give the file that the engine loads", source=source)
     mistakes = {mistake.name: mistake.diagnosis for mistake in named} if len(named) == len(others) else {}
+    found = frozenset(filter(None, map(ours.find, names)))
     if all(how.startswith(_OURS) for how in others):
-        return said, Misread(f"{message}; the engine rounds matrices after decoding", {}, is_rounding=True)
-    return said, Misread(f"{message}; {_advice(len(named), n_equal)}", mistakes)
+        return said, Misread(f"{message}; the engine rounds matrices after decoding", found, {}, is_rounding=True)
+    return said, Misread(f"{message}; {_advice(len(named), n_equal)}", found, mistakes)
 
 
 def _sort(ours: "_Ours", hashes: Mapping[str, str]) -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
@@ -99,6 +100,7 @@ class _Ours:
         self._names = _names(weights.config)
         self._tried: dict[str, tuple[str, str] | None] = {}  # by short name: layout and rounding of the first one
         self.mistakes: dict[str, Mistake[QuantisedMatrix]] = {}  # known mistakes of reading, by the words of `guise`
+        self._unknown: set[str] = set()  # short names of which a matrix was read with no known mistake
 
     def find(self, name: str) -> str | None:
         """Return llorch's name of a tensor; None if it is no weight of the model."""
@@ -128,15 +130,21 @@ class _Ours:
         return " ".join(filter(None, [_OURS, layout, rounded])), rounding in ("", self._dtype)
 
     def _reading(self, name: str, told: str) -> str:
-        """Name the known mistake that reads these numbers from a matrix of a quantised folder; empty if none does."""
+        """Name the known mistake that reads these numbers from a matrix of a quantised folder; empty if none does.
+
+        Mistakes that were found come first. Nothing else is tried after a matrix of this kind that none explained.
+        """
         if name not in self._weights.slots:
             return ""
+        short, found = name.rpartition(".")[2], list(self.mistakes.values())
+        others = [] if short in self._unknown else [one for one in QUANTISED_FOLDERS if one not in found]
         roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
-        for mistake, array in wrong_readings(self._weights.as_stored(name)):
+        for mistake, array in wrong_readings(self._weights.as_stored(name), [*found, *others]):
             if told in {digest(rounding(array)) for rounding in roundings}:
                 how = f"is read with the mistake {mistake.name} ({mistake.diagnosis.removesuffix('.')})"
                 self.mistakes[how] = mistake
                 return how
+        self._unknown.add(short)
         return ""
 
     def is_as_stored(self, name: str, told: str) -> bool:

@@ -52,11 +52,13 @@ class Misread:
 
     Attributes:
         sentence: The matrices, and what to do.
+        names: llorch's names of the matrices.
         mistakes: Sentences of the known mistakes that read exactly these numbers, by name; empty: not all are known.
         is_rounding: The numbers are those of the folder, rounded to another dtype than the dump declares.
     """
 
     sentence: str
+    names: frozenset[str]
     mistakes: Mapping[str, str]
     is_rounding: bool = False
 

@@ -188,10 +188,11 @@ def without_offset(tensors: Tensors) -> None:
             tensors[name] = (dtype, [len(state)], state)
 
 
-def with_reversed_codes(tensors: Tensors) -> None:
-    """Read the codes of one matrix from the last byte to the first."""
-    dtype, shape, data = tensors["model.layers.0.mlp.down_proj.weight"]
-    tensors["model.layers.0.mlp.down_proj.weight"] = (dtype, shape, data[::-1])
+def with_reversed_codes(tensors: Tensors, *modules: str) -> None:
+    """Read the codes of some matrices of the first layer from the last byte to the first."""
+    for module in modules or ("mlp.down_proj",):
+        dtype, shape, data = tensors[name := f"model.layers.0.{module}.weight"]
+        tensors[name] = (dtype, shape, data[::-1])
 
 
 def misread(folder: Path, change: Callable[[Tensors], None], *, shown: Sequence[str] = ()) -> tuple[str, ...]:
@@ -232,6 +233,16 @@ def test_an_unknown_mistake_of_a_reader_is_located_in_the_stages(tmp_path: Path)
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
     facts = ("1 of 12 tensors", "model.layers.0.mlp.down_proj.weight has other", "only quantised", "reader")
     assert_tells(note, *facts)
+
+
+def test_an_unknown_mistake_in_several_matrices_is_one_cause(tmp_path: Path):
+    modules = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
+    words = misread(tmp_path, lambda tensors: with_reversed_codes(tensors, *modules))
+    result = invoke("diagnose", *words)
+    (found,) = [line for line in result.stdout.splitlines() if line.startswith("WRONG  ")]
+    assert_tells(found, "l0.k_proj", "no known mistake", "engine's reader")
+    assert "shows in layer 0: 3 stages" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("WRONG: 1 cause ")
 
 
 @pytest.mark.parametrize(

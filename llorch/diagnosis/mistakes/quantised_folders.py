@@ -6,7 +6,7 @@ A change that a matrix does not allow returns the matrix as it is. A step that t
 and undone: SHA-256 sums of an engine's matrices are compared with these numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -439,9 +439,11 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
 )  # fmt: skip
 
 
-def wrong_readings(stored: Packed) -> Iterator[tuple[Mistake[QuantisedMatrix], np.ndarray]]:
-    """Yield a stored matrix as each known mistake reads it; nothing for a matrix that no quantised folder holds."""
-    for mistake in QUANTISED_FOLDERS:
+def wrong_readings(
+    stored: Packed, mistakes: Iterable[Mistake[QuantisedMatrix]] = QUANTISED_FOLDERS
+) -> Iterator[tuple[Mistake[QuantisedMatrix], np.ndarray]]:
+    """Yield a stored matrix as each of the mistakes reads it; nothing for a matrix that no quantised folder holds."""
+    for mistake in mistakes:
         if isinstance(stored, QuantisedMatrix) and stored.ggml_type.name.startswith(mistake.cases):
             with np.errstate(all="ignore"):
                 yield mistake, mistake.result(stored, "decode")
