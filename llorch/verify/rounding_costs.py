@@ -62,6 +62,7 @@ class Step:
     given: tuple[np.ndarray, ...]  # variances of x
     arithmetic: Arithmetic
     f16_cache: bool
+    divisor: np.ndarray  # relative variance of the last norm's divisor from the errors of its inputs: (runs, tokens, 1)
     past: np.ndarray | None = None  # variances of what a cache held before
     state: np.ndarray | None = None  # what a delta net held before, zeros if not told
 

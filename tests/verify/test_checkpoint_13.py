@@ -73,7 +73,7 @@ def test_checkpoint_13_rows_are_all_looked_at():
         ("isolated", {"embed", "k_cache", "v_cache"}, 0.0, 0.0),  # the same bits
         ("isolated", {"attn_residual", "block_out"}, FLOOR, FLOOR),
         ("isolated", {stage.name for stage in STAGES if stage.matrix}, 1e-6, 4e-6),  # most where minima cancel
-        ("chained", {*BY_NAME}, 1e-6, 1.8e-5),
+        ("chained", {*BY_NAME}, 1e-6, 1.9e-5),
         ("free", {"logits"}, 0.01, 0.7),  # of IQ1_M: its steps are the widest, and every value may be near an edge
     ],
 )

@@ -31,6 +31,10 @@ exceeds sqrt(sum(d * d)) + 6 max(d) with a chance of e^-18, and an engine that a
 row is granted 4 times the root of its largest variance's 16-fold too, which is more only where less than 16 elements
 make up the sum.
 
+Errors of a token are not independent where one of its channels is much larger than all others, as published models have
+it in some tokens: the error of that channel moves the divisor of the next norm, and with it every number made from the
+normed token. Its variance is derived from the inputs of the norm, and granted to the squared results of all products.
+
 A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
 of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
 and both add in at least 8 lanes, so n = width / 8. Where terms have one sign, the partial sums are k / n of the sum,
@@ -84,6 +88,7 @@ CACHES = frozenset({"k_cache", "v_cache"})
 STATES = {  # what each of them reads of the passes before
     "conv_state": "conv_state", "conv_out": "conv_state", "delta_state": "delta_state", "delta_out": "delta_state",
 }  # fmt: skip
+NORMS = frozenset({"attn_norm", "ffn_norm", "final_norm"})  # their outputs go into products
 SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show; never below float32
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
@@ -121,7 +126,7 @@ def variances(
         Trace key, and an array (runs, *shape of the stage).
     """
     config, n_runs = weights.config, 3 if weights.numerics.rounds_activations else 2
-    made, passed = fed if made is None else made, dict[str, np.ndarray]()
+    made, passed, divisor = fed if made is None else made, dict[str, np.ndarray](), np.zeros((n_runs, 1, 1), np.float32)
     for name, stage, layer in keys(config):
         inputs = input_keys(stage, layer, config)
         step = Step(
@@ -134,6 +139,7 @@ def variances(
             tuple(passed[each] for each in inputs),
             arithmetic(name),
             weights.cache_dtype is np.float16,
+            divisor,
             past.get(key(STATES.get(stage.name, stage.name), layer)),
             states.get(key(STATES.get(stage.name, ""), layer)),
         )
@@ -142,6 +148,8 @@ def variances(
             variance = variance + step.rounding
         variance = np.broadcast_to(variance, (n_runs, *made[name].shape))
         yield name, variance
+        if stage.name in NORMS:
+            divisor = _divisor_variance(step)
         if stage.name == "block_out":
             passed.clear()  # of a layer nothing else is needed
         passed[name] = _passed_on(step, variance, hidden=name in hidden, stored=stored)
@@ -427,7 +435,19 @@ def _embed(s: Step) -> np.ndarray:
 
 
 def _norm_variance(s: Step) -> np.ndarray:
-    return _normed(own_half(s), s.weights[s.stage.name])
+    made = _normed(own_half(s), s.weights[s.stage.name])
+    return made + _divisor_variance(s) * np.square(s.y) if s.stage.name in NORMS else made
+
+
+def _divisor_variance(s: Step) -> np.ndarray:
+    """Derive the relative variance of a norm's divisor from the errors of its inputs: one number for each token.
+
+    Where one channel is much larger than all others, its error alone moves the divisor, and with it the whole token.
+    """
+    squares = np.square(s.x[0])
+    mean_square = squares.mean(axis=-1, keepdims=True) + squares.dtype.type(s.config.rms_norm_eps)
+    moved = (squares * s.given[0]).mean(axis=-1, keepdims=True) / squares.shape[-1]
+    return moved / np.square(mean_square)
 
 
 def _normed(s: Step, gain: "np.ndarray | float" = 1.0) -> np.ndarray:
@@ -484,8 +504,9 @@ def _of_one_scale(s: Step) -> np.ndarray:
 
     The error counts twice after gate * up. Isolated, the inputs are the golden's.
     """
-    made = np.square(s.y) * 4 * (2 * UNIT**2 + SQUARES * s.config.hidden_size)
-    return np.stack([np.zeros_like(made), *[made] * (len(s.given[0]) - 1)])
+    made = np.square(s.y) * 4 * (2 * UNIT**2 + SQUARES * s.config.hidden_size + s.divisor)
+    made[ISOLATED] = 0
+    return made
 
 
 def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
@@ -619,7 +640,7 @@ def _expert_product(s: Step) -> np.ndarray:
     for expert in np.unique(ids).astype(int):
         tokens, places = np.nonzero(ids == expert)
         at = (tokens,) if x.ndim == 2 else (tokens, places)
-        part = replace(s, x=(x[at],), y=s.y[tokens, places], given=(given[:, *at],))
+        part = replace(s, x=(x[at],), y=s.y[tokens, places], given=(given[:, *at],), divisor=s.divisor[:, tokens])
         made[:, tokens, places] = _product_variance(part, s.weights[s.stage.matrix][expert])
     return made
 

@@ -170,7 +170,18 @@ def _part_of(source: str, output: str) -> np.ndarray:
         x = tuple(golden()[name] for name in DELTA)
         stage = BY_NAME[output.removeprefix("l0.")]
         return RULES[stage.name](
-            Step(stage, CONFIG, W.layer(0), NEAR.positions, x, golden()[output], given, FLOAT32, False)
+            Step(
+                stage,
+                CONFIG,
+                W.layer(0),
+                NEAR.positions,
+                x,
+                golden()[output],
+                given,
+                FLOAT32,
+                False,
+                np.zeros((len(given[0]), 1, 1)),
+            )
         )[0]
 
     return made(True) - made(False)

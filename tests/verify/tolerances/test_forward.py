@@ -1,6 +1,7 @@
 """Derived limits: what a sum may be off, how errors go through stages, and that they follow from goldens alone."""
 
 import math
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from llorch.verify.tolerances.forward import (
 COPIES = ["embed", "l0.k_cache", "l1.v_cache"]
 SUMS = ["l0.attn_residual", "l1.block_out"]
 WEIGHTS, GOLDEN = weights_of("micro-llama"), golden_of("micro-llama")
+GAIN = WEIGHTS.layer(0)["ffn_norm"]
 NEAR, TRACE = GOLDEN.cases["near"], GOLDEN.evidence["llamacpp"].traces["near"]
 
 
@@ -171,6 +173,39 @@ def test_an_error_goes_through_a_stage_as_it_was_derived(op, inputs: list[str], 
         noise = [rng.standard_normal(x.shape) * np.sqrt(spread[name]) for name, x in zip(inputs, exact, strict=True)]
         made.append(op(*(x + e for x, e in zip(exact, noise, strict=True))) - op(*exact))
     assert least <= np.sqrt(np.square(made).sum() / 50 / spread[output].sum()) <= 1.1
+
+
+FED_FORWARD = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_act", "ffn_out")
+
+
+def feed_forward(x: np.ndarray, gain: np.ndarray) -> dict[str, np.ndarray]:
+    normed, layer = norm(x) / WEIGHTS.layer(0)["ffn_norm"] * gain, WEIGHTS.layer(0)
+    gate, up = (normed @ np.float64(layer[name]).T for name in ("gate_proj", "up_proj"))
+    act = swiglu(gate, up)
+    out = act @ np.float64(layer["down_proj"]).T
+    return {f"l0.{name}": array for name, array in zip(FED_FORWARD, (normed, gate, up, act, out), strict=True)}
+
+
+@pytest.mark.parametrize("output", FED_FORWARD)
+def test_the_error_of_a_channel_much_larger_than_others_goes_with_the_whole_token(
+    output: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The divisor of the norm is off by it. Published models have such channels, with small gains."""
+    x, attn_out, gain = np.float64(TRACE["l0.attn_residual"]), TRACE["l0.attn_out"].copy(), np.float64(GAIN)
+    x[:, 5] = 100 * np.abs(x).max()
+    attn_out[:, 5] = 1e4 * x[:, 5]  # its error, as if the other term of the residual took most of it away
+    gain[5] = 1e-4
+    first, weights = {**WEIGHTS.layer(0), "ffn_norm": gain}, copy(WEIGHTS)
+    monkeypatch.setattr(weights, "layer", lambda layer: WEIGHTS.layer(layer) if layer else first)
+    golden = {**TRACE, "l0.attn_out": attn_out, "l0.attn_residual": x, **feed_forward(x, gain)}
+    spread = {name: array[CHAINED] for name, array in variances(weights, NEAR, golden)}
+    rng, errors = np.random.default_rng(0), []
+    for _ in range(200):
+        noise = rng.standard_normal(x.shape) * np.sqrt(spread["l0.attn_residual"])
+        errors.append(feed_forward(x + noise, gain)[f"l0.{output}"] - golden[f"l0.{output}"])
+    tokens = np.sqrt(np.square(errors).sum(axis=(0, 2)) / 200 / spread[f"l0.{output}"].sum(axis=-1))
+    assert 0.3 <= tokens.min()
+    assert tokens.max() <= 1.2
 
 
 def test_in_float64_it_is_1e_12_but_of_one_token_whose_terms_cancel():
