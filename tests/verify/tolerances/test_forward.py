@@ -191,7 +191,8 @@ def test_the_error_of_a_channel_much_larger_than_others_goes_with_the_whole_toke
     output: str, monkeypatch: pytest.MonkeyPatch
 ):
     """The divisor of the norm is off by it. Published models have such channels, with small gains."""
-    x, attn_out, gain = np.float64(TRACE["l0.attn_residual"]), TRACE["l0.attn_out"].copy(), np.float64(GAIN)
+    x, gain = (array.astype(np.float64) for array in (TRACE["l0.attn_residual"], GAIN))
+    attn_out = TRACE["l0.attn_out"].copy()
     x[:, 5] = 100 * np.abs(x).max()
     attn_out[:, 5] = 1e4 * x[:, 5]  # its error, as if the other term of the residual took most of it away
     gain[5] = 1e-4
