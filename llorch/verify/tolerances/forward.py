@@ -37,8 +37,9 @@ normed token. Its variance is derived from the inputs of the norm, and granted t
 
 A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
 of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
-and both add in at least 8 lanes, so n = width / 8. Where terms have one sign, the partial sums are k / n of the sum,
-and the errors 2^-24 * sqrt(n / 9) of it: both are granted.
+and n = width / 8, as if both add in 8 lanes. Where terms have one sign, the partial sums are k / n of the sum, and the
+errors 2^-24 * sqrt(n / 9) of it: both are granted. Kernels for many rows add hundreds of terms in one lane, which makes
+errors up to 2.5 times as large; the factor of 4 has room for them.
 
 Where a block has a minimum, w = d * q + m, ggml sums d * q * x and m * x apart, and the two may cancel: then the terms
 are those of each block in both sums.

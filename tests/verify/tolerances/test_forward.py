@@ -58,6 +58,16 @@ def test_the_limit_of_a_product_grows_with_the_root_of_its_width():
     assert narrow == pytest.approx(4 * 2**0.5 * 2**-24 * (4096 / 48 + 4096 / 72) ** 0.5, rel=0.1)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+@pytest.mark.parametrize("width", [96, 192, 576, 1536])
+def test_a_product_of_numpy_is_off_by_less_than_two_thirds_of_what_is_granted(width: int, rows: int):
+    x, w = np.random.default_rng(0).standard_normal((2, 256, width)).astype(np.float32)
+    x = x[:rows]
+    exact, terms = np.float64(x) @ np.float64(w).T, np.square(x, dtype=np.float64) @ np.square(w, dtype=np.float64).T
+    off = np.sqrt(np.mean(np.square(x @ w.T - exact) / terms))
+    assert off <= 2.5 * 2**-24 * math.sqrt(width / 8 / 6)
+
+
 def test_terms_that_cancel_are_counted():
     x, w = operands(512)
     cancelling = np.concatenate([x, -x], axis=1), np.concatenate([w, w * np.float32(1.001)], axis=1)
