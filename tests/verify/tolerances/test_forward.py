@@ -63,7 +63,8 @@ def test_the_limit_of_a_product_grows_with_the_root_of_its_width():
 def test_a_product_of_numpy_is_off_by_less_than_two_thirds_of_what_is_granted(width: int, rows: int):
     x, w = np.random.default_rng(0).standard_normal((2, 256, width)).astype(np.float32)
     x = x[:rows]
-    exact, terms = np.float64(x) @ np.float64(w).T, np.square(x, dtype=np.float64) @ np.square(w, dtype=np.float64).T
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    terms = np.square(x, dtype=np.float64) @ np.square(w, dtype=np.float64).T
     off = np.sqrt(np.mean(np.square(x @ w.T - exact) / terms))
     assert off <= 2.5 * 2**-24 * math.sqrt(width / 8 / 6)
 
