@@ -31,9 +31,9 @@ typedef struct {
 } fields;
 
 /* A table's part that all rows share. `way` names the instructions that turn codes into numbers:
- * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. Products use the
- * numbers less `centre`. Zero points and minima, with what makes up for the centre, are multiplied by the sum of the
- * inputs of a group. Without a centre two large sums would be subtracted. */
+ * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. Products with
+ * minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums would be
+ * subtracted. */
 typedef struct {
     int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
     float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
@@ -314,45 +314,51 @@ SPECIALISED float dot_packed(
 }
 
 SPECIALISED void add_table_run(
-    enum kind kind, const fields *f, enum way way, long i, const float *x, lanes *sums) {
+    enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes *sums) {
     lanes part[PARTS];
     table_run(kind, f, way, i, 1, part);
-    for (int k = 0; k < PARTS; k++) sums[k] = fma_lanes(part[k], load(x + LANES * k), sums[k]);
+    for (int k = 0; k < PARTS; k++) {
+        if (zero) part[k] -= splat(*zero);
+        sums[k] = fma_lanes(part[k], load(x + LANES * k), sums[k]);
+    }
 }
 
-/* Products of n runs, from run i on, with the inputs at x.
+/* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none.
  * Four sums run at once, because an addition waits for the addition before it. */
 SPECIALISED lanes dot_group(
-    enum kind kind, const fields *f, enum way way, long i, long n, const float *x) {
+    enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
     const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes sums[4] = {{0}}, *odd = sums + 4 - PARTS;
     long r = 0;
     for (; r + 2 <= n; r += 2) {
         __builtin_prefetch((const char *)f->codes + (i + r) * bytes + AHEAD);
-        add_table_run(kind, f, way, i + r, x + RUN * r, sums);
-        add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), odd);
+        add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
+        add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), zero, odd);
     }
-    if (r < n) add_table_run(kind, f, way, i + r, x + RUN * r, sums);
+    if (r < n) add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
     return n == 1 && PARTS == 2 ? sums[0] + sums[1] : (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 /* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each.
- * whole: the groups are parts of one, so all have the scale of the row. */
+ * whole: the groups are parts of one, so all have the scale and zero point of the row. */
 SPECIALISED lanes dot_groups(
-    enum kind kind, const fields *f, enum way way, long runs, int whole, long row, const float *x, long in) {
+    enum kind kind, const fields *f, enum way way, int zeros, long runs, int whole, long row, const float *x, long in) {
     const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2, step = !whole;
-    const float *d = (const float *)f->d + (whole ? row : first);
+    const float *d = (const float *)f->d + (whole ? row : first), *zero = (const float *)f->more + (whole ? row : first);
     lanes even = {0}, odd = {0};
     long g = 0;
     for (; g + 2 <= n; g += 2) {
         if (runs == 1) __builtin_prefetch((const char *)f->codes + (first + g) * bytes + AHEAD);
-        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g);
+        const float *at = zero + g * step;
+        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? at : NULL);
         even = fma_lanes(one, splat(d[g * step]), even);
-        lanes next = dot_group(kind, f, way, (first + g + 1) * runs, runs, x + RUN * runs * (g + 1));
+        lanes next = dot_group(
+            kind, f, way, (first + g + 1) * runs, runs, x + RUN * runs * (g + 1), zeros ? at + step : NULL);
         odd = fma_lanes(next, splat(d[(g + 1) * step]), odd);
     }
     if (g < n) {
-        lanes last = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g);
+        const float *at = zero + g * step;
+        lanes last = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? at : NULL);
         even = fma_lanes(last, splat(d[g * step]), even);
     }
     return even + odd;
@@ -360,12 +366,13 @@ SPECIALISED lanes dot_groups(
 
 /* Adds the products of run i, whose halves have scales of their own, with the inputs at x. */
 SPECIALISED void add_halves(
-    enum kind kind, const fields *f, enum way way, long i, const float *x, lanes *sums) {
-    const float *d = (const float *)f->d + 2 * i;
+    enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
+    const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
     lanes part[PARTS], products[2];
     table_run(kind, f, way, i, 1, part);
     for (int k = 0; k < PARTS; k++) {
         lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
+        if (zeros) part[k] -= splat(zero[k >= PARTS / 2]);
         *to = k % (PARTS / 2) ? fma_lanes(part[k], input, *to) : part[k] * input;
     }
     for (int half = 0; half < 2; half++) sums[half] = fma_lanes(products[half], splat(d[half]), sums[half]);
@@ -373,30 +380,30 @@ SPECIALISED void add_halves(
 
 /* A row whose groups have sixteen elements. */
 SPECIALISED lanes dot_halves(
-    enum kind kind, const fields *f, enum way way, long row, const float *x, long in) {
+    enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long n = in / RUN, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes even[2] = {{0}}, odd[2] = {{0}};
     long i = 0;
     for (; i + 2 <= n; i += 2) {
         __builtin_prefetch((const char *)f->codes + (first + i) * bytes + AHEAD);
-        add_halves(kind, f, way, first + i, x + RUN * i, even);
-        add_halves(kind, f, way, first + i + 1, x + RUN * (i + 1), odd);
+        add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
+        add_halves(kind, f, way, zeros, first + i + 1, x + RUN * (i + 1), odd);
     }
-    if (i < n) add_halves(kind, f, way, first + i, x + RUN * i, even);
+    if (i < n) add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
     return even[0] + even[1] + odd[0] + odd[1];
 }
 
 SPECIALISED lanes dot_way(
-    enum kind kind, const fields *f, enum way way, long row, const float *x, long in) {
+    enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long runs = ((const shared *)f->scales)->runs;
     switch (runs) {
-    case 0: return dot_halves(kind, f, way, row, x, in);
-    case 1: return dot_groups(kind, f, way, 1, 0, row, x, in);
-    case 2: return dot_groups(kind, f, way, 2, 0, row, x, in);
-    case 4: return dot_groups(kind, f, way, 4, 0, row, x, in);
+    case 0: return dot_halves(kind, f, way, zeros, row, x, in);
+    case 1: return dot_groups(kind, f, way, zeros, 1, 0, row, x, in);
+    case 2: return dot_groups(kind, f, way, zeros, 2, 0, row, x, in);
+    case 4: return dot_groups(kind, f, way, zeros, 4, 0, row, x, in);
     default:
-        if (RUN * runs == in && runs % 4 == 0) return dot_groups(kind, f, way, 4, 1, row, x, in);
-        return dot_groups(kind, f, way, runs, 0, row, x, in);
+        if (RUN * runs == in && runs % 4 == 0) return dot_groups(kind, f, way, zeros, 4, 1, row, x, in);
+        return dot_groups(kind, f, way, zeros, runs, 0, row, x, in);
     }
 }
 
@@ -404,7 +411,7 @@ static inline long columns_of_group(const shared *table) {
     return table->runs ? RUN * table->runs : RUN / 2;
 }
 
-/* Zero points or minima of a row times the sums of the inputs of each group. */
+/* Minima of a row times the sums of the inputs of each group. */
 static inline lanes dot_offsets(const fields *f, long row, const float *sums, long n) {
     const shared *table = (const shared *)f->scales;
     const lanes centre = splat(table->centre);
@@ -412,25 +419,29 @@ static inline lanes dot_offsets(const fields *f, long row, const float *sums, lo
     lanes total = {0};
     for (long g = 0; g < n; g += LANES) {
         lanes offset = load_some(more + g, n - g), scale = load_some(d + g, n - g);
-        offset = table->offset == ZERO ? scale * (centre - offset) : fma_lanes(scale, centre, offset);
+        offset = fma_lanes(scale, centre, offset);
         total = fma_lanes(offset, load_some(sums + g, n - g), total);
     }
     return total;
 }
 
-/* sums: of the inputs of each group, where a table has zero points or minima. */
+/* sums: of the inputs of each group, where a table has minima. */
 static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
     const shared *table = (const shared *)f->scales;
     lanes total;
-    if (kind == TABLE_4) {
-        total = table->way == SHORT ? dot_way(TABLE_4, f, SHORT, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, row, x, in);
+    const int zeros = table->offset == ZERO;
+    if (kind == TABLE_4 && table->way == SHORT) {
+        total = zeros ? dot_way(TABLE_4, f, SHORT, 1, row, x, in) : dot_way(TABLE_4, f, SHORT, 0, row, x, in);
+    } else if (kind == TABLE_4) {
+        total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
+    } else if (table->way == SIGNED) {
+        total = zeros ? dot_way(TABLE_8, f, SIGNED, 1, row, x, in) : dot_way(TABLE_8, f, SIGNED, 0, row, x, in);
+    } else if (table->way == E4M3) {
+        total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
+    } else if (table->way == EVEN) {
+        total = zeros ? dot_way(TABLE_8, f, EVEN, 1, row, x, in) : dot_way(TABLE_8, f, EVEN, 0, row, x, in);
     } else {
-        switch (table->way) {
-        case SIGNED: total = dot_way(TABLE_8, f, SIGNED, row, x, in); break;
-        case E4M3: total = dot_way(TABLE_8, f, E4M3, row, x, in) * unit_of(E4M3); break;
-        case EVEN: total = dot_way(TABLE_8, f, EVEN, row, x, in); break;
-        default: total = dot_way(TABLE_8, f, LOOK_UP, row, x, in);
-        }
+        total = zeros ? dot_way(TABLE_8, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_8, f, LOOK_UP, 0, row, x, in);
     }
     if (sums) total += dot_offsets(f, row, sums, in / columns_of_group(table));
     return sum_of(total) * table->factor / table->divisor;
@@ -439,7 +450,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
 /* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
 static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
     const shared *table = (const shared *)f->scales;
-    if ((kind != TABLE_4 && kind != TABLE_8) || table->offset == NO_OFFSET) return NULL;
+    if ((kind != TABLE_4 && kind != TABLE_8) || table->offset != MINIMUM) return NULL;
     const long size = columns_of_group(table), n = rows * in / size;
     float *sums = malloc(sizeof(float) * (size_t)n);
     *lacking = sums == NULL;

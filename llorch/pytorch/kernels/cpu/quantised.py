@@ -47,14 +47,10 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
 
 
 def _centre(fields: Fields) -> float:
-    """Find the integer next to the mean number that stands for zero; 0 without zero points and minima."""
-    if "zero" in fields:
-        zeros = fields["zero"]
-    elif "minimum" in fields and (scaled := fields["d"] != 0).any():
-        zeros = -fields["minimum"][scaled] / fields["d"][scaled]
-    else:
+    """Find the integer next to the mean number that stands for zero; 0 without minima."""
+    if "minimum" not in fields or not (scaled := fields["d"] != 0).any():
         return 0.0
-    return float(zeros.mean().round().clamp(0, 255))
+    return float((-fields["minimum"][scaled] / fields["d"][scaled]).mean().round().clamp(0, 255))
 
 
 def _way(table: Table, fields: Fields) -> int:
