@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from llorch.comparison import measure
-from llorch.config import ModelConfig
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
 from llorch.diagnosis.judged import DumpJudge, Say
@@ -35,7 +34,7 @@ from llorch.diagnosis.verdict import (
 )
 from llorch.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
-from llorch.stages import Stage
+from llorch.stages import matrix_of
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3
@@ -91,14 +90,9 @@ def _is_misread(result: StageResult, replay: Replay) -> bool:
     misread = replay.dump.misread
     if misread is None or misread.is_rounding:
         return False
-    return any(_matrix(*replay.stages[key], replay.config) in misread.names for key in result.since)
-
-
-def _matrix(stage: Stage, layer: int | None, config: ModelConfig) -> str:
-    """Name the matrix that a stage multiplies by; empty if there is none."""
-    if stage.matrix == "lm_head" and config.tie_word_embeddings:
-        return "embed_tokens"
-    return stage.matrix if layer is None or not stage.matrix else f"layers.{layer}.{stage.matrix}"
+    places = (replay.stages[key] for key in result.since)
+    matrices = {(matrix_of(stage, replay.config), layer) for stage, layer in places}
+    return any((name if layer is None else f"layers.{layer}.{name}") in misread.names for name, layer in matrices)
 
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:

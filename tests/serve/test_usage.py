@@ -18,7 +18,7 @@ def answer(n_cached: int, n_made: int, joined: float, first: float, last: float)
 WORKS = answer(6, 5, 1.0, 2.0, 4.0), answer(0, 9, 1.5, 3.0, 5.0)
 
 
-def test_a_prompt_of_two_answers_is_counted_once_and_its_cached_tokens_at_most():
+def test_a_prompt_of_two_answers_is_counted_once_with_the_most_tokens_that_were_cached():
     found = usage(WORKS, n_prompt=N_PROMPT)
     assert (found.prompt_tokens, found.completion_tokens, found.total_tokens) == (8, 14, 22)
     assert found.prompt_tokens_details.cached_tokens == 6

@@ -169,19 +169,9 @@ def _part_of(source: str, output: str) -> np.ndarray:
         given = tuple(spread()[name][None] * (counted and name == source) for name in DELTA)
         x = tuple(golden()[name] for name in DELTA)
         stage = BY_NAME[output.removeprefix("l0.")]
+        y, no_error = golden()[output], np.zeros((1, 1, 1))
         return RULES[stage.name](
-            Step(
-                stage,
-                CONFIG,
-                W.layer(0),
-                NEAR.positions,
-                x,
-                golden()[output],
-                given,
-                FLOAT32,
-                False,
-                np.zeros((len(given[0]), 1, 1)),
-            )
+            Step(stage, CONFIG, W.layer(0), NEAR.positions, x, y, given, FLOAT32, False, no_error)
         )[0]
 
     return made(True) - made(False)
