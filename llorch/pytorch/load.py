@@ -17,7 +17,7 @@ from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Weight, inventory, undo_interleave
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, has_finite_numbers, pack
+from llorch.pytorch.kernels.packing import Fields, Kind, Table, has_finite_numbers, pack, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
@@ -143,6 +143,8 @@ def _put_packed(
     fields = _fields(stored, kind, slot.interleaved_heads)
     fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
     _require_finite(fields, kind, stored)
+    if isinstance(kind, Table) and device.type == "cuda":
+        fields = shorten(fields)
     owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
     if (order := group_order(stored[0])) is not None:

@@ -15,7 +15,7 @@ from llorch.files.quantised.codes import E4M3, INT8, integers
 from llorch.files.tensor_names import Weight, inventory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, pack, values_of, width
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, pack, shorten, values_of, width
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.load import put
 from llorch.pytorch.models.experts import QuantisedExperts
@@ -96,12 +96,20 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
 
 
 def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
-    """Add equal scales for groups of `GROUP` columns, and minima if the table has no negative values."""
+    """Add equal scales for groups of `GROUP` columns, and minima if the table has no negative values.
+
+    Those of integers fit 16 bits, as in most folders; those of other numbers are float32, as in NF4 and FP8.
+    """
     values = values_of(table, codes.device)
     if not values.isfinite().all():  # codes that are no numbers
         codes = codes.where(values.isfinite()[codes.int()], 0)
     d = torch.full((len(codes), n_groups), 2 * SIZE / float(values.nan_to_num(0).abs().max()), device=codes.device)
-    return {"codes": codes, "d": d} | ({"minimum": -d * values.max() / 2} if (values >= 0).all() else {})
+    if (values == values.round()).all():
+        d = d.bfloat16().float()
+    fields = {"codes": codes, "d": d} | (
+        {"minimum": -d * round(float(values.max()) / 2)} if (values >= 0).all() else {}
+    )
+    return shorten(fields) if codes.device.type == "cuda" else fields
 
 
 def _block_size(packed: Kind) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Packed matrices of quantised folders, against the folders' own decoding in NumPy."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -19,7 +20,8 @@ from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
-from llorch.pytorch.kernels.packing import HALF_TYPES, Table, decode
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Table, decode, shorten
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.stored_kinds import block_size, group_order, in_group_order, kind_of, pack_stored, packed_bytes
@@ -57,10 +59,10 @@ def with_recipe(matrix: QuantisedMatrix, **changes: Any) -> QuantisedMatrix:
     return replace(matrix, recipe=replace(matrix.recipe, **changes))
 
 
-def decoded(matrix: QuantisedMatrix, kind: Table) -> np.ndarray:
+def decoded(matrix: QuantisedMatrix, kind: Table, change: Callable[[Fields], Fields] = dict) -> np.ndarray:
     ordered = in_group_order(matrix)
     assert isinstance(ordered, QuantisedMatrix)
-    numbers, order = decode(pack_stored(ordered, kind), kind).numpy(), group_order(matrix)
+    numbers, order = decode(change(pack_stored(ordered, kind)), kind).numpy(), group_order(matrix)
     return numbers if order is None else numbers[:, np.argsort(order)]
 
 
@@ -73,7 +75,36 @@ def test_packed_matrices_of_every_folder_decode_to_the_bits_of_the_folder(folder
             kind, stored = kind_of(weights, name), weights.as_stored(name)
             assert isinstance(kind, Table)
             assert isinstance(stored, QuantisedMatrix)
-            assert np.array_equal(decoded(stored, kind).view(np.uint32), stored.decode().view(np.uint32))
+            for change in (dict, shorten):
+                assert np.array_equal(decoded(stored, kind, change).view(np.uint32), stored.decode().view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("folder", "dtypes"),
+    [
+        ("awq-gemm", {"d": torch.float16, "zero": torch.bfloat16}),
+        ("mlx-4bit", {"d": torch.bfloat16, "minimum": torch.bfloat16}),
+        ("ct-fp8-dynamic", {"d": torch.bfloat16}),
+        ("bnb-nf4-double", {"d": torch.float32}),
+    ],
+)
+def test_scales_take_16_bits_where_these_hold_every_number(folder, dtypes):
+    matrix = in_group_order(first(folder))
+    kind = kind_of(weights_of(first(folder)), "w")
+    assert isinstance(matrix, QuantisedMatrix)
+    assert isinstance(kind, Table)
+    fields = shorten(pack_stored(matrix, kind))
+    assert {name: field.dtype for name, field in fields.items() if name != "codes"} == dtypes
+
+
+@pytest.mark.gpu
+def test_a_folder_on_cuda_has_scales_of_16_bits():
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: needs a CUDA device")
+    module = load_torch(FOLDERS / "mlx-4bit", device="cuda", residency="packed").module
+    layers = [one for one in module.modules() if isinstance(one, QuantisedLinear)]
+    assert layers
+    assert {layer.fields["d"].dtype for layer in layers} <= set(HALF_TYPES.values())
 
 
 @pytest.mark.parametrize("folder", ["awq-gemm", "mlx-4bit", "bnb-nf4-double", "ct-fp8-dynamic", "ct-nvfp4"])

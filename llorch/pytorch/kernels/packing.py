@@ -22,6 +22,7 @@ as many rows as the weight; bits are moved, none is added, so that a weight take
            d       float32  groups       x = d * (values[code] - zero) + minimum
            zero    float32  groups       absent where it is 0
            minimum float32  groups       absent where it is 0
+                   on CUDA bfloat16 or float16, where that holds each number of the field; sums are float32
 
 A `Table` keeps a matrix of a quantised Hugging Face folder, with the values of its codes. Its groups have 16 columns,
 or a multiple of 32. Its factor or divisor applies last.
@@ -114,6 +115,16 @@ def six_bits(scales: UInt8[Tensor, "*rows bytes"]) -> tuple[UInt8[Tensor, "*rows
     return scale.flatten(-2), minimum.flatten(-2)
 
 
+def shorten(fields: Fields) -> Fields:
+    """Keep scales, zero points and minima in 16 bits where no number changes; for kernels that widen them."""
+    return {name: _in_16_bits(field) if field.dtype is torch.float32 else field for name, field in fields.items()}
+
+
+def _in_16_bits(field: Float32[Tensor, "rows groups"]) -> Tensor:
+    rounded = (field.to(dtype) for dtype in HALF_TYPES.values())
+    return next((short for short in rounded if torch.equal(short.float(), field)), field)
+
+
 def has_finite_numbers(fields: Fields, table: Table) -> bool:
     """Tell if every code means a finite number, and no scaled number can overflow."""
     values = values_of(table, fields["codes"].device)
@@ -200,10 +211,10 @@ def _decode_table(fields: Fields, table: Table) -> Tensor:
     codes = four_bits(fields["codes"]) if table.name == "TABLE_4" else fields["codes"]
     numbers = values_of(table, codes.device)[codes.int()].unflatten(-1, (fields["d"].shape[-1], -1))
     if "zero" in fields:
-        numbers = numbers - fields["zero"][..., None]
-    numbers = numbers * fields["d"][..., None]
+        numbers = numbers - fields["zero"].float()[..., None]
+    numbers = numbers * fields["d"].float()[..., None]
     if "minimum" in fields:
-        numbers = numbers + fields["minimum"][..., None]
+        numbers = numbers + fields["minimum"].float()[..., None]
     return _times_factor(numbers.flatten(-2), table)
 
 

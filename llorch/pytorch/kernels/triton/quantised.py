@@ -1,12 +1,13 @@
 """Products with packed matrices on CUDA: which kernel makes them, by the number of rows, and those that decode tiles.
 
     rows      way                                          what bounds it
-    1, 2      straight from the blocks, no tensor cores    packed bytes; see `quantised_matvec`
-    3 .. 64   tiles decoded where tensor cores read them   decoding
+    1         straight from the blocks, no tensor cores    packed bytes; see `quantised_matvec`
+    2 .. 64   tiles decoded where tensor cores read them   decoding
     more      decoded once into scratch, then the library  the matrix product
 
-Float32, which tensor cores do not take, goes to the library from 33 rows on, where tiles would be decoded twice.
-Float64 has the plain way.
+Two rows times a `Table`, or in float32, go straight from the blocks. A `Table` whose numbers are looked up or divided
+has no tiles: for 16 rows times 14336 x 4096 on an H100 they take 370 us, and the library 110. Float32, which tensor
+cores do not take, goes to the library from 33 rows on, where tiles would be decoded twice. Float64 has the plain way.
 
 Tiles: only packed bytes come from memory; sums are float32, and float32 inputs are multiplied without TF32. Many rows:
 a matrix is decoded once into scratch memory and multiplied by the library. The time of that is a fixed one for each
@@ -28,13 +29,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
-from llorch.pytorch.kernels.packing import Fields, Kind, width
-from llorch.pytorch.kernels.quantised_linear import multiply_by_tiles
+from llorch.pytorch.kernels.packing import Fields, Kind, Table, width
+from llorch.pytorch.kernels.quantised_linear import Multiply, multiply_by_tiles
 from llorch.pytorch.kernels.triton.quantised_matvec import (
     RUN,
     arguments,
+    is_slow_to_decode,
     load_eight_bits,
     load_half,
+    load_numbers,
     load_twelve_bits,
     multiply_few_rows,
     rules,
@@ -79,8 +82,8 @@ def decode_to(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Float[Tens
 @no_type_check
 def _multiply(
     x, y, bias, codes, upper, scales, d, dmin, n_rows, n_out, n_runs,
-    KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
-    BIAS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
+    KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
+    DIVISOR: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(1) * M + tl.arange(0, M)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -92,7 +95,7 @@ def _multiply(
         run = first + tl.arange(0, RUNS)
         tile = _decoded(
             codes, upper, scales, d, dmin, row, run, n_out, n_runs,
-            KIND, GROUP, OFFSET, FACTOR, DIVISOR, ROWS, RUNS,
+            KIND, WAY, GROUP, OFFSET, FACTOR, DIVISOR, ROWS, RUNS,
         )  # fmt: skip
         sums = tl.dot(inputs, tile.to(inputs.dtype).T, sums, input_precision="ieee")
     if BIAS:
@@ -105,13 +108,13 @@ def _multiply(
 @no_type_check
 def _write(
     out, codes, upper, scales, d, dmin, n_out, n_runs,
-    KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
-    ROWS: tl.constexpr, RUNS: tl.constexpr,
+    KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
+    DIVISOR: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Decode one tile of a packed matrix to `out`."""
     row, run = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     tile = _decoded(
-        codes, upper, scales, d, dmin, row, run, n_out, n_runs, KIND, GROUP, OFFSET, FACTOR, DIVISOR, ROWS, RUNS
+        codes, upper, scales, d, dmin, row, run, n_out, n_runs, KIND, WAY, GROUP, OFFSET, FACTOR, DIVISOR, ROWS, RUNS
     )
     column = tl.program_id(1) * RUNS * 32 + tl.arange(0, RUNS * 32)
     there = (row < n_out)[:, None] & (column < n_runs * 32)[None, :]
@@ -123,14 +126,14 @@ def _write(
 @no_type_check
 def _decoded(
     codes, upper, scales, d, dmin, row, run, n_out, n_runs,
-    KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
-    ROWS: tl.constexpr, RUNS: tl.constexpr,
+    KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
+    DIVISOR: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Decode some runs of some rows to float32, (ROWS, RUNS * 32)."""
     row, run = row[:, None], run[None, :]
     there = (row < n_out) & (run < n_runs)
     if KIND == "TABLE_4" or KIND == "TABLE_8":
-        values = _looked_up(codes, scales, d, dmin, row, run, n_runs, there, KIND, GROUP, OFFSET, FACTOR, DIVISOR)
+        values = _of_a_table(codes, scales, d, dmin, row, run, n_runs, there, KIND, WAY, GROUP, OFFSET, FACTOR, DIVISOR)
         return tl.reshape(values, (ROWS, RUNS * 32))
     if KIND == "Q8_0":
         at = (row.to(tl.int64) * (n_runs * 32) + run * 32)[:, :, None] + tl.arange(0, 32)[None, None, :]
@@ -151,33 +154,45 @@ def _decoded(
 
 @triton.jit
 @no_type_check
-def _looked_up(
+def _of_a_table(
     codes, table, d, offsets, row, run, n_runs, there,
-    KIND: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, DIVISOR: tl.constexpr,
+    KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
+    DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Look up some runs of a table, (rows, runs, part, word); the steps are those of `kernels.packing.decode`."""
-    part = tl.arange(0, 8)[None, None, :]
-    at = row.to(tl.int64)[:, :, None] * (n_runs * 32 // GROUP) + (run[:, :, None] * 32 + 4 * part) // GROUP
-    scale = tl.load(d + at, mask=there[:, :, None], other=0)[:, :, :, None]
+    """Decode some runs of a table, (rows, runs, PARTS, elements); the steps are those of `kernels.packing.decode`."""
+    SIZE: tl.constexpr = 16 if KIND == "TABLE_4" else 256
+    PARTS: tl.constexpr = 8 if KIND == "TABLE_4" else 1 if GROUP % 32 == 0 else 2
+    SCALES: tl.constexpr = 1 if GROUP % 32 == 0 else PARTS  # of a run
+    first = run[:, :, None] * 32 + 32 // SCALES * tl.arange(0, SCALES)[None, None, :]
+    at = row.to(tl.int64)[:, :, None] * (n_runs * 32 // GROUP) + first // GROUP
+    scale = tl.load(d + at, mask=there[:, :, None], other=0).to(tl.float32)[:, :, :, None]
     if KIND == "TABLE_4":
         code = _parts(codes, row, run, n_runs, there, 4)
-        SIZE: tl.constexpr = 16
     else:
-        element = (row.to(tl.int64) * (n_runs * 32) + run * 32)[:, :, None, None] + 4 * part[:, :, :, None]
-        element += tl.arange(0, 4)[None, None, None, :]
-        code = tl.load(codes + element, mask=there[:, :, None, None], other=0).to(tl.int32)
-        SIZE: tl.constexpr = 256
-    numbers = tl.load(table + code)
+        code = _bytes(codes, row, run, n_runs, there, PARTS)
+    numbers = load_numbers(code, table, WAY)
+    if WAY == "EVEN":
+        numbers += tl.load(table)
     if OFFSET == "zero":
-        numbers -= tl.load(offsets + at, mask=there[:, :, None], other=0)[:, :, :, None]
+        numbers -= tl.load(offsets + at, mask=there[:, :, None], other=0).to(tl.float32)[:, :, :, None]
     numbers *= scale
     if OFFSET == "minimum":
-        numbers += tl.load(offsets + at, mask=there[:, :, None], other=0)[:, :, :, None]
+        numbers += tl.load(offsets + at, mask=there[:, :, None], other=0).to(tl.float32)[:, :, :, None]
     if FACTOR:
         numbers *= tl.load(table + SIZE)
     if DIVISOR:
         numbers = tl.div_rn(numbers, tl.load(table + SIZE + 1))
     return numbers
+
+
+@triton.jit
+@no_type_check
+def _bytes(codes, row, run, n_runs, there, PARTS: tl.constexpr):
+    """Load the bytes of each run in equal parts, (rows, runs, PARTS, 32 / PARTS)."""
+    SIZE: tl.constexpr = 32 // PARTS
+    at = (row.to(tl.int64) * (n_runs * 32) + run * 32)[:, :, None] + SIZE * tl.arange(0, PARTS)[None, None, :]
+    at = at[:, :, :, None] + tl.arange(0, SIZE)[None, None, None, :]
+    return tl.load(codes + at, mask=there[:, :, None, None], other=0).to(tl.int32)
 
 
 @triton.jit
@@ -202,7 +217,7 @@ def _scales_of_parts(scales, d, row, run, n_runs, there):
     return tl.where(tl.arange(0, 8)[None, None, :] < 4, first, second)
 
 
-FEW = 2
+FEW = 2  # rows
 SOME = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 SCRATCH = 1 << 26  # elements: 128 MiB in half precision, more than a matrix inside a layer of an 8B model
 
@@ -211,13 +226,19 @@ def multiply(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
     """Compute x @ decode(fields).T + bias, in the dtype of `x`."""
-    if x.dtype is torch.float64:
-        return multiply_by_tiles(x, fields, ggml_type, bias)
-    if len(x) <= FEW:
-        return multiply_few_rows(x.contiguous(), fields, ggml_type, bias)
-    if len(x) <= SOME[x.dtype]:
-        return multiply_by_decoded_tiles(x.contiguous(), fields, ggml_type, bias)
-    return multiply_by_library(x, fields, ggml_type, bias)
+    return fastest_way(len(x), x.dtype, ggml_type)(x.contiguous(), fields, ggml_type, bias)
+
+
+def fastest_way(n_rows: int, dtype: torch.dtype, ggml_type: Kind) -> Multiply:
+    """Choose the function that multiplies a number of rows; see the table above."""
+    is_table = isinstance(ggml_type, Table)
+    if dtype is torch.float64:
+        return multiply_by_tiles
+    if n_rows <= (FEW if is_table or dtype is torch.float32 else 1):
+        return multiply_few_rows
+    if n_rows <= SOME[dtype] and not (is_table and is_slow_to_decode(ggml_type)):
+        return multiply_by_decoded_tiles
+    return multiply_by_library
 
 
 def multiply_by_library(

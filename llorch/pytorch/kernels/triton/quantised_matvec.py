@@ -11,7 +11,7 @@ so that a weight of four bits costs a mask, a conversion and a multiply-add. The
 
 The numbers of a `Table` have their offset subtracted before they are summed. A sum of codes, which is large, and the
 same sum of offsets would leave a small difference with the errors of both. Integers with a minimum for each group are
-summed as differences from their middle, for the same reason. Other numbers than integers and E4M3 are looked up.
+summed as differences from their middle, for the same reason. Other numbers than integers, E4M3 and E2M1 are looked up.
 
 The matrices of experts lie one below the other; which a row of activations is multiplied by is read on the device.
 
@@ -29,7 +29,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from llorch.files.quantised.codes import E4M3, INT8
+from llorch.files.quantised.codes import E2M1, E4M3, INT8
 from llorch.pytorch.kernels.packing import Fields, Kind, Table, values_of, width
 
 RUN = 32
@@ -51,12 +51,21 @@ def arguments(fields: Fields, kind: Kind) -> list[Tensor]:
 
 
 def rules(fields: Fields, kind: Kind) -> dict[str, Any]:
-    """Say how a table is scaled: columns of a group, the meaning of its offsets, and if it has a factor or divisor."""
+    """Say how a table is read and scaled.
+
+    That is the way to its numbers, the columns of a group, the meaning of offsets, and if it has a factor or divisor.
+    """
     if not isinstance(kind, Table):
-        return {"GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
+        return {"WAY": "", "GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
     offset = next((name for name in ("zero", "minimum") if name in fields), "")
     group = width(fields, kind) // fields["d"].shape[-1]
-    return {"GROUP": group, "OFFSET": offset, "FACTOR": kind.factor is not None, "DIVISOR": kind.divisor is not None}
+    has = {"FACTOR": kind.factor is not None, "DIVISOR": kind.divisor is not None}
+    return {"WAY": _way(kind), "GROUP": group, "OFFSET": offset, **has}
+
+
+def is_slow_to_decode(table: Table) -> bool:
+    """Tell if the numbers of a table are looked up or divided, which takes longer than to write and read them."""
+    return _way(table) == "LOOK_UP" or table.divisor is not None
 
 
 @cache  # a recorded step cannot copy numbers from the host
@@ -66,13 +75,14 @@ def _numbers_of(table: Table, device: torch.device) -> Float32[Tensor, " numbers
     return torch.cat((values_of(table, device), torch.tensor(factors, device=device)))
 
 
+_COMPUTED = {INT8.tobytes(): "SIGNED", E4M3.tobytes(): "E4M3", E2M1.tobytes(): "E2M1"}
+
+
 @cache
-def _way(kind: Kind) -> str:
-    """Name the way in which the number of a code of a table is found."""
-    if not isinstance(kind, Table):
-        return ""
-    if kind.values in (INT8.tobytes(), E4M3.tobytes()):
-        return "SIGNED" if kind.values == INT8.tobytes() else "E4M3"
+def _way(kind: Table) -> str:
+    """Name the way in which the number of a code is found."""
+    if kind.values in _COMPUTED:
+        return _COMPUTED[kind.values]
     values = values_of(kind, torch.device("cpu"))
     return "EVEN" if torch.equal(values, values[0].round() + torch.arange(len(values))) else "LOOK_UP"
 
@@ -105,9 +115,10 @@ def load_eight_bits(scales, d, row, run, n_runs, there, HALF: tl.constexpr):
     return scale * load_half(d, row, run // 8, n_runs // 8, there)
 
 
-# The best of 54 ways on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for them.
+# The best ways found on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for them.
 _WARPS = {"Q8_0": 4, "Q4_0": 2, "Q4_K": 2, "Q6_K": 2, "TABLE_4": 1, "TABLE_8": 2}
-_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 128, "TABLE_8": 128}  # of a thread
+_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 64, "TABLE_8": 128}  # of a thread
+_LONG = 8192  # columns of a table from which on twice as many warps share a row
 _BYTES = ("Q8_0", "TABLE_8")  # a code is a byte; a thread takes two quarters of a run, not one run
 
 
@@ -134,11 +145,11 @@ def _launch(
     kind: Kind, *, n_rows: int, share: int,
 ) -> None:  # fmt: skip
     run, per_thread = (RUN // 4, 2) if kind.name in _BYTES else (RUN, 1)
-    warps = _WARPS[kind.name]
+    warps = _WARPS[kind.name] * (2 if isinstance(kind, Table) and x.shape[1] > _LONG else 1)
     launch: Any = _multiply[grid]
     launch(
         x, y, y if bias is None else bias, y if ids is None else ids, *arguments(fields, kind), n_rows,
-        x.shape[1] // run, share, KIND=kind.name, WAY=_way(kind), **rules(fields, kind), BIAS=bias is not None,
+        x.shape[1] // run, share, KIND=kind.name, **rules(fields, kind), BIAS=bias is not None,
         CHOSEN=ids is not None, M=triton.next_power_of_2(n_rows), RUNS=warps * 32 * per_thread, num_warps=warps,
         maxnreg=_REGISTERS[kind.name],
     )  # fmt: skip
@@ -230,12 +241,12 @@ def _scale_and_offset(
 ):  # fmt: skip
     """Load the scale of some columns, the zero point that is subtracted from their codes, and their minimum."""
     at = row * (n_in // GROUP) + column // GROUP
-    scale = tl.load(d + at, mask=there, other=0)
+    scale = tl.load(d + at, mask=there, other=0).to(tl.float32)
     zero, minimum = tl.zeros_like(scale), tl.zeros_like(scale)
     if OFFSET == "zero":
-        zero += tl.load(offsets + at, mask=there, other=0)
+        zero += tl.load(offsets + at, mask=there, other=0).to(tl.float32)
     if OFFSET == "minimum":
-        minimum += tl.load(offsets + at, mask=there, other=0)
+        minimum += tl.load(offsets + at, mask=there, other=0).to(tl.float32)
     if WAY == "EVEN":
         first = tl.load(table)
         if OFFSET == "minimum":
@@ -278,8 +289,10 @@ def _eight_bits_of_a_table(
     scale, zero, minimum = _scale_and_offset(
         table, d, offsets, row, run * 8, n_runs * 8, there, WAY, GROUP, OFFSET, 127.5
     )
+    if WAY == "E4M3" and OFFSET == "":
+        return _dots_of_e4m3(x, codes, m, row, run, n_rows, n_runs) * (scale * 256)[None]
     code = _load_bytes(codes, row, run, n_runs, there).to(tl.int32)
-    numbers = _numbers(code, table, WAY) - zero[:, None]
+    numbers = load_numbers(code, table, WAY) - zero[:, None]
     inputs = _load_inputs(x, m, run, n_rows, n_runs)
     dots = tl.sum(numbers[None] * inputs, 2) * scale[None]
     if OFFSET == "minimum":
@@ -289,14 +302,44 @@ def _eight_bits_of_a_table(
 
 @triton.jit
 @no_type_check
-def _numbers(code, table, WAY: tl.constexpr):
-    """Turn codes into numbers; the first one of even numbers is part of the zero point."""
+def _dots_of_e4m3(x, codes, m, row, run, n_rows, n_runs):
+    """Sum inputs times numbers / 256 of each run of 8, (M, RUNS).
+
+    A word has four codes. Those of its even or odd bytes become two float16 in place, whose exponents have 8 more.
+    """
+    M: tl.constexpr = m.shape[0]
+    RUNS: tl.constexpr = run.shape[0]
+    at = codes.to(tl.pointer_type(tl.uint32)) + row * (n_runs * 2) + (run * 2)[:, None] + tl.arange(0, 2)[None, :]
+    words = tl.load(at, mask=(run < n_runs)[:, None], other=0)  # (RUNS, 2)
+    even = words << 8 & 0x80008000 | words << 7 & 0x3F803F80
+    odd = words & 0x80008000 | words >> 1 & 0x3F803F80
+    inputs = tl.reshape(_load_inputs(x, m, run, n_rows, n_runs), (M, RUNS, 2, 2, 2))
+    even_inputs, odd_inputs = tl.split(inputs)
+    return tl.sum(_dots_of_halves(even, even_inputs) + _dots_of_halves(odd, odd_inputs), 2)
+
+
+@triton.jit
+@no_type_check
+def _dots_of_halves(words, inputs):
+    """Multiply the two float16 of each word, (RUNS, 2), by the last axis of the inputs, and add the products."""
+    first, second = tl.split(inputs)
+    low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low[None] * first + high[None] * second
+
+
+@triton.jit
+@no_type_check
+def load_numbers(code, table, WAY: tl.constexpr):
+    """Turn codes into numbers as float32; for "EVEN", the first number of the table is left out."""
     if WAY == "EVEN":
         return code.to(tl.float32)
     if WAY == "SIGNED":
         return ((code ^ 128) - 128).to(tl.float32)
     if WAY == "E4M3":  # four bits of exponent and three of mantissa, moved to those of float32, whose bias is 120 more
         return ((code & 127) << 20 | (code & 128) << 24).to(tl.float32, bitcast=True) * 2.0**120
+    if WAY == "E2M1":  # two bits of exponent and one of mantissa; the bias is 126 more
+        return ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 2.0**126
     return tl.load(table + code)
 
 
@@ -352,8 +395,8 @@ def _products(words, more, zero, inputs, J: tl.constexpr, WAY: tl.constexpr):
     if WAY == "SIX":
         code = words >> 4 * J & 15 | (more >> 2 * J & 3) << 4
         return code.to(tl.float32)[None] * inputs
-    if WAY == "LOOK_UP":
-        return (tl.load(more + (words >> 4 * J & 15)) - zero[:, None])[None] * inputs
+    if WAY == "LOOK_UP" or WAY == "E2M1":
+        return (load_numbers(words >> 4 * J & 15, more, WAY) - zero[:, None])[None] * inputs
     in_place = (words.to(tl.uint32, bitcast=True) & (15 << 4 * J)).to(tl.float32)
     if WAY == "EVEN":
         in_place -= zero[:, None] * 16**J

@@ -11,15 +11,21 @@ from builders.packed_matrices import TABLES, activations, packed_matrix, packed_
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.kernels import TRAINED
-from llorch.pytorch.kernels.packing import PACKERS, Kind, decode
-from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.packing import PACKERS, Kind, decode, shorten
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear, multiply_by_tiles
 from llorch.pytorch.models.experts import multiply_decoded
 
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
 from llorch.pytorch.kernels.triton import quantised
 from llorch.pytorch.kernels.triton.leaves import LEAVES
-from llorch.pytorch.kernels.triton.quantised import back_by_library, decode_to, multiply, multiply_by_decoded_tiles
+from llorch.pytorch.kernels.triton.quantised import (
+    back_by_library,
+    decode_to,
+    multiply,
+    multiply_by_decoded_tiles,
+    multiply_by_library,
+)
 from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen, multiply_few_rows
 
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
@@ -149,6 +155,38 @@ def test_one_row_in_half_precision_is_multiplied_by_a_table(name, dtype, device)
     fields, table = packed_table(name, 7, 768, device)
     x = activations(1, 768, dtype, device)
     assert_close(multiply(x, fields, table, None), x, decode(fields, table), None)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("name", ["AWQ", "MLX 8", "NVFP4", "FP8"])
+def test_scales_of_16_bits_give_the_products_of_the_same_numbers_in_32(name, rows, device):
+    fields, table = packed_table(name, 7, 768, device)
+    rounded = {
+        key: field.bfloat16().float() if field.dtype is torch.float32 else field for key, field in fields.items()
+    }
+    short, x = shorten(rounded), activations(rows, 768, torch.float32, device)
+    assert {field.dtype for key, field in short.items() if key != "codes"} == {torch.bfloat16}
+    assert torch.equal(multiply(x, short, table, None), multiply(x, rounded, table, None))
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ways"),
+    [
+        ("Q4_K", BF16, {1: multiply_few_rows, 2: multiply_by_decoded_tiles, 65: multiply_by_library}),
+        ("Q4_K", F32, {2: multiply_few_rows, 32: multiply_by_decoded_tiles, 33: multiply_by_library}),
+        ("Q4_K", torch.float64, {1: multiply_by_tiles}),
+        ("AWQ", BF16, {2: multiply_few_rows, 64: multiply_by_decoded_tiles, 65: multiply_by_library}),
+        ("NF4", BF16, {2: multiply_few_rows, 3: multiply_by_library}),
+        ("NVFP4", BF16, {2: multiply_few_rows, 3: multiply_by_library}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows_go_the_way_that_was_the_fastest(name, dtype, ways):
+    kind = TABLES[name][0] if name in TABLES else GGMLType[name]
+    assert {rows: quantised.fastest_way(rows, dtype, kind) for rows in ways} == ways
 
 
 @pytest.mark.parametrize("name", TABLES)
