@@ -10,7 +10,7 @@ model with grouped heads is over before the memory is busy.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, no_type_check
 
 import triton
@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+MultiplyAll = Callable[[Tensor, Sequence[Any]], list[Tensor]]
 MOST_TOGETHER = 3  # matrices of one launch
 _PROGRAMS = 512  # about four for each multiprocessor of a large device
 _WARPS = 8
@@ -47,21 +48,21 @@ class SharedInputProducts(threading.local):
     Each thread of the host has its own (this is what `threading.local` does): two that run one model ask in turn.
     """
 
-    def __init__(self, layers: Sequence[DenseLinear]) -> None:
-        """Join at most `MOST_TOGETHER` layers of one width and dtype, all with a bias or none."""
-        self._layers = layers
+    def __init__(self, layers: Sequence[Any], multiply: MultiplyAll) -> None:
+        """Let layers that have a field `together` share the launch of `multiply`, which makes all their products."""
+        self._layers, self._multiply = layers, multiply
         self._input: Tensor | None = None
-        self._products: dict[DenseLinear, Tensor] = {}
+        self._products: dict[nn.Module, Tensor] = {}
         for layer in layers:
             layer.together = self
 
-    def product(self, layer: DenseLinear, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+    def product(self, layer: nn.Module, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Return the product of a layer, made now or earlier with another layer's product for this very tensor.
 
         A product that is asked for again is made again.
         """
         if x is not self._input or layer not in self._products:
-            products = multiply_row(x, self._layers)
+            products = self._multiply(x, self._layers)
             self._input, self._products = x, dict(zip(self._layers, products, strict=True))
         product = self._products.pop(layer)
         if not self._products:
@@ -70,7 +71,10 @@ class SharedInputProducts(threading.local):
 
 
 def multiply_row(x: Float[Tensor, "*one in"], layers: Sequence[DenseLinear]) -> list[Tensor]:
-    """Compute x @ weight.T + bias of the layers that `SharedInputProducts` takes in one launch."""
+    """Compute x @ weight.T + bias of at most `MOST_TOGETHER` layers of one width and dtype in one launch.
+
+    All have a bias, or none has.
+    """
     x, width = x.contiguous(), x.shape[-1]
     sizes = [layer.out_features for layer in layers]
     products = [x.new_empty(*x.shape[:-1], size) for size in sizes]

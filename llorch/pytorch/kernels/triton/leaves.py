@@ -6,18 +6,13 @@ from llorch.pytorch.kernels.packing import KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.triton import trained
 from llorch.pytorch.kernels.triton.decode_attention import decode_attention
-from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts
+from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts, multiply_row
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm, rotate_and_cache, swiglu
 from llorch.pytorch.kernels.triton.graph import GraphedSteps
+from llorch.pytorch.kernels.triton.packed_linear import PackedLinear, join_alike
 from llorch.pytorch.kernels.triton.quantised import back_by_library, multiply, multiply_by_library
 from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen
 from llorch.pytorch.models.experts import QuantisedExperts
-
-
-def packed(leaf: QuantisedLinear) -> QuantisedLinear:
-    """Make a packed layer multiply by kernels; those of few rows do not round its matrix to the dtype of the inputs."""
-    leaf.multiply = multiply
-    return leaf
 
 
 def trained_packed(leaf: QuantisedLinear) -> QuantisedLinear:
@@ -33,21 +28,22 @@ def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
 
 
 def joined(block: Block) -> Block:
-    """Let a block make the projections of one input in one launch, where they are of the class DenseLinear."""
+    """Let a block make the projections of one input in one launch, where these layers or their matrices are alike."""
     if not block.is_dense:
         return block
     attention, mlp = block.self_attn, block.mlp
     for projections in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
         dense = [layer for layer in projections if isinstance(layer, DenseLinear)]
         if len(dense) > 1:
-            SharedInputProducts(dense)
+            SharedInputProducts(dense, multiply_row)
+        join_alike([layer for layer in projections if isinstance(layer, PackedLinear)])
     return block
 
 
 LEAVES: KernelTable = {
     "norm": FusedRMSNorm,
     "linear": DenseLinear,
-    **{f"packed {kind}": packed for kind in KIND_NAMES},
+    **{f"packed {kind}": PackedLinear for kind in KIND_NAMES},
     **{f"packed experts {kind}": packed_experts for kind in KIND_NAMES},
     "rotate": lambda plain: rotate_and_cache,
     "attend": lambda plain: decode_attention,

@@ -1,0 +1,66 @@
+"""Packed layers for inference on CUDA; those that read one input multiply one row by all their matrices in one launch.
+
+Alone, the key projection of a model with grouped heads is over before the memory is busy.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.triton.dense_matvec import SharedInputProducts
+from llorch.pytorch.kernels.triton.quantised import multiply
+from llorch.pytorch.kernels.triton.quantised_matvec import multiply_few_rows
+
+
+class PackedLinear(QuantisedLinear):
+    """A packed layer that multiplies by kernels; those of few rows do not round its matrix to the dtype of inputs."""
+
+    def __init__(self, layer: QuantisedLinear) -> None:
+        """Share the fields and the bias of a plain one."""
+        super().__init__(layer.fields, layer.ggml_type)
+        self.bias, self.multiply = layer.bias, multiply
+        self.together: SharedInputProducts | None = None
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in the dtype of `x`."""
+        is_recorded = torch.is_grad_enabled() and x.requires_grad
+        if self.together is None or x.numel() > self.in_features or x.dtype is torch.float64 or is_recorded:
+            return super().forward(x)
+        return self.together.product(self, x)
+
+
+def join_alike(layers: Sequence[PackedLinear]) -> None:
+    """Let layers of one input whose matrices have the same kind and fields share a launch."""
+    alike = defaultdict(list)
+    for layer in layers:
+        form = tuple((name, field.dtype, field.shape[1]) for name, field in layer.fields.items())
+        alike[layer.ggml_type, layer.bias is None, form].append(layer)
+    for some in alike.values():
+        if len(some) > 1:
+            JoinedRows(some)
+
+
+class JoinedRows:
+    """The matrices of some layers, one below the other in memory; each layer keeps a view of its rows."""
+
+    def __init__(self, layers: Sequence[PackedLinear]) -> None:
+        """Move the fields of layers, all with a bias or none, into common ones, and let a launch make all products."""
+        self._kind, self._sizes = layers[0].ggml_type, [layer.out_features for layer in layers]
+        self._fields = {name: torch.cat([layer.fields[name] for layer in layers]) for name in layers[0].fields}
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(tuple(biases)) if biases else None
+        for name, field in self._fields.items():
+            for layer, rows in zip(layers, field.split(self._sizes), strict=True):
+                layer.register_buffer(name, rows.view(layer.get_buffer(name).dtype))
+        SharedInputProducts(layers, self.multiply_row)
+
+    def multiply_row(self, x: Float[Tensor, "*one in"], layers: Sequence[PackedLinear]) -> list[Tensor]:
+        """Compute the products of all layers; one by one if they were moved to other memory."""
+        if layers[0].get_buffer("codes").data_ptr() != self._fields["codes"].data_ptr():
+            return [QuantisedLinear.forward(layer, x) for layer in layers]
+        y = multiply_few_rows(x.reshape(1, -1), self._fields, self._kind, self._bias)
+        return [part.view(*x.shape[:-1], -1) for part in y.split(self._sizes, dim=1)]

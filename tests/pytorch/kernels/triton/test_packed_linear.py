@@ -1,0 +1,111 @@
+"""Packed layers of one input that share a launch, in Triton's interpreter or on a device."""
+
+import os
+
+import pytest
+import torch
+from builders.packed_matrices import TABLES, activations, packed_matrix, packed_table
+from torch import nn
+
+from llorch.files.quant import GGMLType
+from llorch.pytorch.kernels.packing import Fields, Kind
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+
+pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
+
+from llorch.pytorch.kernels.triton import packed_linear
+from llorch.pytorch.kernels.triton.packed_linear import PackedLinear, join_alike
+
+SIZES = (6, 2, 3)
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NOT RUN: needs a CUDA device")
+    if request.param == "interpreter" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("NOT RUN: the interpreter is off where there is a device")
+    return "cpu" if request.param == "interpreter" else "cuda"
+
+
+def matrix(name: str, rows: int, device: str) -> tuple[Fields, Kind]:
+    if name in TABLES:
+        return packed_table(name, rows, 768, device)
+    return packed_matrix(GGMLType[name], rows, 768, device), GGMLType[name]
+
+
+def layers_of(names: tuple[str, ...], device: str, *, bias: bool = False) -> list[QuantisedLinear]:
+    made = [QuantisedLinear(*matrix(name, rows, device)) for name, rows in zip(names, SIZES, strict=True)]
+    for layer in made:
+        if bias:
+            numbers = torch.linspace(-1, 1, layer.out_features, device=device)
+            layer.bias = nn.Parameter(numbers, requires_grad=False)
+    return made
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of the matrix of each launch that layers share."""
+    seen: list[int] = []
+
+    def noted(x: torch.Tensor, fields: Fields, kind: Kind, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(len(fields["codes"]))
+        return multiply_few_rows(x, fields, kind, bias)
+
+    multiply_few_rows = packed_linear.multiply_few_rows
+    monkeypatch.setattr(packed_linear, "multiply_few_rows", noted)
+    return seen
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "AWQ", "MLX 8", "FP8"])
+def test_alike_matrices_of_one_input_share_a_launch(name, bias, device, launches):
+    layers = layers_of((name,) * 3, device, bias=bias)
+    joined = [PackedLinear(layer) for layer in layers]
+    wanted = [PackedLinear(layer) for layer in layers]
+    join_alike(joined)
+    x = activations(1, 768, torch.float32, device)[None]
+    for ours, alone, plain in zip(joined, wanted, layers, strict=True):
+        assert torch.equal(ours(x), alone(x))
+        torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert set(launches) == {sum(SIZES)}
+
+
+def test_matrices_of_other_kinds_are_multiplied_alone(device, launches):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q4_K", "Q4_K", "Q6_K"), device)]
+    join_alike(layers)
+    assert [layer.together is None for layer in layers] == [False, False, True]
+    x = activations(1, 768, torch.float32, device)
+    for layer in layers:
+        torch.testing.assert_close(layer(x), QuantisedLinear(layer.fields, layer.ggml_type)(x), rtol=1e-5, atol=1e-5)
+    assert launches == [SIZES[0] + SIZES[1]]
+
+
+def test_joined_matrices_take_no_more_memory(device):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    join_alike(layers)
+    for name in layers[0].fields:
+        assert len({layer.get_buffer(name).untyped_storage().data_ptr() for layer in layers}) == 1
+
+
+def test_several_rows_float64_and_gradients_are_multiplied_alone(device, launches):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    join_alike(layers)
+    for x in (
+        activations(2, 768, torch.float32, device),
+        activations(1, 768, torch.float64, device),
+        activations(1, 768, torch.float32, device).requires_grad_(),
+    ):
+        for layer in layers:
+            wanted = QuantisedLinear(layer.fields, layer.ggml_type)(x)
+            torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=1e-5)
+    assert not launches
+
+
+def test_layers_that_were_moved_multiply_by_their_own_matrices(device, launches):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    join_alike(layers)
+    for layer in layers:
+        layer.register_buffer("codes", layer.get_buffer("codes").clone().zero_())
+        assert not layer(activations(1, 768, torch.float32, device)).any()
+    assert not launches
