@@ -25,6 +25,7 @@ def packed_matrix(ggml_type: GGMLType, n_out: int, n_in: int, device: str = "cpu
 TABLES: Mapping[str, tuple[Table, int, str]] = MappingProxyType(
     {
         "AWQ": (Table("TABLE_4", integers(4).tobytes(), has_zeros=True), 128, "zero"),
+        "W4 asym": (Table("TABLE_4", integers(4, offset=8).tobytes(), has_zeros=True), 96, "zero"),
         "MLX 4": (Table("TABLE_4", integers(4).tobytes()), 32, "minimum"),
         "NF4": (Table("TABLE_4", np.linspace(-1, 1.1, 16, dtype=np.float32).tobytes()), 64, ""),
         "NVFP4": (Table("TABLE_4", E2M1.tobytes(), divisor=0.3), 16, ""),
@@ -42,7 +43,10 @@ TABLES: Mapping[str, tuple[Table, int, str]] = MappingProxyType(
 
 
 def packed_table(name: str, n_out: int, n_in: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor], Table]:
-    """Random codes; scales and offsets are random float32 numbers, which no step multiplies exactly."""
+    """Random codes; scales and offsets are random float32 numbers, which no step multiplies exactly.
+
+    Zero points of integers of four bits are integers, as in every format.
+    """
     (table, group, offset), rng = TABLES[name], np.random.default_rng(n_out * n_in)
     codes = torch.from_numpy(rng.integers(0, 16 if table.name == "TABLE_4" else 256, (n_out, n_in), dtype=np.uint8))
     if table.values == E4M3.tobytes():
@@ -53,6 +57,9 @@ def packed_table(name: str, n_out: int, n_in: int, device: str = "cpu") -> tuple
     if offset:
         size = 16 if offset == "zero" else 0.3
         fields[offset] = torch.from_numpy(rng.uniform(0, size, scales).astype(np.float32))
+    if name in ("AWQ", "W4 asym"):
+        first = np.frombuffer(table.values, np.float32)[0]
+        fields["zero"] = torch.from_numpy(rng.integers(0, 17, scales).astype(np.float32) + first)
     return {field: tensor.to(device) for field, tensor in fields.items()}, table
 
 

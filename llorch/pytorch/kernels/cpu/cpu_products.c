@@ -31,16 +31,17 @@ typedef struct {
 } fields;
 
 /* A table's part that all rows share. `way` names the instructions that turn codes into numbers:
- * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. Products with
- * minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums would be
- * subtracted. */
+ * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. SHIFTED: sixteen
+ * EVEN numbers and zero points that are 0 to 16 of these further, so that their differences are in a list of integers.
+ * Products with minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums
+ * would be subtracted. */
 typedef struct {
     int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
     float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
     float values[256], centred[256];
     uint8_t value_bytes[4][16], centred_bytes[4][16]; /* of the first sixteen numbers: all lowest bytes, and so on */
 } shared;
-enum way { LOOK_UP, SIGNED, E4M3, EVEN, SHORT };
+enum way { LOOK_UP, SIGNED, E4M3, EVEN, SHORT, SHIFTED };
 enum offset { NO_OFFSET, ZERO, MINIMUM }; /* the meaning of `more` */
 
 static inline float from_f16(const void *array, long i) {
@@ -86,9 +87,9 @@ static inline lanes from_int8(const int8_t *codes) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-/* 32 numbers of codes of four bits. bytes: byte j of the number of each code. Not whole: the lower two bytes are 0. */
-SPECIALISED void join_bytes(
-    const uint8_t *codes, int whole, const uint8_t (*bytes)[16], lanes *part) {
+/* 32 numbers of codes of four bits. Byte j of the number of each code is at bytes + step * j. Not whole: the lower two
+ * bytes are 0. */
+SPECIALISED void join_bytes(const uint8_t *codes, int whole, const uint8_t *bytes, long step, lanes *part) {
     const __m256i by_part = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
@@ -96,7 +97,7 @@ SPECIALISED void join_bytes(
     __m256i shifted = _mm256_mulhi_epu16(words, _mm256_set1_epi16(1 << 12)), number[4];
     __m256i both = _mm256_blend_epi32(words, shifted, 0xf0);
     for (int j = whole ? 0 : 2; j < 4; j++) {
-        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes[j]));
+        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(bytes + step * j)));
         number[j] = _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15)));
     }
     const __m256i zero = _mm256_setzero_si256();
@@ -108,19 +109,19 @@ SPECIALISED void join_bytes(
     part[2] = (lanes)_mm256_unpacklo_epi16(low, high), part[3] = (lanes)_mm256_unpackhi_epi16(low, high);
 }
 
-/* The upper bytes of sixteen integers in a row as float32; the lower two are 0. */
-static const uint8_t FROM_0[4][16] = {
-    {0}, {0}, {0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70},
-    {0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41}};
-static const uint8_t FROM_MINUS_8[4][16] = {
-    {0}, {0}, {0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80, 0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0},
-    {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40}};
-static const uint8_t FROM_MINUS_32[4][16] = {
-    {0}, {0}, {0, 0xf8, 0xf0, 0xe8, 0xe0, 0xd8, 0xd0, 0xc8, 0xc0, 0xb8, 0xb0, 0xa8, 0xa0, 0x98, 0x90, 0x88},
-    {0xc2, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1}};
+/* The bytes of the integers from -32 to 15 as float32, the lowest of all first. */
+enum { LEAST = -32 };
+static const uint8_t INTEGER_BYTES[4][48] = {
+    {0}, {0},
+    {0x00, 0xf8, 0xf0, 0xe8, 0xe0, 0xd8, 0xd0, 0xc8, 0xc0, 0xb8, 0xb0, 0xa8, 0xa0, 0x98, 0x90, 0x88,
+     0x80, 0x70, 0x60, 0x50, 0x40, 0x30, 0x20, 0x10, 0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
+     0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70},
+    {0xc2, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1,
+     0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
+     0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41}};
 #endif
 
-/* 32 codes of four bits, less an offset of 0, 8 or 32: element 4 j + i is part j of word i. */
+/* 32 codes of four bits, less an offset of 0 to 32: element 4 j + i is part j of word i. */
 SPECIALISED void four_bits(const uint8_t *codes, int offset, lanes *part) {
 #ifdef __AVX512F__
     const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -130,7 +131,7 @@ SPECIALISED void four_bits(const uint8_t *codes, int offset, lanes *part) {
     part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
     part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
 #elif defined(__AVX2__)
-    join_bytes(codes, 0, offset == 0 ? FROM_0 : offset == 8 ? FROM_MINUS_8 : FROM_MINUS_32, part);
+    join_bytes(codes, 0, INTEGER_BYTES[0] - LEAST - offset, sizeof INTEGER_BYTES[0], part);
 #else
     uint32_t word[4];
     memcpy(word, codes, sizeof word);
@@ -163,7 +164,7 @@ SPECIALISED void look_up_four(
     part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
 #elif defined(__AVX2__)
     (void)values;
-    join_bytes(codes, way != SHORT, bytes, part);
+    join_bytes(codes, way != SHORT, bytes[0], sizeof bytes[0], part);
 #else
     uint32_t word[4];
     (void)way, (void)bytes;
@@ -206,11 +207,16 @@ static inline lanes look_up(const uint8_t *codes, const float *values) {
 #endif
 }
 
-/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. */
-SPECIALISED void table_run(enum kind kind, const fields *f, enum way way, long i,
-                                                            int centred, lanes *part) {
+/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. zero: the zero
+ * point, which SHIFTED numbers are less already. */
+SPECIALISED void table_run(
+    enum kind kind, const fields *f, enum way way, long i, int centred, const float *zero, lanes *part) {
     const shared *table = (const shared *)f->scales;
     const float *values = centred ? table->centred : table->values;
+    if (kind == TABLE_4 && way == SHIFTED) {
+        four_bits((const uint8_t *)f->codes + 16 * i, (int)(*zero - values[0]), part);
+        return;
+    }
     if (kind == TABLE_4) {
         const uint8_t (*bytes)[16] = centred ? table->centred_bytes : table->value_bytes;
         look_up_four((const uint8_t *)f->codes + 16 * i, way, values, bytes, part);
@@ -316,9 +322,9 @@ SPECIALISED float dot_packed(
 SPECIALISED void add_table_run(
     enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes *sums) {
     lanes part[PARTS];
-    table_run(kind, f, way, i, 1, part);
+    table_run(kind, f, way, i, 1, zero, part);
     for (int k = 0; k < PARTS; k++) {
-        if (zero) part[k] -= splat(*zero);
+        if (zero && way != SHIFTED) part[k] -= splat(*zero);
         sums[k] = fma_lanes(part[k], load(x + LANES * k), sums[k]);
     }
 }
@@ -369,7 +375,7 @@ SPECIALISED void add_halves(
     enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
     const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
     lanes part[PARTS], products[2];
-    table_run(kind, f, way, i, 1, part);
+    table_run(kind, f, way, i, 1, zero, part);
     for (int k = 0; k < PARTS; k++) {
         lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
         if (zeros) part[k] -= splat(zero[k >= PARTS / 2]);
@@ -430,8 +436,10 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
     const shared *table = (const shared *)f->scales;
     lanes total;
     const int zeros = table->offset == ZERO;
-    if (kind == TABLE_4 && table->way == SHORT) {
-        total = zeros ? dot_way(TABLE_4, f, SHORT, 1, row, x, in) : dot_way(TABLE_4, f, SHORT, 0, row, x, in);
+    if (kind == TABLE_4 && table->way == SHIFTED) {
+        total = dot_way(TABLE_4, f, SHIFTED, 1, row, x, in);
+    } else if (kind == TABLE_4 && table->way == SHORT && !zeros) {
+        total = dot_way(TABLE_4, f, SHORT, 0, row, x, in);
     } else if (kind == TABLE_4) {
         total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
     } else if (table->way == SIGNED) {
@@ -562,7 +570,7 @@ SPECIALISED void decode_table(
     const float *d = (const float *)f->d, *more = (const float *)f->more;
     for (long i = 0; i < n; i++) {
         lanes part[PARTS];
-        table_run(kind, f, way, first + i, 0, part);
+        table_run(kind, f, way, first + i, 0, NULL, part);
         for (int k = 0; k < PARTS; k++) {
             long g = table->runs ? (first + i) / table->runs : 2 * (first + i) + (k >= PARTS / 2);
             if (table->offset == ZERO) part[k] -= splat(more[g]);

@@ -22,7 +22,7 @@ KINDS = {  # `kind` in cpu_products.c
     GGMLType.BF16: 1, GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5, GGMLType.F16: 8,
 }  # fmt: skip
 TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
-_LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT = range(5)  # `way` in cpu_products.c
+_LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT, _SHIFTED = range(6)  # `way` in cpu_products.c
 HALF = {torch.float32: 0, torch.bfloat16: 1}
 _MORE = ("upper", "dmin", "zero", "minimum")  # a kind has one of these at most
 FEW = 8  # rows up to which decoding in registers, once per row, is faster than a tile in memory
@@ -38,12 +38,20 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
     values[: TABLES[table.name]] = values_of(table, torch.device("cpu"))
     both = values, values - centre
     first = [numbers[:16].clone() for numbers in both]
-    if table.name == "TABLE_4":
+    if table.name == "TABLE_4" and way == _EVEN and group % RUN == 0 and _are_shifts(fields, values[0]):
+        way = _SHIFTED
+    elif table.name == "TABLE_4":
         way = _SHORT if all((numbers == numbers.bfloat16()).all() for numbers in first) else _LOOK_UP
     integers = torch.tensor([group // RUN, way, offset], dtype=torch.int32)
     factors = torch.tensor([*(1.0 if one is None else one for one in (table.factor, table.divisor)), centre])
     in_bytes = [numbers.view(torch.uint8).view(16, 4).T.flatten().view(torch.float32) for numbers in first]
     return torch.cat((integers.view(torch.float32), factors, *both, *in_bytes))
+
+
+def _are_shifts(fields: Fields, first: Tensor) -> bool:
+    """Tell if there are zero points, all 0 to 16 integers beyond the first number, as those of codes of 4 bits are."""
+    shifts = fields.get("zero", first - 1) - first
+    return bool(((shifts == shifts.round()) & (shifts >= 0) & (shifts <= 16)).all())
 
 
 def _centre(fields: Fields) -> float:

@@ -7,7 +7,15 @@ from torch.nn.functional import linear
 
 from llorch.files.quant import BLOCK_SIZES
 from llorch.pytorch.kernels.cpu.library import library
-from llorch.pytorch.kernels.cpu.quantised import FEW, HALF, KINDS, CpuQuantisedLinear, TrainedQuantisedLinear
+from llorch.pytorch.kernels.cpu.quantised import (
+    _SHIFTED,
+    FEW,
+    HALF,
+    KINDS,
+    CpuQuantisedLinear,
+    TrainedQuantisedLinear,
+    shared_by_rows,
+)
 from llorch.pytorch.kernels.packing import decode, pack
 from llorch.verify.expectations.quantised_models import random_blocks
 
@@ -112,6 +120,17 @@ def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows,
     leaf = table_layer(name, torch.float32, width=width)
     x = inputs(rows, width, torch.float32)
     assert ((leaf(x).double() - truth(x, leaf)).abs() <= width * 2.0**-24 * size_of(x, leaf)).all()
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize(("zero", "shifts"), [(-8.0, True), (8.0, True), (0.5, False), (9.0, False), (-9.0, False)])
+def test_zero_points_shift_a_list_of_integers_where_it_is_long_enough(zero, shifts):
+    fields, table = packed_table("W4 asym", OUT, 768)
+    fields["zero"][OUT // 2] = zero
+    assert (int(shared_by_rows(table, fields)[1:2].view(torch.int32)) == _SHIFTED) is shifts
+    compiled = library()
+    assert compiled is not None
+    leaf, x = CpuQuantisedLinear(fields, table, bias_of(torch.float32), compiled), inputs(1, 768, torch.float32)
     assert error(leaf(x), truth(x, leaf)) < 1e-6
 
 
