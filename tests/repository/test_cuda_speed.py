@@ -1,4 +1,4 @@
-"""What of benchmarks/cuda_speed.py runs without a CUDA device, at tiny shapes."""
+"""Parts of benchmarks/cuda_speed.py and cuda_products.py that run without a CUDA device, at tiny shapes."""
 
 import importlib
 import json
@@ -30,8 +30,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_cuda_device_it_says_that_it_did_not_run(script: ModuleType):
-    done = CliRunner().invoke(script.main, [])
+@pytest.mark.parametrize("name", ["cuda_speed", "cuda_products"])
+@pytest.mark.usefixtures("script")
+def test_without_a_cuda_device_it_says_that_it_did_not_run(name: str):
+    done = CliRunner().invoke(importlib.import_module(name).main, [])
     assert done.exit_code == 3
     assert done.stdout == f"NOT RUN: torch {torch.__version__} finds no CUDA device\n"
 
