@@ -96,6 +96,11 @@ def missing(path: str) -> str | None:
     return None if find_spec(library.module) else library.package
 
 
+def package(path: str) -> str:
+    """Return the package whose functions decode a folder that is not `missing` one."""
+    return LIBRARIES[Folder(Path(path)).library].package
+
+
 @cache
 def _open_matrices(path: str) -> Mapping[str, Matrix]:
     folder = Folder(Path(path))

@@ -84,6 +84,7 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
         logger.info("%s: %s is not installed", folder.path, package or f"no library for {folder.method}")
         return
     by_kind: dict[str, list[str]] = defaultdict(list)
+    library = theirs(f"{_LIBRARIES}:package", where)
     for name, found in folder.matrices.items():
         by_kind[found.scheme.name].append(name)
     for kind, names in by_kind.items():
@@ -93,6 +94,7 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
             if (share := _share_of_others(folder, name, theirs(f"{_LIBRARIES}:dequantised", where, name)))
         }
         note = ", ".join(f"{name}: {share:.2%}" for name, share in [*wrong.items()][:5])
+        note = note or f"{len(names)} matrices, bit by bit as {library} decodes them"
         share = len(wrong) / len(names)
         yield exact_row(StageRef("13", "decode", part=kind), folder.method, share, note, model=model)
 
