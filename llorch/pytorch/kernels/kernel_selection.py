@@ -94,6 +94,8 @@ def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping
     kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
     found = {} if kept is None or anew else _read_results(kept)
     if missing := [kind for kind in kinds if kind not in found]:
+        where = f"{len(missing)} kernels on {device_name(at.device)} in {at.dtype_name}"
+        logger.warning("kernels: checking %s, once for this device and version; up to two minutes on CUDA", where)
         found |= try_apart(at, missing)
         if kept is not None:
             _keep(kept, found)

@@ -226,6 +226,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return made
 
 
+@pytest.mark.usefixtures("counted")
+def test_a_check_says_that_it_takes_long_and_a_kept_one_says_nothing(caplog: pytest.LogCaptureFixture):
+    for _ in range(2):
+        verdicts(target("cpu", "bfloat16"), ["norm", "linear"])
+    (record,) = caplog.records
+    assert_tells(record.getMessage(), "2 kernels", "the CPU", "bfloat16")
+
+
 def test_results_are_kept_for_the_same_device_and_source(
     counted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
