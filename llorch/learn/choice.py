@@ -63,7 +63,7 @@ def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Imp
 
     Args:
         spec: A folder, or `cmd:` and a program.
-        around: Put around every Python function of a folder.
+        around: Put around every Python function of a folder, and around the import of each file.
 
     Returns:
         The implementation.

@@ -28,14 +28,14 @@ def read_folder(folder: Path, around: Callable[[Call], Call] = lambda call: call
 
     Args:
         folder: With some of the files that `llorch learn init` made.
-        around: Put around every function.
+        around: Put around every function, and around the import of each file.
 
     Returns:
         Functions by the name of the part; those that are not written are absent. Those of a file that cannot be
         imported raise what it raised.
     """
     written: dict[str, Call] = {}
-    with _importable(folder):
+    with _importable(folder, around):
         for lesson in LESSONS:
             if not (folder / f"{lesson.module}.py").is_file():
                 continue
@@ -120,13 +120,17 @@ class _Borrowing(SourceFileLoader):
     that has the same size and second.
     """
 
+    def __init__(self, fullname: str, path: str, around: Callable[[Call], Call]) -> None:
+        super().__init__(fullname, path)
+        self._run = around(super().exec_module)
+
     def exec_module(self, module: ModuleType) -> None:
         """Run a lesson's file over the reference functions; if it fails, keep these and the error."""
         parts = {part.name: part.reference for lesson in LESSONS if lesson.module == self.name for part in lesson.parts}
         vars(module).update(parts)
         try:
             if Path(self.path).is_file():
-                super().exec_module(module)
+                self._run(module=module)
         except (Exception, SystemExit) as error:
             vars(module).update(parts, **{_FAULT: error})
 
@@ -140,24 +144,24 @@ class _Borrowing(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, around: Callable[[Call], Call]) -> None:
+        self._folder, self._around = folder, around
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         file = self._folder / f"{fullname}.py"
         if fullname not in _MODULES:
             return None
-        return spec_from_file_location(fullname, file, loader=_Borrowing(fullname, str(file)))
+        return spec_from_file_location(fullname, file, loader=_Borrowing(fullname, str(file), self._around))
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def _importable(folder: Path, around: Callable[[Call], Call]) -> Iterator[None]:
     """Make the folder's files importable under their names.
 
     Other files of the folder can be imported by them, too, and stay importable.
     """
     _forget_earlier()
-    finder, place, kept = _Finder(folder), str(folder.resolve()), sys.dont_write_bytecode
+    finder, place, kept = _Finder(folder, around), str(folder.resolve()), sys.dont_write_bytecode
     sys.meta_path.insert(0, finder)
     sys.path.append(place)  # at the end: a file of theirs that is called as one of Python's is not meant
     _folders.add(place)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from runs.refusals import assert_tells
 
+from llorch.learn import folder
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.sandbox import Outcome, outcomes
 
@@ -17,14 +18,14 @@ HEAD = "import ctypes, os, signal, sys, time\nimport numpy as np\n\n\ndef rms_no
 RIGHT = "    return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * weight\n"
 
 
-def written(folder: Path, body: str, *, head: str = HEAD) -> Path:
-    (folder / "l01_rms_norm.py").write_text(head + body)
-    return folder
+def written(place: Path, body: str, *, head: str = HEAD) -> Path:
+    (place / "l01_rms_norm.py").write_text(head + body)
+    return place
 
 
-def checked(folder: Path, *numbers: str, seconds: float = 2) -> tuple[list[Outcome], list[str]]:
+def checked(place: Path, *numbers: str, seconds: float = 2) -> tuple[list[Outcome], list[str]]:
     said: list[str] = []
-    return list(outcomes(str(folder), numbers or ("01", "03"), seconds=seconds, say=said.append)), said
+    return list(outcomes(str(place), numbers or ("01", "03"), seconds=seconds, say=said.append)), said
 
 
 def said_of(outcome: Outcome) -> str:
@@ -86,6 +87,15 @@ def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
     assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
     assert f"rms_norm: raised {raised}" in said_of(found[0])
     assert line is None or said_of(found[0]).endswith(f"l01_rms_norm.py:{line}")
+
+
+def test_time_that_llorch_takes_before_an_import_is_not_that_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    forget = folder._forget_earlier
+    monkeypatch.setattr(folder, "_forget_earlier", lambda: (time.sleep(1.2), forget()))
+    (found,) = checked(written(tmp_path, "", head="exit(3)\n"), "01", seconds=1)[0]
+    assert_tells(said_of(found), "rms_norm", "SystemExit", 3)
 
 
 def test_a_process_that_ends_while_files_are_imported_fails_every_lesson(tmp_path: Path):
