@@ -48,7 +48,7 @@ NOT_RUN = 3
 
 
 def random_matrix(name: str, shape: tuple[int, int]) -> Fields:
-    """Draw one matrix on the device: any codes, equal scales, zero points of 8."""
+    """Draw one matrix on the device: any codes, zero points of 8, and equal scales, except those that are float32."""
     kind, group, offset, dtype = KINDS[name]
     device = torch.device("cuda")
     if not isinstance(kind, Table):

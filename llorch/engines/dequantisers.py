@@ -97,7 +97,7 @@ def missing(path: str) -> str | None:
 
 
 def package(path: str) -> str:
-    """Return the package whose functions decode a folder that is not `missing` one."""
+    """Return the package that decodes a folder; call `missing` first."""
     return LIBRARIES[Folder(Path(path)).library].package
 
 

@@ -98,7 +98,8 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
 def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
     """Add equal scales for groups of `GROUP` columns, and minima if the table has no negative values.
 
-    Those of integers fit 16 bits, as in most folders; those of other numbers are float32, as in NF4 and FP8.
+    Scales and minima of integers fit in 16 bits, as in most folders. Scales of other numbers are float32, as in NF4 and
+    block-wise FP8.
     """
     values = values_of(table, codes.device)
     if not values.isfinite().all():  # codes that are no numbers

@@ -74,6 +74,8 @@ def speed_up(
     if leaves and on_cpu:
         keep_freed_memory()
     put_leaves(module, leaves)
+    if not on_cpu:
+        torch.cuda.empty_cache()  # matrices that were copied to lie side by side
 
 
 def speed_up_training(module: CausalLM, at: Target) -> None:
@@ -95,7 +97,7 @@ def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping
     found = {} if kept is None or anew else _read_results(kept)
     if missing := [kind for kind in kinds if kind not in found]:
         where = f"{len(missing)} kernels on {device_name(at.device)} in {at.dtype_name}"
-        logger.warning("kernels: checking %s, once for this device and version; up to two minutes on CUDA", where)
+        logger.warning("kernels: checking %s, once for this device, dtype and version; a minute or two on CUDA", where)
         found |= try_apart(at, missing)
         if kept is not None:
             _keep(kept, found)

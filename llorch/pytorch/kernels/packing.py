@@ -22,7 +22,7 @@ as many rows as the weight; bits are moved, none is added, so that a weight take
            d       float32  groups       x = d * (values[code] - zero) + minimum
            zero    float32  groups       absent where it is 0
            minimum float32  groups       absent where it is 0
-                   on CUDA bfloat16 or float16, where that holds each number of the field; sums are float32
+                   on CUDA bfloat16 or float16, if that dtype holds each number of the field exactly
 
 A `Table` keeps a matrix of a quantised Hugging Face folder, with the values of its codes. Its groups have 16 columns,
 or a multiple of 32. Its factor or divisor applies last.

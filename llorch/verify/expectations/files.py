@@ -94,7 +94,7 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
             if (share := _share_of_others(folder, name, theirs(f"{_LIBRARIES}:dequantised", where, name)))
         }
         note = ", ".join(f"{name}: {share:.2%}" for name, share in [*wrong.items()][:5])
-        note = note or f"{len(names)} matrices, bit by bit as {library} decodes them"
+        note = note or f"{len(names)} matrices, number by number as {library} decodes them"
         share = len(wrong) / len(names)
         yield exact_row(StageRef("13", "decode", part=kind), folder.method, share, note, model=model)
 

@@ -26,6 +26,8 @@ TABLES: Mapping[str, tuple[Table, int, str]] = MappingProxyType(
     {
         "AWQ": (Table("TABLE_4", integers(4).tobytes(), has_zeros=True), 128, "zero"),
         "W4 asym": (Table("TABLE_4", integers(4, offset=8).tobytes(), has_zeros=True), 96, "zero"),
+        "W4 asym, 16": (Table("TABLE_4", integers(4).tobytes(), has_zeros=True), 16, "zero"),
+        "MLX 4, 16": (Table("TABLE_4", integers(4).tobytes()), 16, "minimum"),
         "MLX 4": (Table("TABLE_4", integers(4).tobytes()), 32, "minimum"),
         "NF4": (Table("TABLE_4", np.linspace(-1, 1.1, 16, dtype=np.float32).tobytes()), 64, ""),
         "NVFP4": (Table("TABLE_4", E2M1.tobytes(), divisor=0.3), 16, ""),
@@ -57,7 +59,7 @@ def packed_table(name: str, n_out: int, n_in: int, device: str = "cpu") -> tuple
     if offset:
         size = 16 if offset == "zero" else 0.3
         fields[offset] = torch.from_numpy(rng.uniform(0, size, scales).astype(np.float32))
-    if name in ("AWQ", "W4 asym"):
+    if name in ("AWQ", "W4 asym", "W4 asym, 16"):
         first = np.frombuffer(table.values, np.float32)[0]
         fields["zero"] = torch.from_numpy(rng.integers(0, 17, scales).astype(np.float32) + first)
     return {field: tensor.to(device) for field, tensor in fields.items()}, table

@@ -32,7 +32,7 @@ typedef struct {
 
 /* A table's part that all rows share. `way` names the instructions that turn codes into numbers:
  * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. SHIFTED: sixteen
- * EVEN numbers and zero points that are 0 to 16 of these further, so that their differences are in a list of integers.
+ * EVEN numbers; each zero point is the first number plus an integer from 0 to 16, so a list of integers has the differences.
  * Products with minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums
  * would be subtracted. */
 typedef struct {
@@ -131,7 +131,7 @@ SPECIALISED void four_bits(const uint8_t *codes, int offset, lanes *part) {
     part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
     part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
 #elif defined(__AVX2__)
-    join_bytes(codes, 0, INTEGER_BYTES[0] - LEAST - offset, sizeof INTEGER_BYTES[0], part);
+    join_bytes(codes, 0, (const uint8_t *)INTEGER_BYTES - LEAST - offset, sizeof INTEGER_BYTES[0], part);
 #else
     uint32_t word[4];
     memcpy(word, codes, sizeof word);
@@ -164,7 +164,7 @@ SPECIALISED void look_up_four(
     part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
 #elif defined(__AVX2__)
     (void)values;
-    join_bytes(codes, way != SHORT, bytes[0], sizeof bytes[0], part);
+    join_bytes(codes, way != SHORT, (const uint8_t *)bytes, sizeof bytes[0], part);
 #else
     uint32_t word[4];
     (void)way, (void)bytes;
@@ -208,7 +208,7 @@ static inline lanes look_up(const uint8_t *codes, const float *values) {
 }
 
 /* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. zero: the zero
- * point, which SHIFTED numbers are less already. */
+ * point, already subtracted from SHIFTED numbers. */
 SPECIALISED void table_run(
     enum kind kind, const fields *f, enum way way, long i, int centred, const float *zero, lanes *part) {
     const shared *table = (const shared *)f->scales;
@@ -438,8 +438,8 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
     const int zeros = table->offset == ZERO;
     if (kind == TABLE_4 && table->way == SHIFTED) {
         total = dot_way(TABLE_4, f, SHIFTED, 1, row, x, in);
-    } else if (kind == TABLE_4 && table->way == SHORT && !zeros) {
-        total = dot_way(TABLE_4, f, SHORT, 0, row, x, in);
+    } else if (kind == TABLE_4 && table->way == SHORT) {
+        total = zeros ? dot_way(TABLE_4, f, SHORT, 1, row, x, in) : dot_way(TABLE_4, f, SHORT, 0, row, x, in);
     } else if (kind == TABLE_4) {
         total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
     } else if (table->way == SIGNED) {

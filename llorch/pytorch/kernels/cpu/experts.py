@@ -79,7 +79,7 @@ class CpuQuantisedExperts(_Chosen):
         """Return a view of one of the experts."""
         rows = slice(number * self.sizes[1], (number + 1) * self.sizes[1])
         fields = {name: field[rows] for name, field in self.all.fields.items()}
-        return CpuQuantisedLinear(fields, self.all.ggml_type, None, self.library)
+        return CpuQuantisedLinear(fields, self.all.ggml_type, None, self.library, shared=self.all.shared)
 
     def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Return the kind, addresses, and the kind of what is multiplied."""

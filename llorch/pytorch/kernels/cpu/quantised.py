@@ -49,9 +49,10 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
 
 
 def _are_shifts(fields: Fields, first: Tensor) -> bool:
-    """Tell if there are zero points, all 0 to 16 integers beyond the first number, as those of codes of 4 bits are."""
-    shifts = fields.get("zero", first - 1) - first
-    return bool(((shifts == shifts.round()) & (shifts >= 0) & (shifts <= 16)).all())
+    """Tell if every zero point is the first number plus an integer from 0 to 16; False if there are none."""
+    if (zero := fields.get("zero")) is None or not (zero == zero.round()).all():
+        return False
+    return bool(((zero >= first) & (zero <= first + 16)).all())
 
 
 def _centre(fields: Fields) -> float:
@@ -74,17 +75,21 @@ class CpuQuantisedLinear(PackedMatrix):
     """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
 
     def __init__(
-        self, fields: Fields, ggml_type: Kind, bias: Tensor | None, library: ctypes.CDLL, *, fixed: bool = False
-    ) -> None:
+        self, fields: Fields, ggml_type: Kind, bias: Tensor | None, library: ctypes.CDLL, *, fixed: bool = False,
+        shared: Float32[Tensor, " numbers"] | None = None,
+    ) -> None:  # fmt: skip
         """Take over the fields of a packed layer, or of an embedding that it shares them with.
 
         `fixed`: rows are multiplied by the decoded matrix however few they are, so none depends on its company.
+        `shared`: see `shared_by_rows`, if it is known from a matrix that these rows are part of.
         """
         super().__init__(fields, ggml_type)
         self.bias, self.fixed = bias, fixed
         self.library = library
         self._kind = TABLE_KINDS[ggml_type.name] if isinstance(ggml_type, Table) else KINDS[ggml_type]
-        self._shared = shared_by_rows(ggml_type, fields) if isinstance(ggml_type, Table) else None
+        if shared is None and isinstance(ggml_type, Table):
+            shared = shared_by_rows(ggml_type, fields)
+        self.shared = shared
         self._found: tuple[int | None, ...] = ()
         self._found_for: object = None
 
@@ -121,7 +126,7 @@ class CpuQuantisedLinear(PackedMatrix):
         buffers = self._buffers
         if buffers["codes"] is not self._found_for:
             more = next((buffers[name] for name in _MORE if name in buffers), None)
-            scales = buffers.get("scales") if self._shared is None else self._shared
+            scales = buffers.get("scales") if self.shared is None else self.shared
             self._found = tuple(map(pointer, (buffers["codes"], buffers.get("d"), scales, more)))
             self._found_for = buffers["codes"]
         return self._kind, *self._found, HALF[dtype]

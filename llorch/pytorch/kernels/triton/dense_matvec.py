@@ -12,6 +12,7 @@ model with grouped heads is over before the memory is busy.
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, no_type_check
+from weakref import ref
 
 import triton
 import triton.language as tl
@@ -42,19 +43,26 @@ class DenseLinear(nn.Module):
         return multiply_row(x, [self])[0] if self.together is None else self.together.product(self, x)
 
 
+def share_launch(layers: Sequence[Any], multiply: MultiplyAll) -> "SharedInputProducts":
+    """Let layers of the same input, which have a field `together`, share the launch of `multiply` for all of them."""
+    shared = SharedInputProducts([ref(layer) for layer in layers], multiply)
+    for layer in layers:
+        layer.together = shared
+    return shared
+
+
 class SharedInputProducts(threading.local):
     """Linear layers of the same input: when the first is asked for its product, all are made.
 
-    Each thread of the host has its own (this is what `threading.local` does): two that run one model ask in turn.
+    Each thread of the host has its own (this is what `threading.local` does): two that run one model ask in turn. The
+    layers are not kept alive.
     """
 
-    def __init__(self, layers: Sequence[Any], multiply: MultiplyAll) -> None:
-        """Let layers that have a field `together` share the launch of `multiply`, which makes all their products."""
+    def __init__(self, layers: Sequence[ref], multiply: MultiplyAll) -> None:
+        """Begin without products; `share_launch` is the way to call this."""
         self._layers, self._multiply = layers, multiply
         self._input: Tensor | None = None
         self._products: dict[nn.Module, Tensor] = {}
-        for layer in layers:
-            layer.together = self
 
     def product(self, layer: nn.Module, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Return the product of a layer, made now or earlier with another layer's product for this very tensor.
@@ -62,8 +70,9 @@ class SharedInputProducts(threading.local):
         A product that is asked for again is made again.
         """
         if x is not self._input or layer not in self._products:
-            products = self._multiply(x, self._layers)
-            self._input, self._products = x, dict(zip(self._layers, products, strict=True))
+            layers = [one for known in self._layers if (one := known()) is not None]
+            products = self._multiply(x, layers)
+            self._input, self._products = x, dict(zip(layers, products, strict=True))
         product = self._products.pop(layer)
         if not self._products:
             self._input = None

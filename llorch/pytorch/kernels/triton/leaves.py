@@ -6,7 +6,7 @@ from llorch.pytorch.kernels.packing import KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.triton import trained
 from llorch.pytorch.kernels.triton.decode_attention import decode_attention
-from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts, multiply_row
+from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, multiply_row, share_launch
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm, rotate_and_cache, swiglu
 from llorch.pytorch.kernels.triton.graph import GraphedSteps
 from llorch.pytorch.kernels.triton.packed_linear import PackedLinear, join_alike
@@ -35,7 +35,7 @@ def joined(block: Block) -> Block:
     for projections in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
         dense = [layer for layer in projections if isinstance(layer, DenseLinear)]
         if len(dense) > 1:
-            SharedInputProducts(dense, multiply_row)
+            share_launch(dense, multiply_row)
         join_alike([layer for layer in projections if isinstance(layer, PackedLinear)])
     return block
 

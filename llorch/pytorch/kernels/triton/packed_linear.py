@@ -1,6 +1,7 @@
-"""Packed layers for inference on CUDA; those that read one input multiply one row by all their matrices in one launch.
+"""Packed layers for inference on CUDA. Layers with the same input multiply one row in one launch.
 
-Alone, the key projection of a model with grouped heads is over before the memory is busy.
+Alone, the key projection of a model with grouped heads is over before the memory is busy. The check of kernels tries
+the launch with single matrices.
 """
 
 from collections import defaultdict
@@ -8,16 +9,16 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
-from llorch.pytorch.kernels.triton.dense_matvec import SharedInputProducts
+from llorch.pytorch.kernels.triton.dense_matvec import SharedInputProducts, share_launch
 from llorch.pytorch.kernels.triton.quantised import multiply
 from llorch.pytorch.kernels.triton.quantised_matvec import multiply_few_rows
 
 
 class PackedLinear(QuantisedLinear):
-    """A packed layer that multiplies by kernels; those of few rows do not round its matrix to the dtype of inputs."""
+    """A packed layer that multiplies by kernels; for a single row, the matrix is not rounded to the dtype of inputs."""
 
     def __init__(self, layer: QuantisedLinear) -> None:
         """Share the fields and the bias of a plain one."""
@@ -28,7 +29,8 @@ class PackedLinear(QuantisedLinear):
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply, in the dtype of `x`."""
         is_recorded = torch.is_grad_enabled() and x.requires_grad
-        if self.together is None or x.numel() > self.in_features or x.dtype is torch.float64 or is_recorded:
+        is_row = x.shape[-1] == x.numel() == self.in_features
+        if self.together is None or not is_row or x.dtype is torch.float64 or is_recorded:
             return super().forward(x)
         return self.together.product(self, x)
 
@@ -51,16 +53,25 @@ class JoinedRows:
         """Move the fields of layers, all with a bias or none, into common ones, and let a launch make all products."""
         self._kind, self._sizes = layers[0].ggml_type, [layer.out_features for layer in layers]
         self._fields = {name: torch.cat([layer.fields[name] for layer in layers]) for name in layers[0].fields}
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self._bias = torch.cat(tuple(biases)) if biases else None
         for name, field in self._fields.items():
             for layer, rows in zip(layers, field.split(self._sizes), strict=True):
                 layer.register_buffer(name, rows.view(layer.get_buffer(name).dtype))
-        SharedInputProducts(layers, self.multiply_row)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(tuple(biases)) if biases else None
+        if self._bias is not None:
+            for layer, part in zip(layers, self._bias.split(self._sizes), strict=True):
+                layer.bias = nn.Parameter(part, requires_grad=False)
+        self._places = self._places_of(layers)
+        share_launch(layers, self.multiply_row)
 
     def multiply_row(self, x: Float[Tensor, "*one in"], layers: Sequence[PackedLinear]) -> list[Tensor]:
         """Compute the products of all layers; one by one if they were moved to other memory."""
-        if layers[0].get_buffer("codes").data_ptr() != self._fields["codes"].data_ptr():
+        if self._places_of(layers) != self._places:
             return [QuantisedLinear.forward(layer, x) for layer in layers]
-        y = multiply_few_rows(x.reshape(1, -1), self._fields, self._kind, self._bias)
+        y = multiply_few_rows(x.reshape(1, -1).contiguous(), self._fields, self._kind, self._bias)
         return [part.view(*x.shape[:-1], -1) for part in y.split(self._sizes, dim=1)]
+
+    def _places_of(self, layers: Sequence[PackedLinear]) -> list[int]:
+        """List the addresses of all fields and biases of some layers."""
+        tensors = [tensor for layer in layers for tensor in (*layer.buffers(), layer.bias) if tensor is not None]
+        return [tensor.data_ptr() for tensor in tensors]

@@ -51,9 +51,10 @@ def arguments(fields: Fields, kind: Kind) -> list[Tensor]:
 
 
 def rules(fields: Fields, kind: Kind) -> dict[str, Any]:
-    """Say how a table is read and scaled.
+    """Describe a table.
 
-    That is the way to its numbers, the columns of a group, the meaning of offsets, and if it has a factor or divisor.
+    WAY names how codes become numbers, GROUP counts the columns of a scale, OFFSET names the offsets, FACTOR and
+    DIVISOR tell if the table has them.
     """
     if not isinstance(kind, Table):
         return {"WAY": "", "GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
@@ -118,7 +119,7 @@ def load_eight_bits(scales, d, row, run, n_runs, there, HALF: tl.constexpr):
 # The best ways found on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for them.
 _WARPS = {"Q8_0": 4, "Q4_0": 2, "Q4_K": 2, "Q6_K": 2, "TABLE_4": 1, "TABLE_8": 2}
 _REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 64, "TABLE_8": 128}  # of a thread
-_LONG = 8192  # columns of a table from which on twice as many warps share a row
+_LONG = 8192  # columns; twice as many warps share a row of a table that has more
 _BYTES = ("Q8_0", "TABLE_8")  # a code is a byte; a thread takes two quarters of a run, not one run
 
 
@@ -305,7 +306,8 @@ def _eight_bits_of_a_table(
 def _dots_of_e4m3(x, codes, m, row, run, n_rows, n_runs):
     """Sum inputs times numbers / 256 of each run of 8, (M, RUNS).
 
-    A word has four codes. Those of its even or odd bytes become two float16 in place, whose exponents have 8 more.
+    A word has four codes. The codes in its even bytes, or in its odd bytes, are moved to the bits of two float16. The
+    bias of float16 is 8 more, so each is the number / 256.
     """
     M: tl.constexpr = m.shape[0]
     RUNS: tl.constexpr = run.shape[0]

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
 from llorch.pytorch.causal_lm import RMSNorm, rms_norm, swiglu
 from llorch.pytorch.kernels.triton import dense_matvec, fused
-from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, SharedInputProducts, multiply_row
+from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear, multiply_row, share_launch
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,7 +122,7 @@ def test_projections_of_one_input_are_made_in_one_launch(sizes, dtype, device):
 
 def test_projections_hand_out_what_belongs_to_their_input(device):
     first, second = (DenseLinear(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4))
-    SharedInputProducts([first, second], multiply_row)
+    share_launch([first, second], multiply_row)
     x, other = (random(1, 20, dtype=torch.float32, device=device, seed=seed) for seed in (12, 13))
     for layer, given in ((first, x), (second, other), (first, other), (first, other), (second, x), (second, x)):
         assert_product(layer(given), given, layer, device)
@@ -142,7 +142,7 @@ class Interrupted(DenseLinear):
 
 def test_a_thread_of_the_host_gets_no_product_of_another(device):
     first, second = (Interrupted(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4))
-    SharedInputProducts([first, second], multiply_row)
+    share_launch([first, second], multiply_row)
     x, other = (random(1, 20, dtype=torch.float32, device=device, seed=seed) for seed in (15, 16))
     with ThreadPoolExecutor(1) as thread:
         first(x)
@@ -152,7 +152,7 @@ def test_a_thread_of_the_host_gets_no_product_of_another(device):
 
 def test_projections_remember_nothing_once_all_are_handed_out(device):
     layers = [DenseLinear(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4)]
-    together = SharedInputProducts(layers, multiply_row)
+    together = share_launch(layers, multiply_row)
     x = random(1, 20, dtype=torch.float32, device=device, seed=14)
     before = [layer(x) for layer in layers]
     x.mul_(2)

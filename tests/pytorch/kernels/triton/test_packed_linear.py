@@ -1,6 +1,8 @@
 """Packed layers of one input that share a launch, in Triton's interpreter or on a device."""
 
+import gc
 import os
+from weakref import ref
 
 import pytest
 import torch
@@ -66,9 +68,10 @@ def test_alike_matrices_of_one_input_share_a_launch(name, bias, device, launches
     join_alike(joined)
     x = activations(1, 768, torch.float32, device)[None]
     for ours, alone, plain in zip(joined, wanted, layers, strict=True):
-        assert torch.equal(ours(x), alone(x))
-        torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
-    assert set(launches) == {sum(SIZES)}
+        got = ours(x)
+        assert torch.equal(got, alone(x))
+        torch.testing.assert_close(got, plain(x), rtol=1e-5, atol=1e-5)
+    assert launches == [sum(SIZES)]
 
 
 def test_matrices_of_other_kinds_are_multiplied_alone(device, launches):
@@ -102,10 +105,51 @@ def test_several_rows_float64_and_gradients_are_multiplied_alone(device, launche
     assert not launches
 
 
-def test_layers_that_were_moved_multiply_by_their_own_matrices(device, launches):
+@pytest.mark.parametrize("name", ["codes", "d"])
+@pytest.mark.parametrize("moved", [0, 1])
+def test_layers_that_were_moved_multiply_by_their_own_matrices(moved, name, device, launches):
     layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
     join_alike(layers)
-    for layer in layers:
-        layer.register_buffer("codes", layer.get_buffer("codes").clone().zero_())
-        assert not layer(activations(1, 768, torch.float32, device)).any()
+    layers[moved].register_buffer(name, layers[moved].get_buffer(name).clone().zero_())
+    assert not layers[moved](activations(1, 768, torch.float32, device)).any()
     assert not launches
+
+
+def test_joined_layers_add_the_bias_that_they_have(device):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device, bias=True)]
+    join_alike(layers)
+    x = activations(1, 768, torch.float32, device)
+    before = [layer(x) for layer in layers]
+    for layer in layers:
+        assert layer.bias is not None
+        layer.bias.add_(100)
+    for layer, product in zip(layers, before, strict=True):
+        torch.testing.assert_close(layer(x), product + 100, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_lies_scattered_in_memory_is_multiplied(device):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    join_alike(layers)
+    x = activations(1, 2 * 768, torch.float32, device)
+    for layer in layers:
+        assert torch.equal(layer(x[:, ::2]), layer(x[:, ::2].contiguous()))
+
+
+def test_inputs_of_another_width_raise_as_without_joining(device):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    for join in (lambda same: None, join_alike):
+        join(layers)
+        with pytest.raises(RuntimeError):
+            layers[0](activations(1, 256, torch.float32, device))
+
+
+def test_joined_layers_end_with_their_last_reference(device):
+    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    join_alike(layers)
+    fields = ref(layers[0].get_buffer("codes"))
+    gc.disable()
+    try:
+        del layers
+        assert fields() is None
+    finally:
+        gc.enable()

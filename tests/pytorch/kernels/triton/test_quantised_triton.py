@@ -189,6 +189,16 @@ def test_rows_go_the_way_that_was_the_fastest(name, dtype, ways):
     assert {rows: quantised.fastest_way(rows, dtype, kind) for rows in ways} == ways
 
 
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
+@pytest.mark.parametrize("name", TABLES)
+def test_some_rows_are_multiplied_by_tiles_of_a_table(name, dtype, device):
+    fields, table = packed_table(name, 7, 768, device)
+    x = activations(5, 768, dtype, device)
+    got = multiply_by_decoded_tiles(x, fields, table, None)
+    assert_close(got, x, decode(fields, table).to(dtype), None)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_product_with_a_table_subtracts_no_large_sums(name, device):
     fields, table = packed_table(name, 7, 768, device)
