@@ -188,7 +188,7 @@ def test_checkpoint_13_of_a_folder_is_red_with_each_mistake(mistake: str, monkey
     monkeypatch.setattr(files, "in_child", asked)
     rows = list(files.matrix_rows(name, folder))
     assert {row.verdict for row in rows} == {PASS}
-    assert all(row.note.endswith("matrices, number by number as its library decodes them") for row in rows)
+    assert all("its library" in row.note for row in rows)
     monkeypatch.setattr(QuantisedFolder, "array", lambda this, tensor: read[tensor])
     rows = list(files.matrix_rows(name, folder))
     red = [row for row in rows if row.verdict == FAIL]
