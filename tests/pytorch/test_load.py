@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders.quantised_folders import FOLDERS, Tensors, changed
+from runs.command_line import REPOSITORY
 from runs.refusals import refuses
 from runs.split_runs import written
 
@@ -178,3 +181,12 @@ def test_half_precision_load_refuses_a_number_that_is_not_finite(bits: int, tmp_
     weights = open_weights(changed(tmp_path, "gptq-4bit", tensors=spoil))
     with refuses("NonFinite", "lm_head.weight", "(23, 63)"):
         load_packed(weights, dtype=torch.bfloat16, device=CPU)
+
+
+def test_a_process_that_cuts_no_tensor_imports_no_dtensor():
+    code = "import llorch.pytorch.model as m, sys; m.load_torch(sys.argv[1]).forward([1, 2]); print(*sys.modules)"
+    command = [sys.executable, "-c", code, str(builtin_path("micro-llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    modules = done.stdout.split()
+    assert "torch" in modules
+    assert "torch.distributed.tensor" not in modules
