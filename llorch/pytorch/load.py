@@ -17,8 +17,9 @@ from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Weight, inventory, undo_interleave
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, has_finite_numbers, pack, shorten
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, pack, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
+from llorch.pytorch.large_pages import LargePages
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
@@ -50,11 +51,11 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
 
     Matrices in BF16 or F16 stay so where `stays_half` says it.
     """
-    model = _empty(weights.config)
+    model, pages = _empty(weights.config), LargePages()
     for row in inventory(weights.config).values():
         kind = _kept_kind(weights, row, dtype, device, cut)
         if kind is not None:
-            _put_packed(model, weights, row, kind, dtype, device, cut)
+            _put_packed(model, weights, row, kind, dtype, device, cut, pages)
         else:
             _put_dense(model, weights, row, dtype, device, cut)
         for stored in weights.all_stored(row.name):
@@ -136,8 +137,9 @@ def _rounded_by_tiles(weights: Weights, row: Weight, dtype: torch.dtype) -> torc
 
 
 def _put_packed(
-    model: nn.Module, weights: Weights, row: Weight, kind: Kind, dtype: torch.dtype, device: torch.device, cut: Cut
-) -> None:
+    model: nn.Module, weights: Weights, row: Weight, kind: Kind, dtype: torch.dtype, device: torch.device, cut: Cut,
+    pages: LargePages,
+) -> None:  # fmt: skip
     """Replace the module that a matrix belongs to by one that keeps it packed."""
     slot, stored = weights.slots[row.name], _packed_matrices(weights, row)
     fields = _fields(stored, kind, slot.interleaved_heads)
@@ -145,6 +147,8 @@ def _put_packed(
     _require_finite(fields, kind, stored)
     if isinstance(kind, Table) and device.type == "cuda":
         fields = shorten(fields)
+    if kind not in HALF_TYPES:  # of which the file may have the only copy
+        fields = pages.copied(fields)
     owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
     if (order := group_order(stored[0])) is not None:
