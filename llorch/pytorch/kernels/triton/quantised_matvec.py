@@ -65,7 +65,7 @@ def rules(fields: Fields, kind: Kind) -> dict[str, Any]:
 
 
 def is_slow_to_decode(table: Table) -> bool:
-    """Tell if the numbers of a table are looked up or divided, which takes longer than to write and read them."""
+    """Tell if the numbers of a table are looked up or divided, which makes tiles slower than the library."""
     return _way(table) == "LOOK_UP" or table.divisor is not None
 
 
