@@ -335,9 +335,9 @@ SPECIALISED lanes dot_group(
     enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
     const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes sums[4] = {{0}}, *odd = sums + 4 - PARTS;
+    for (long at = 0; at + 2 <= n; at += 2) __builtin_prefetch((const char *)f->codes + (i + at) * bytes + AHEAD);
     long r = 0;
     for (; r + 2 <= n; r += 2) {
-        __builtin_prefetch((const char *)f->codes + (i + r) * bytes + AHEAD);
         add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
         add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), zero, odd);
     }
@@ -346,26 +346,19 @@ SPECIALISED lanes dot_group(
 }
 
 /* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each.
- * whole: the groups are parts of one, so all have the scale and zero point of the row. */
+ * whole: the groups are parts of one, so all have the scale and zero point of the row.
+ * Two sums take turns. A loop of two groups would have each body three times, and compiling it would take twice as long. */
 SPECIALISED lanes dot_groups(
     enum kind kind, const fields *f, enum way way, int zeros, long runs, int whole, long row, const float *x, long in) {
     const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2, step = !whole;
     const float *d = (const float *)f->d + (whole ? row : first), *zero = (const float *)f->more + (whole ? row : first);
     lanes even = {0}, odd = {0};
-    long g = 0;
-    for (; g + 2 <= n; g += 2) {
+    for (long g = 0; g < n; g++) {
         if (runs == 1) __builtin_prefetch((const char *)f->codes + (first + g) * bytes + AHEAD);
-        const float *at = zero + g * step;
-        lanes one = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? at : NULL);
-        even = fma_lanes(one, splat(d[g * step]), even);
-        lanes next = dot_group(
-            kind, f, way, (first + g + 1) * runs, runs, x + RUN * runs * (g + 1), zeros ? at + step : NULL);
-        odd = fma_lanes(next, splat(d[(g + 1) * step]), odd);
-    }
-    if (g < n) {
-        const float *at = zero + g * step;
-        lanes last = dot_group(kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? at : NULL);
-        even = fma_lanes(last, splat(d[g * step]), even);
+        lanes one = dot_group(
+            kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? zero + g * step : NULL);
+        lanes other = odd;
+        odd = fma_lanes(one, splat(d[g * step]), even), even = other;
     }
     return even + odd;
 }
@@ -389,27 +382,27 @@ SPECIALISED lanes dot_halves(
     enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long n = in / RUN, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
     lanes even[2] = {{0}}, odd[2] = {{0}};
-    long i = 0;
-    for (; i + 2 <= n; i += 2) {
+    for (long i = 0; i < n; i++) {
         __builtin_prefetch((const char *)f->codes + (first + i) * bytes + AHEAD);
         add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
-        add_halves(kind, f, way, zeros, first + i + 1, x + RUN * (i + 1), odd);
+        for (int half = 0; half < 2; half++) {
+            lanes other = odd[half];
+            odd[half] = even[half], even[half] = other;
+        }
     }
-    if (i < n) add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
     return even[0] + even[1] + odd[0] + odd[1];
 }
 
 SPECIALISED lanes dot_way(
     enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
     const long runs = ((const shared *)f->scales)->runs;
-    switch (runs) {
+    const int whole = RUN * runs == in && runs % 4 == 0;
+    switch (whole ? 4 : runs) {
     case 0: return dot_halves(kind, f, way, zeros, row, x, in);
     case 1: return dot_groups(kind, f, way, zeros, 1, 0, row, x, in);
     case 2: return dot_groups(kind, f, way, zeros, 2, 0, row, x, in);
-    case 4: return dot_groups(kind, f, way, zeros, 4, 0, row, x, in);
-    default:
-        if (RUN * runs == in && runs % 4 == 0) return dot_groups(kind, f, way, zeros, 4, 1, row, x, in);
-        return dot_groups(kind, f, way, zeros, runs, 0, row, x, in);
+    case 4: return dot_groups(kind, f, way, zeros, 4, whole, row, x, in);
+    default: return dot_groups(kind, f, way, zeros, runs, 0, row, x, in);
     }
 }
 
