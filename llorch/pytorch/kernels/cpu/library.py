@@ -1,6 +1,6 @@
 """The compiled part of the CPU kernels, the C files beside this one, built for this very processor when needed.
 
-Building takes half a second with any compiler that knows OpenMP. The library is kept in a folder that belongs to the
+Building takes some seconds with any compiler that knows OpenMP. The library is kept in a folder that belongs to the
 user alone, under a name made of sources, compiler and processor. If there can be no such folder, or nothing is loaded
 from it, every process builds for itself in a temporary one; if that fails, too, it runs on torch's functions, and says
 so once. The loops share torch's OpenMP threads, because torch's library is loaded before.
@@ -14,12 +14,14 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+from llorch.threads import n_cores
 from llorch.worker import run
 
 logger = logging.getLogger(__name__)
@@ -152,9 +154,17 @@ def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
 
 
 def build(command: Sequence[str], target: Path) -> None:
-    """Compile the kernels into a file; `NotBuilt` has the first line that the compiler said."""
+    """Compile the kernels into a file, one source on each core; `NotBuilt` has the first line of the compiler."""
+    with tempfile.TemporaryDirectory(prefix="llorch-") as folder, ThreadPoolExecutor(n_cores()) as pool:
+        made = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+        for _ in pool.map(lambda source, to: _compile(command, "-c", str(source), "-o", str(to)), SOURCES, made):
+            pass
+        _compile(command, *map(str, made), "-o", str(target), "-lm")
+
+
+def _compile(command: Sequence[str], *arguments: str) -> None:
     try:
-        ended = run([*command, *FLAGS, *map(str, SOURCES), "-o", str(target), "-lm"], seconds=BUILD)
+        ended = run([*command, *FLAGS, *arguments], seconds=BUILD)
     except OSError as error:
         raise NotBuilt(f"{command[0]}: {error}") from None
     if ended.limit:

@@ -167,12 +167,13 @@ def counted(made, tmp_path, monkeypatch) -> Callable[[], int]:
     """Put a compiler that has its result ready behind another command, and provide a cache of its own.
 
     Returns:
-        A function that tells how often was compiled.
+        A function that tells how often a library was linked.
     """
     log, ready = tmp_path / "log", tmp_path / "ready.so"
     ready.write_bytes(made)
+    answer = f'case "$*" in *--version*) exec "$@" ;; *" -c "*) exit ;; esac\necho >> "{log}"'
     copy = f'while [ "$1" != -o ]; do shift; done\ncp "{ready}" "$2"'
-    wrapper = script(tmp_path / "ccache", f'case "$*" in *--version*) exec "$@" ;; esac\necho >> "{log}"\n{copy}')
+    wrapper = script(tmp_path / "ccache", f"{answer}\n{copy}")
     monkeypatch.setenv("CC", f"{wrapper} cc")
     monkeypatch.setattr(cpu_library, "SIGNATURES", {PACKING: cpu_library.SIGNATURES[PACKING]})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -17,7 +17,7 @@ from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
 from llorch.pytorch.kernels.packing import decode
 from llorch.pytorch.random_weights import random_fields
 
-SLOW_BUILD = pytest.mark.slow_cases("AVX2-*")  # 18 s of compiling
+SLOW_BUILD = pytest.mark.slow_cases("AVX2-*")  # 8 s of compiling
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [(96, 64), (7, 37), (45, 1056), (33, 2100)]  # outs and widths that fill no vector, tile or part of a sum, too
 ROWS = 300  # more than a block of rows that stays in a cache
