@@ -1,6 +1,6 @@
 """What `conftest.py` promises each test."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -142,6 +142,39 @@ def test_containers_that_differ_in_one_value_are_not_taken_for_one_another(wrong
     assert counted({"a": X}) == counted([X]) == 1
     with pytest.raises(TypeCheckError):
         counted(wrong)
+
+
+class OneValue(Mapping[str, np.ndarray]):
+    def __init__(self, value: Any) -> None:
+        self.value, self.n_read = value, 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.n_read += 1
+        return self.value
+
+    def __iter__(self) -> Iterator[str]:
+        yield "a"
+
+    def __len__(self) -> int:
+        return 1
+
+
+class OneOfAnyKind(OneValue, Mapping[str, Any]): ...
+
+
+@checked(typechecker=beartype)
+def n_values(x: Rows, of: Mapping[str, Rows]) -> int:
+    return len(of)
+
+
+def test_a_mapping_is_read_again_unless_its_class_allows_anything():
+    right, wrong = OneValue(X), OneValue("x")
+    assert n_values(X, right) == n_values(X, right) == 1
+    with pytest.raises(TypeCheckError):
+        n_values(X, wrong)
+    of_any = OneOfAnyKind(X)
+    assert n_values(X, of_any) == n_values(X, of_any) == 1
+    assert (right.n_read, of_any.n_read) == (2, 1)
 
 
 def test_a_refusal_says_the_shapes_of_the_call():

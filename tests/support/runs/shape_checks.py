@@ -10,10 +10,10 @@ import dataclasses
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial, wraps
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
@@ -131,4 +131,10 @@ def _is_array(kind: type) -> bool:
 
 @cache
 def _is_container(kind: type) -> bool:
-    return issubclass(kind, Iterable | tuple | str | type)
+    return issubclass(kind, Iterable | tuple | str | type) and not _says_nothing_of_its_values(kind)
+
+
+def _says_nothing_of_its_values(kind: type) -> bool:
+    """Tell whether a class is a `Mapping` to anything, as those of a model's weights are: no check looks into it."""
+    bases = vars(kind).get("__orig_bases__", kind.__bases__)
+    return any(base is Mapping or (get_origin(base) is Mapping and get_args(base)[1] is Any) for base in bases)
