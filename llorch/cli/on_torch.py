@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from llorch.pytorch.device import Kernels, Target, target
-from llorch.pytorch.distributed.launch import DeviceMesh
-from llorch.pytorch.distributed.parallel import named_on
+from llorch.pytorch.distributed.launch import DeviceMesh, named_on
 from llorch.verify.expectations.kernels import kernel_rows
 from llorch.verify.expectations.packed import verify_quantised_torch
 from llorch.verify.judge import Comparison

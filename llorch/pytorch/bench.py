@@ -22,8 +22,7 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.decoding import Decoding, compiled_forward
 from llorch.pytorch.device import Target, compute_as_named
-from llorch.pytorch.distributed.launch import summed
-from llorch.pytorch.distributed.parallel import named_on
+from llorch.pytorch.distributed.launch import named_on, summed
 from llorch.pytorch.distributed.parallel_model import load_parallel, of_the_first
 from llorch.pytorch.distributed.sharding_plan import of_a_rank
 from llorch.pytorch.kernels.cpu.block import cpu_leaves

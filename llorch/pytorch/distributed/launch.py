@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from llorch.errors import EngineDied, RankFailed
-from llorch.pytorch.device import target
+from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.failure import Ending
 from llorch.torchrun import OURS, n_restarts, only_first_speaks, own_device
 from llorch.train.resume import differences
@@ -180,11 +180,28 @@ class Ranks:
                 )
 
 
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the number of ranks of each axis of a mesh, by the name of the axis."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def named_on(target: Target, mesh: DeviceMesh) -> str:
+    """Return the name of a target on a mesh in rows of results, `torch-cpu-float32-dp2-tp2`."""
+    return "-".join([str(target), *(f"{axis}{size}" for axis, size in axes_of(mesh).items() if size > 1)])
+
+
 def summed(part: Tensor, ranks: DeviceMesh | None) -> Tensor:
     """Sum a tensor over the ranks of one axis, in place; None for `ranks` leaves the tensor unchanged."""
     if ranks is not None:
         dist.all_reduce(part, group=ranks.get_group())
     return part
+
+
+def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
+    """Gather the parts of all ranks beside each other along an axis."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
+    dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
+    return torch.cat(parts, axis)
 
 
 def leave() -> None:

@@ -15,23 +15,18 @@ Source: arXiv:1909.08053 (the two communications of a layer), arXiv:2304.11277; 
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from llorch.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
-from llorch.pytorch.device import Target
-from llorch.pytorch.distributed.launch import summed
+from llorch.pytorch.distributed.launch import axes_of, gathered, summed
 from llorch.pytorch.distributed.parallel_experts import split_experts
-from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, cut_axis, require_split
-from llorch.pytorch.load import Cut, all_of
+from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, require_split, sharing_layers
 from llorch.pytorch.lora.leaves import LoraLeaf
 from llorch.pytorch.models.experts import QuantisedExperts, SparseMoe
 from llorch.stages import BY_NAME
@@ -54,56 +49,12 @@ def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
     Raises:
         ValueError: The ranks of `tp` do not divide the heads or the inner width, or a layer is not dense.
     """
-    if (ranks := _sharing_layers(mesh)) is not None:
+    if (ranks := sharing_layers(mesh)) is not None:
         require_split(module.config, ranks.size())
         connect(module, ranks)
     if "dp" in axes_of(mesh):
         share_out(module, mesh["dp"])
     return module
-
-
-def axes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """Return the number of ranks of each axis of a mesh, by the name of the axis."""
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-
-
-def named_on(target: Target, mesh: DeviceMesh) -> str:
-    """Return the name of a target on a mesh in rows of results, `torch-cpu-float32-dp2-tp2`."""
-    return "-".join([str(target), *(f"{axis}{size}" for axis, size in axes_of(mesh).items() if size > 1)])
-
-
-def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
-    """Return the function that cuts each weight as it is loaded, so that no rank has the whole model.
-
-    Raises:
-        ValueError: As `parallelize`.
-    """
-    if (ranks := _sharing_layers(mesh)) is None:
-        return all_of
-    require_split(config, ranks.size())
-    return partial(part_of_rank, ranks=ranks)
-
-
-def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the ranks that share layers, where there are several; else None."""
-    return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
-
-
-def part_of_rank(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
-    """Return the rank's part of a weight, or of a field of a packed weight, by the attribute path of its matrix.
-
-    A bias that is added to a sum over ranks is whole on the first rank and zero on the others. Raises ValueError where
-    blocks would be torn apart.
-    """
-    rank, n_ranks, axis = ranks.get_local_rank(), ranks.size(), cut_axis(path)
-    if axis is None:
-        is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
-        return torch.zeros_like(whole) if is_added and rank else whole
-    if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
-        raise ValueError(
-            f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {whole.shape[axis]}"
-        )
-    return whole.chunk(n_ranks, axis)[rank].clone()
 
 
 def connect(module: CausalLM, ranks: DeviceMesh) -> None:
@@ -148,13 +99,6 @@ class Together(nn.Module):
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.set_requires_gradient_sync(now, recurse=False)
-
-
-def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
-    """Gather the parts of all ranks beside each other along an axis."""
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
-    dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
-    return torch.cat(parts, axis)
 
 
 def _require_plain_experts(layer: Any) -> None:

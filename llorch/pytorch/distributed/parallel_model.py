@@ -25,9 +25,8 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.decoding import Agree, Decoding
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
-from llorch.pytorch.distributed.launch import Ranks
-from llorch.pytorch.distributed.parallel import axes_of, cut_for, named_on, parallelize
-from llorch.pytorch.distributed.sharding_plan import of_a_rank, require_split, torn_blocks
+from llorch.pytorch.distributed.launch import Ranks, axes_of, named_on
+from llorch.pytorch.distributed.sharding_plan import cut_for, of_a_rank, require_split, torn_blocks
 from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.memory import require_memory
@@ -42,6 +41,8 @@ class ParallelModel(TorchModel):
 
     def __init__(self, weights: Weights, target: Target, module: CausalLM, mesh: DeviceMesh) -> None:
         """Take a module whose matrices were cut as they were loaded; ranks of `dp` do the same as each other."""
+        from llorch.pytorch.distributed.parallel import parallelize  # which imports FSDP and DTensor, in a second
+
         super().__init__(weights, target, parallelize(module, mesh["tp"]))
         self.ranks = mesh["tp"]
 

@@ -5,11 +5,18 @@ down the input columns that belong to them. Experts are dealt out one by one. Ev
 """
 
 from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.architecture import Layer
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.tensor_names import inventory
+from llorch.pytorch.distributed.launch import axes_of
+from llorch.pytorch.load import Cut, all_of
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.stored_kinds import block_size, kind_of
 
@@ -71,3 +78,37 @@ def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
     """Return the configuration with the heads and the inner width of one rank, for its cache and its memory."""
     sizes = {name: getattr(config, name) // n_ranks for name in ("n_heads", "n_kv_heads", "intermediate_size")}
     return replace(config, **sizes)
+
+
+def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
+    """Return the function that cuts each weight as it is loaded, so that no rank has the whole model.
+
+    Raises:
+        ValueError: As `parallelize`.
+    """
+    if (ranks := sharing_layers(mesh)) is None:
+        return all_of
+    require_split(config, ranks.size())
+    return partial(part_of_rank, ranks=ranks)
+
+
+def sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the ranks that share layers, where there are several; else None."""
+    return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
+
+
+def part_of_rank(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
+    """Return the rank's part of a weight, or of a field of a packed weight, by the attribute path of its matrix.
+
+    A bias that is added to a sum over ranks is whole on the first rank and zero on the others. Raises ValueError where
+    blocks would be torn apart.
+    """
+    rank, n_ranks, axis = ranks.get_local_rank(), ranks.size(), cut_axis(path)
+    if axis is None:
+        is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
+        return torch.zeros_like(whole) if is_added and rank else whole
+    if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
+        raise ValueError(
+            f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {whole.shape[axis]}"
+        )
+    return whole.chunk(n_ranks, axis)[rank].clone()

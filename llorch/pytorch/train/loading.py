@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from llorch.files import Weights
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
-from llorch.pytorch.distributed.launch import Ranks
-from llorch.pytorch.distributed.parallel import axes_of, cut_for
+from llorch.pytorch.distributed.launch import Ranks, axes_of
+from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up_training
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa

@@ -18,8 +18,7 @@ from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.initial import initial_adapter
 from llorch.model import Opened
 from llorch.pytorch.device import Target, target
-from llorch.pytorch.distributed.launch import Ranks
-from llorch.pytorch.distributed.parallel import axes_of
+from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
 from llorch.torchrun import own_device

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.distributed.launch import summed
-from llorch.pytorch.distributed.parallel import Together, parallelize
 from llorch.train.batch import Batch
 
 Work = Callable[[CausalLM], Any]
@@ -56,6 +55,8 @@ class OnMesh(Alone):
 
     def __init__(self, module: CausalLM, mesh: DeviceMesh) -> None:
         """Share out a module whose matrices were cut when they were loaded; for the errors see `parallelize`."""
+        from llorch.pytorch.distributed.parallel import Together, parallelize  # imports FSDP and DTensor, in a second
+
         super().__init__(parallelize(module, mesh))
         self.data_parallel, self.tensor_parallel = mesh["dp"], mesh["tp"]
         self._together = Together(module, self.data_parallel)

@@ -21,8 +21,9 @@ from llorch.numerics import DtypeName
 from llorch.places import Pass
 from llorch.pytorch.batch_invariant.reproducible import attention as fixed_attention
 from llorch.pytorch.device import Target
-from llorch.pytorch.distributed.parallel import cut_for, named_on
+from llorch.pytorch.distributed.launch import named_on
 from llorch.pytorch.distributed.parallel_model import ParallelModel
+from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel, as_numpy, load_torch

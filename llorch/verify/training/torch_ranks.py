@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from llorch.pytorch.distributed.launch import summed
-from llorch.pytorch.distributed.parallel import gathered
+from llorch.pytorch.distributed.launch import gathered, summed
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, ROWS
 from llorch.pytorch.train.worker import Alone, OnMesh
 

@@ -23,7 +23,8 @@ from llorch.places import StageRef
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
 from llorch.pytorch.distributed.dtensor import like, own, part_of, whole
-from llorch.pytorch.distributed.parallel import cut_for, named_on
+from llorch.pytorch.distributed.launch import named_on
+from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import Cut, all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
 from llorch.pytorch.train.adamw import AdamW

@@ -9,11 +9,10 @@ import torch
 from llorch.comparison import PASS
 from llorch.files import open_weights
 from llorch.pytorch.device import target
-from llorch.pytorch.distributed import parallel
+from llorch.pytorch.distributed import parallel, sharding_plan
 from llorch.pytorch.distributed.launch import start, summed
-from llorch.pytorch.distributed.parallel import part_of_rank
 from llorch.pytorch.distributed.parallel_experts import OwnExperts, split_experts
-from llorch.pytorch.distributed.sharding_plan import COLUMNS
+from llorch.pytorch.distributed.sharding_plan import COLUMNS, part_of_rank
 from llorch.pytorch.models.experts import ExpertsModule
 from llorch.verify.expectations.long_contexts import LongSuite
 from llorch.verify.models import plan_live, verify_live, verify_stored
@@ -46,7 +45,7 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
     "averaged": lambda: setattr(parallel, "_leaving", averaged),
-    "other rank": lambda: setattr(parallel, "part_of_rank", of_another_rank),
+    "other rank": lambda: setattr(sharding_plan, "part_of_rank", of_another_rank),
     "experts of all ranks": lambda: setattr(OwnExperts, "forward", unmasked),
     "experts of another rank": lambda: setattr(parallel, "split_experts", first_shifted),
 }

@@ -56,7 +56,7 @@ def _names_axes(hint: object, names: dict[str, Any]) -> bool:
 
 def _remembering(function: Callable) -> Callable:
     """A function whose check is not repeated for arguments and a result that are of kinds which passed it together."""
-    quick, passed = _quick(function), dict[Hashable, set[Hashable]]()
+    quick, passed = cache(lambda: _quick(function)), dict[Hashable, set[Hashable]]()  # compiled when it is called
     made = threading.local()  # `result`: what `recheck` gives back, which is compiled once and not for every call
     recheck = cache(lambda: _quick(wraps(function)(lambda *args, **kwargs: made.result)))
 
@@ -67,10 +67,10 @@ def _remembering(function: Callable) -> Callable:
         try:
             given = _kinds(args), (*kwargs, *_kinds(kwargs.values())) if kwargs else None
         except _UnknowableError:
-            return _scoped(quick, args, kwargs)
+            return _scoped(quick(), args, kwargs)
         kinds = passed.get(given)
         if kinds is None:
-            result = _scoped(quick, args, kwargs)
+            result = _scoped(quick(), args, kwargs)
         else:
             result = function(*args, **kwargs)
             try:

@@ -22,8 +22,9 @@ from llorch.lora.initial import initial_adapter
 from llorch.pytorch.cache import Cache, NoCache
 from llorch.pytorch.distributed.dtensor import whole
 from llorch.pytorch.distributed.launch import start
-from llorch.pytorch.distributed.parallel import cut_for, parallelize
+from llorch.pytorch.distributed.parallel import parallelize
 from llorch.pytorch.distributed.parallel_model import load_parallel
+from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
 from llorch.sampling import SamplingSettings
