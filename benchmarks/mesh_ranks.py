@@ -25,7 +25,7 @@ from llorch.lora.config import LoraConfig
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.dtensor import own
 from llorch.pytorch.distributed.launch import leave, start
-from llorch.pytorch.distributed.parallel import cut_for
+from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
 from llorch.pytorch.random_weights import random_model
 from llorch.pytorch.train.adamw import AdamW
