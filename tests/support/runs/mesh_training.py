@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from llorch.builtin import builtin_path
 from llorch.comparison import PASS
@@ -58,9 +59,7 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "mean of means": own_means,
     "attached late": late,
-    "averaged": lambda: setattr(
-        torch.distributed.fsdp.FSDPModule, "set_gradient_divide_factor", lambda self, factor: None
-    ),
+    "averaged": lambda: setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
     "counted twice": lambda: setattr(adamw, "whole", lambda part: torch.cat([whole(part)] * 2)),
     "unsummed factor": lambda: setattr(parallel, "_own_part", lambda part: part.to_local()),
     "seed of the rank": rank_seeds,
