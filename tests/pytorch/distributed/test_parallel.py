@@ -44,6 +44,14 @@ def test_every_stage_of_a_split_model_is_that_of_the_truth(model: str, n_ranks: 
     assert n_rows > 800
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "first"), [("", []), ("unsummed from 500 tokens on", [("whole", "attn_out")])])
+def test_so_is_every_stage_of_long_contexts(plant: str, first: list[tuple[str, str]]):
+    n_rows, n_failed, failed = on_ranks(2, judged, "micro-qwen2", 2, "float64", plant, True)
+    assert n_rows > 1600
+    assert (failed[:1], n_failed > 0) == (first, bool(first))
+
+
 @pytest.mark.live
 def test_a_model_with_norms_of_heads_is_split_between_them(tmp_path: Path):
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -24,6 +24,11 @@ def averaged(part: Any, ranks: Any) -> Any:
     return summed(part.clone(), ranks) / ranks.size()
 
 
+def unsummed_if_long(part: Any, ranks: Any) -> Any:
+    """Parts of a long pass are not summed."""
+    return part if part.shape[1] > 500 else summed(part, ranks)
+
+
 def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
     """The rows of a matrix go to the ranks in another order."""
     moved = whole.roll(len(whole) // ranks.size(), 0) if path.rpartition(".")[0].endswith(COLUMNS) else whole
@@ -44,6 +49,7 @@ def first_shifted(layer: Any, ranks: Any, *rest: Any) -> None:
 PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
+    "unsummed from 500 tokens on": lambda: setattr(parallel, "_leaving", unsummed_if_long),
     "averaged": lambda: setattr(parallel, "_leaving", averaged),
     "other rank": lambda: setattr(sharding_plan, "part_of_rank", of_another_rank),
     "experts of all ranks": lambda: setattr(OwnExperts, "forward", unmasked),
@@ -51,15 +57,17 @@ PLANTED: Mapping[str, Callable[[], None]] = {
 }
 
 
-def judged(model: str | Path, n_ranks: int, dtype: str, plant: str = "") -> tuple[int, int, list[tuple[str, str]]]:
-    """Rows of a built-in model, or of a folder beside transformers, on a mesh; long contexts only of right ranks.
+def judged(
+    model: str | Path, n_ranks: int, dtype: str, plant: str = "", with_long: bool = False
+) -> tuple[int, int, list[tuple[str, str]]]:
+    """Rows of a built-in model, or of a folder beside transformers, on a mesh; with long contexts where asked for.
 
     Returns:
         How many there are, how many failed, and mode and stage of those that failed.
     """
     PLANTED[plant]()
-    if plant:
-        LongSuite.rows = lambda self, runner: iter(())  # they take longest, and a mistake shows at its stage
+    if not with_long:
+        LongSuite.rows = lambda self, runner: iter(())  # they take six times as long as all other rows
     torch.set_num_threads(1)
     runners = parallel_runners(target("cpu", dtype, "torch"), start({"dp": 1, "tp": n_ranks}))
     if isinstance(model, Path):
