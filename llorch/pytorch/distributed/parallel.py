@@ -39,8 +39,8 @@ def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
     """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
 
     Args:
-        module: The model with its weights, which were cut when they were loaded, see `cut_for`, and if it is to be
-            trained its adapters, whole.
+        module: The model with its weights, which were cut when they were loaded, see `sharding_plan.cut_for`, and
+            if it is to be trained its adapters, whole.
         mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
 
     Returns:
