@@ -45,9 +45,16 @@ def test_every_stage_of_a_split_model_is_that_of_the_truth(model: str, n_ranks: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plant", "first"), [("", []), ("unsummed from 500 tokens on", [("whole", "attn_out")])])
-def test_so_is_every_stage_of_long_contexts(plant: str, first: list[tuple[str, str]]):
-    n_rows, n_failed, failed = on_ranks(2, judged, "micro-qwen2", 2, "float64", plant, True)
+@pytest.mark.parametrize(
+    ("model", "dtype", "plant", "first"),
+    [
+        ("micro-qwen2", "float64", "", []),
+        ("micro-qwen2-moe", "float32", "", []),
+        ("micro-qwen2", "float64", "unsummed from 500 tokens on", [("whole", "attn_out")]),
+    ],
+)
+def test_so_is_every_stage_of_long_contexts(model: str, dtype: str, plant: str, first: list[tuple[str, str]]):
+    n_rows, n_failed, failed = on_ranks(2, judged, model, 2, dtype, plant, True)
     assert n_rows > 1600
     assert (failed[:1], n_failed > 0) == (first, bool(first))
 

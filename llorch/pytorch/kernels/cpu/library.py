@@ -154,11 +154,15 @@ def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
 
 
 def build(command: Sequence[str], target: Path) -> None:
-    """Compile the kernels into a file, one source on each core; `NotBuilt` has the first line of the compiler."""
+    """Compile the kernels into a file, one source on each core.
+
+    Raises:
+        NotBuilt: With the first line that the compiler said.
+    """
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder, ThreadPoolExecutor(n_cores()) as pool:
         made = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
         for _ in pool.map(lambda source, to: _compile(command, "-c", str(source), "-o", str(to)), SOURCES, made):
-            pass
+            pass  # an error of a call is raised here
         _compile(command, *map(str, made), "-o", str(target), "-lm")
 
 
