@@ -60,7 +60,7 @@ def test_sampled_answers_are_drawn_by_seed_and_the_next_choice_by_the_next_seed(
 
 def test_without_a_seed_two_answers_differ(server: Served):
     texts = {create(server, max_tokens=30, temperature=2.0).choices[0].message.content for _ in range(3)}
-    assert len(texts) == 3
+    assert len(texts) > 1
 
 
 def test_fields_that_only_others_have_reach_the_sampler(server: Served):

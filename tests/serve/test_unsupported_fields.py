@@ -135,8 +135,8 @@ def test_two_limits_are_the_same_or_refused(http: httpx.Client):
 def test_minus_one_is_off_for_top_k_and_any_seed(http: httpx.Client, plain: dict[str, str], route: str):
     answer = http.post(route, json=ASKED[route] | most(route, N) | {"top_k": -1, "seed": -1})
     assert (answer.status_code, text(answer.json())) == (200, plain[route])
-    body = ASKED[route] | most(route, 8) | {"temperature": 2, "top_k": -1}
-    assert len({text(http.post(route, json=body | {"seed": -1}).json()) for _ in range(3)}) == 3
+    body = ASKED[route] | most(route, 24) | {"temperature": 2, "top_k": -1}
+    assert len({text(http.post(route, json=body | {"seed": -1}).json()) for _ in range(3)}) > 1
     seeded = [text(http.post(route, json=body | {"seed": 7} | how).json()) for how in ({}, {"top_k": 0}, {"top_k": 2})]
     assert seeded[0] == seeded[1] != seeded[2]
 
