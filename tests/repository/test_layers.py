@@ -4,7 +4,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -45,15 +46,18 @@ def package_of(path: str) -> str:
     return path.rpartition("/")[0].replace("/", ".")
 
 
-def imported_modules(source: str, package: str) -> Iterator[tuple[str, int]]:
-    """Full dotted names that a file imports, anywhere in it, with their lines."""
+@cache
+def imported_modules(source: str, package: str) -> list[tuple[str, int]]:
+    """List the full dotted names that a file imports, anywhere in it, with their lines."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+            found += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+    return found
 
 
 def violations(source: str, part: str, package: str = "llorch") -> list[str]:

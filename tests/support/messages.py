@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "llorch"
@@ -20,6 +21,7 @@ SOURCES = ("dumps/writers",)  # programs in other languages
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def messages(root: Path = ROOT) -> list[tuple[Path, int, str]]:
     """List every message below a folder with its file and line."""
     files = (path for path in sorted(root.rglob("*.py")) if not any(name in path.as_posix() for name in SOURCES))
