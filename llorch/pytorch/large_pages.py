@@ -21,29 +21,44 @@ class LargePages:
 
     def __init__(self) -> None:
         """Start without memory."""
-        self._chunk: mmap.mmap | None = None
-        self._taken = 0
+        self._chunks: list[tuple[int, mmap.mmap]] = []  # address, memory
+        self._taken = 0  # bytes of the last chunk
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Make a tensor of the CPU without numbers; a small one lies elsewhere, or any if there are no such pages."""
+        room = self._room(torch.Size(shape), dtype)
+        return torch.empty(shape, dtype=dtype) if room is None else room
 
     def copied(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors of the CPU into large pages; small ones stay, or all if there are no such pages."""
+        """Copy tensors of the CPU into large pages; small ones stay, and those that `empty` has made."""
         return {name: self._copied(field) for name, field in fields.items()}
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        size = tensor.numel() * tensor.element_size()
-        if tensor.device.type != "cpu" or size < _LEAST or not self._has_room(size):
+        if tensor.device.type != "cpu" or self._holds(tensor):
             return tensor
+        room = self._room(tensor.shape, tensor.dtype)
+        return tensor if room is None else room.copy_(tensor)
+
+    def _holds(self, tensor: Tensor) -> bool:
+        return any(address <= tensor.data_ptr() < address + len(chunk) for address, chunk in self._chunks)
+
+    def _room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Take memory for a tensor; None for a small one, or where the system has no large pages or no memory."""
+        size = shape.numel() * dtype.itemsize
+        if size < _LEAST or not self._has_room(size):
+            return None
         start, self._taken = self._taken, self._taken + -(-size // _LINE) * _LINE
-        room = torch.frombuffer(self._chunk, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        return room.view(tensor.shape).copy_(tensor)
+        return torch.frombuffer(self._chunks[-1][1], dtype=dtype, count=shape.numel(), offset=start).view(shape)
 
     def _has_room(self, size: int) -> bool:
-        """Map another chunk if this one is too full; False where the system has no large pages or no memory."""
-        if self._chunk is not None and self._taken + size <= len(self._chunk):
+        """Map another chunk if the last one is too full; False where that fails."""
+        if self._chunks and self._taken + size <= len(self._chunks[-1][1]):
             return True
         try:
             chunk = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             chunk.madvise(mmap.MADV_HUGEPAGE)
         except (AttributeError, OSError):
             return False
-        self._chunk, self._taken = chunk, 0
+        self._chunks.append((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), chunk))
+        self._taken = 0
         return True

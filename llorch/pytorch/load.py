@@ -142,7 +142,8 @@ def _put_packed(
 ) -> None:  # fmt: skip
     """Replace the module that a matrix belongs to by one that keeps it packed."""
     slot, stored = weights.slots[row.name], _packed_matrices(weights, row)
-    fields = _fields(stored, kind, slot.interleaved_heads)
+    stays_whole = cut is all_of and device.type == "cpu" and len(stored) == 1
+    fields = _fields(stored, kind, slot.interleaved_heads, pages.empty if stays_whole else torch.empty)
     fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
     _require_finite(fields, kind, stored)
     if isinstance(kind, Table) and device.type == "cuda":
@@ -156,10 +157,11 @@ def _put_packed(
     setattr(model.get_submodule(owner), name, _leaf(fields, kind, row, dtype, columns))
 
 
-def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int) -> Fields:
-    """Take a matrix, or those of all experts, apart."""
+def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
+    """Take a matrix, or those of all experts, apart; `empty` makes the tensor of the codes."""
     if isinstance(kind, Table):
-        parts = [pack_stored(one, kind) for one in map(in_group_order, stored) if isinstance(one, QuantisedMatrix)]
+        in_order = [one for one in map(in_group_order, stored) if isinstance(one, QuantisedMatrix)]
+        parts = [pack_stored(one, kind, empty) for one in in_order]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     by_row = np.concatenate([one.by_row for one in stored])
     if interleaved_heads:
@@ -188,9 +190,14 @@ def _require_finite(fields: Fields, kind: Kind, stored: Sequence[Packed]) -> Non
     """Refuse what decodes to NaN or infinity: that is so exactly when a float of a block is not finite."""
     for one in stored:
         one.require_scales()
-    if not all(field.isfinite().all() for field in fields.values() if field.is_floating_point()) or (
+    if not all(_is_finite(field) for field in fields.values() if field.is_floating_point()) or (
         isinstance(kind, Table) and not has_finite_numbers(fields, kind)
     ):
         for one in stored:
             for start, tile in one.tiles():  # decoded once more to say where
                 one.require_finite(start, tile)
+
+
+def _is_finite(field: torch.Tensor) -> bool:
+    """Tell if all numbers are finite, in one pass: the least and the largest are NaN if one is."""
+    return bool(torch.stack(field.aminmax()).isfinite().all())

@@ -16,7 +16,7 @@ the same; only products of a few rows are summed in another order, except in mod
 """
 
 import ctypes
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import cache
 from math import gcd, prod
@@ -97,10 +97,13 @@ def _count_bytes(weights: Weights, name: str, kind: Kind) -> int:
     return (elements // 2 if kind.name == "TABLE_4" else elements) + scales
 
 
-def pack_stored(matrix: QuantisedMatrix, kind: Table) -> dict[str, Tensor]:
-    """Split a matrix into fields, as `packing.pack` does; `in_group_order` has put its columns in order."""
+def pack_stored(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
+    """Split a matrix into fields, as `packing.pack` does; `in_group_order` has put its columns in order.
+
+    `empty` makes the tensor of the codes.
+    """
     recipe, size = matrix.recipe, _scale_columns(matrix)
-    fields = {"codes": _packed_codes(matrix, kind), "d": _of_groups(matrix, recipe.scale, size)}
+    fields = {"codes": _packed_codes(matrix, kind, empty), "d": _of_groups(matrix, recipe.scale, size)}
     if recipe.minimum is not None:
         fields["minimum"] = _of_groups(matrix, recipe.minimum, size)
     if kind.has_zeros and recipe.zero is not None:
@@ -186,16 +189,16 @@ def _of_groups(matrix: QuantisedMatrix, reader: Reader, size: int) -> Float32[Te
     return torch.from_numpy(np.array(np.broadcast_to(numbers[:, : n_in // size], (n_rows, n_in // size)), np.float32))
 
 
-def _packed_codes(matrix: QuantisedMatrix, kind: Table) -> Tensor:
+def _packed_codes(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor]) -> Tensor:
     """Pack the codes: with the compiled pass where it knows their order, else some rows at a time."""
     codes = matrix.recipe.codes
     if isinstance(codes, CodesOf) and matrix.own_rows is None:
         compiled = _compiled_pass()
-        packed = None if compiled is None else packed_codes(codes, matrix.parts[codes.part], compiled)
+        packed = None if compiled is None else packed_codes(codes, matrix.parts[codes.part], compiled, empty)
         if packed is not None:
             return packed
     width = matrix.shape[1] // (2 if kind.name == "TABLE_4" else 1)
-    packed = torch.empty(matrix.shape[0], width, dtype=torch.uint8)
+    packed = empty(matrix.shape[0], width, dtype=torch.uint8)
     for rows, codes in _codes_in_parts(matrix):
         if kind.name == "TABLE_4":
             packed[rows] = join_four_bits(torch.from_numpy(np.require(codes, requirements=["C", "W"])))

@@ -54,6 +54,16 @@ def test_tensors_do_not_overlap_and_a_full_chunk_is_followed_by_another(monkeypa
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
 
 
+def test_a_tensor_that_is_made_in_large_pages_is_not_copied():
+    pages = LargePages()
+    codes = pages.empty(300, 256, dtype=torch.uint8)
+    assert (codes.shape, codes.dtype, asks_for_large_pages(codes.data_ptr())) == ((300, 256), torch.uint8, True)
+    made = pages.copied({"codes": codes, "d": torch.ones(300, 64)})
+    assert made["codes"] is codes
+    codes.fill_(7)
+    assert bool((made["d"] == 1).all())
+
+
 def test_memory_is_freed_with_the_last_tensor_in_it():
     (made,) = LargePages().copied({"codes": torch.ones(1 << 20)}).values()
     address = made.data_ptr()
@@ -66,6 +76,7 @@ def test_a_system_without_large_pages_keeps_the_tensors(monkeypatch: pytest.Monk
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     codes = torch.ones(1 << 20)
     assert LargePages().copied({"codes": codes})["codes"] is codes
+    assert LargePages().empty(1 << 20, dtype=torch.uint8).shape == (1 << 20,)
 
 
 def test_a_process_without_memory_keeps_the_tensors(monkeypatch: pytest.MonkeyPatch):
@@ -80,3 +91,21 @@ def test_packed_matrices_of_a_folder_lie_in_large_pages(monkeypatch: pytest.Monk
     codes = [one.get_buffer("codes") for one in module.modules() if isinstance(one, PackedMatrix)]
     assert codes
     assert all(asks_for_large_pages(field.data_ptr()) for field in codes)
+
+
+def test_codes_of_a_whole_matrix_are_packed_where_they_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(large_pages, "_LEAST", 0)
+    copies: list[torch.Tensor] = []
+    copied = LargePages._copied
+
+    def noted(pages: LargePages, tensor: torch.Tensor) -> torch.Tensor:
+        made = copied(pages, tensor)
+        if made is not tensor:
+            copies.append(made)
+        return made
+
+    monkeypatch.setattr(LargePages, "_copied", noted)
+    module = load_torch(FOLDERS / "mlx-4bit", residency="packed", dtype="bfloat16").module
+    codes = {one.get_buffer("codes").data_ptr() for one in module.modules() if isinstance(one, PackedMatrix)}
+    assert copies
+    assert codes.isdisjoint(tensor.data_ptr() for tensor in copies)

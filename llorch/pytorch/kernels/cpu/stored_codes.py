@@ -4,6 +4,7 @@ The reference is `stored_kinds`, which has each code in a byte of its own meanwh
 """
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,15 +16,17 @@ from llorch.files.quantised.matrix import CodesOf, StoredPart
 ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in cpu_packing.c
 
 
-def packed_codes(codes: CodesOf, part: StoredPart, library: ctypes.CDLL) -> UInt8[Tensor, "out bytes"] | None:
+def packed_codes(
+    codes: CodesOf, part: StoredPart, library: ctypes.CDLL, empty: Callable[..., Tensor] = torch.empty
+) -> UInt8[Tensor, "out bytes"] | None:
     """Pack the codes of a whole matrix; None for those that are not moved here, such as codes of 3 bits.
 
-    A part that holds more than the codes, such as padding, or less, is not moved here either.
+    A part that holds more than the codes, such as padding, or less, is not moved here either. `empty` makes the tensor.
     """
     n_out, n_in = codes.shape
     if codes.bits not in (4, 8) or part.raw.nbytes != n_out * n_in * codes.bits // 8:
         return None
-    packed = torch.empty(n_out, n_in * codes.bits // 8, dtype=torch.uint8)
+    packed = empty(n_out, n_in * codes.bits // 8, dtype=torch.uint8)
     if codes.bits == 8 and codes.order == "rows":
         packed.numpy()[...] = codes({codes.part: part}, slice(0, n_out))
     else:
