@@ -16,7 +16,7 @@ the same; only products of a few rows are summed in another order, except in mod
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import gcd, prod
@@ -74,26 +74,25 @@ def _known(weights: Weights, name: str) -> tuple[Kind | None, int]:
     """Return kind and bytes of a weight, found once for each opened file or folder."""
     known = _KNOWN.setdefault(weights.source, {})
     if name not in known:
-        kind = _find_kind(weights, name)
-        known[name] = kind, 0 if kind is None else _count_bytes(weights, name, kind)
+        stored = [in_group_order(one) for one in weights.all_stored(name)]
+        kind = _find_kind(stored)
+        known[name] = kind, 0 if kind is None else _count_bytes(stored[0], kind, prod(weights.shape(name)))
     return known[name]
 
 
-def _find_kind(weights: Weights, name: str) -> Kind | None:
-    stored = weights.as_stored(name)
-    if not isinstance(stored, QuantisedMatrix):
-        kind = stored.ggml_type
+def _find_kind(stored: Sequence[Packed]) -> Kind | None:
+    if not isinstance(stored[0], QuantisedMatrix):
+        kind = stored[0].ggml_type
         return kind if isinstance(kind, GGMLType) and kind in PACKERS else None
-    kinds = {_code_table(in_group_order(one)) for one in weights.all_stored(name)}
+    kinds = {_code_table(one) for one in stored}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _count_bytes(weights: Weights, name: str, kind: Kind) -> int:
-    elements = prod(weights.shape(name))
+def _count_bytes(stored: Packed, kind: Kind, elements: int) -> int:
     if isinstance(kind, GGMLType):
         size, n_bytes = BLOCK_SIZES[kind]
         return elements // size * n_bytes
-    scales = 2 * _SCALE_BYTES * elements // _scale_columns(in_group_order(weights.as_stored(name)))
+    scales = 2 * _SCALE_BYTES * elements // _scale_columns(stored)
     return (elements // 2 if kind.name == "TABLE_4" else elements) + scales
 
 

@@ -57,9 +57,10 @@ def _are_shifts(fields: Fields, first: Tensor) -> bool:
 
 def _centre(fields: Fields) -> float:
     """Find the integer next to the mean number that stands for zero; 0 without minima."""
-    if "minimum" not in fields or not (scaled := fields["d"] != 0).any():
+    if "minimum" not in fields or not (n_scaled := fields["d"].count_nonzero()):
         return 0.0
-    return float((-fields["minimum"][scaled] / fields["d"][scaled]).mean().round().clamp(0, 255))
+    codes = torch.where(fields["d"] != 0, -fields["minimum"] / fields["d"], 0)
+    return float((codes.sum() / n_scaled).round().clamp(0, 255))
 
 
 def _way(table: Table, fields: Fields) -> int:
