@@ -9,13 +9,14 @@ llama.cpp makes the files. Ours runs them with matrices decoded at load and with
 plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggml).
 
 With --folders the torch path runs random folders of each format beside our Q4_0 and Q8_0 and llama.cpp's on the same
-shape, all in the same rounds. Then each folder is opened in a process of its own: its peak memory above that of torch,
-and the processor time for each gigabyte of its file. --vocabulary 151936 is Qwen2.5's: a folder keeps its embedding in
-floats, which then takes most of the time.
+shape, all in the same rounds. Then each folder is opened in processes of its own, in turn: its peak memory above that
+of torch, and the processor time for each gigabyte of its file, beside that of the folder in floats. --vocabulary 151936
+is Qwen2.5's: a folder keeps its embedding in floats, which then takes most of the time.
 """
 
 import ctypes
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,9 +87,8 @@ def held(key): return next(int(line.split()[1]) for line in open("/proc/self/sta
 torch.set_num_threads(1)
 before, start = held("VmRSS"), time.process_time()
 load_torch(sys.argv[1], dtype=sys.argv[2])
-size = os.path.getsize(sys.argv[1] + "/model.safetensors") / 1e9
-seconds = time.process_time() - start
-print(f"{1000 * size:6.0f} MB, peak {held('VmHWM') - before:6.0f} MB above torch, {seconds / size:5.2f} s/GB to open")
+seconds, size = time.process_time() - start, os.path.getsize(sys.argv[1] + "/model.safetensors") / 1e9
+print(1e3 * size, held("VmHWM") - before, seconds / size)
 """
 
 
@@ -110,11 +110,25 @@ def of_folders(
             same_width = [kind for kind in made if kind in samples and (kind in EIGHT_BITS) == (name == "Q8_0")]
             others = [one for one in (name, f"llama.cpp {name}") if one in samples]
             report({one: samples[one] for one in (*same_width, *others)}, [*same_width, *others[:1]], others)
-        for kind, path in made.items():
-            for dtype in ("float32", "bfloat16"):
-                print(f"{kind:<12} {dtype:<9}", end=" ", flush=True)
-                subprocess.run([sys.executable, "-c", OPENING, str(path), dtype], check=True)
+        for dtype in ("float32", "bfloat16"):
+            report_opening(made, dtype, rounds)
     return samples
+
+
+def report_opening(folders: dict[str, Path], dtype: str, rounds: int) -> None:
+    """Open each folder in a process of its own, in turn, and print file, peak and time beside those of the floats."""
+    found: dict[str, list[list[float]]] = {kind: [] for kind in folders}
+    for _ in range(rounds):
+        for kind, path in folders.items():
+            print(f"opening {kind} in {dtype}", file=sys.stderr)
+            run = [sys.executable, "-c", OPENING, str(path), dtype]
+            out = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+            found[kind].append([float(word) for word in out.split()])
+    for kind, opened in found.items():
+        size, peak, seconds = (statistics.median(column) for column in zip(*opened, strict=True))
+        ratios = [ours[2] / floats[2] for ours, floats in zip(opened, found["float"], strict=True)]
+        print(f"{kind:<12} {dtype:<9} {size:6.0f} MB, peak {peak:6.0f} MB above torch, {seconds:5.2f} s/GB to open,"
+              f" {statistics.median(ratios):5.2f} of float ({min(ratios):.2f}-{max(ratios):.2f})")  # fmt: skip
 
 
 def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Callable[[], Engine]]:
