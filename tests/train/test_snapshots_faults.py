@@ -129,11 +129,24 @@ def test_a_failed_save_leaves_nothing_behind_where_removing_still_works(tmp_path
     for at in range(1, 12):
         folder = tmp_path / str(at)
         folder.mkdir()
-        open_files = len(os.listdir("/proc/self/fd"))
         with on(FaultyDisk(FAULTS[0], at)), refuses(OSError, 10, "injected", "none", where=folder):
             save(SnapshotStore(folder), 10)
         assert leftovers(folder) == []
-        assert len(os.listdir("/proc/self/fd")) == open_files
+        assert open_below(folder) == []
+
+
+def open_below(folder: Path) -> list[Path]:
+    """List what this process has open: a folder, or files below it, also removed ones."""
+    opened = [Path(f"/proc/self/fd/{number}").resolve() for number in os.listdir("/proc/self/fd")]
+    return [path for path in opened if path.is_relative_to(folder.resolve())]
+
+
+def test_files_that_stay_open_are_found(tmp_path: Path):
+    with (tmp_path / "a").open("w") as file:
+        (tmp_path / "a").unlink()
+        assert len(open_below(tmp_path)) == 1
+        file.close()
+    assert open_below(tmp_path) == []
 
 
 def test_writes_that_are_cut_short_are_gone_on_with(tmp_path: Path):
