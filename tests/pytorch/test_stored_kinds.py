@@ -201,3 +201,20 @@ def test_product_with_zero_points_subtracts_no_large_sums(folder: str):
 
     packed = CpuQuantisedLinear(pack_stored(matrix, kind), kind, None, compiled)
     assert error(packed(x)) < max(2 * error(x @ weight.T), 2e-7)
+
+
+@pytest.mark.parametrize("folder", ["mlx-4bit", "mlx-8bit"])
+def test_a_group_whose_numbers_are_all_0_changes_no_other_group(folder: str):
+    compiled, matrix = library(), first(folder)
+    if compiled is None:
+        pytest.skip("NOT RUN: no C compiler")
+    kind = kind_of(weights_of(matrix), "one")
+    assert isinstance(kind, Table)
+    fields = pack_stored(matrix, kind)
+    for name in ("d", "minimum"):
+        fields[name][0, 0] = 0
+    weight = decode(fields, kind)
+    x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32))
+    want = x.double() @ weight.double().T
+    made = CpuQuantisedLinear(fields, kind, None, compiled)(x)
+    assert float((made.double() - want).norm() / want.norm()) < 1e-6
