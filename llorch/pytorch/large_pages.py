@@ -17,7 +17,7 @@ _LINE = 64  # bytes of a line of the processor's cache
 
 
 class LargePages:
-    """Memory for the weights of one model. It is freed with the last tensor that lies in it."""
+    """Memory for the weights of one model. It is freed with this object and the last tensor that lies in it."""
 
     def __init__(self) -> None:
         """Start without memory."""
@@ -25,12 +25,15 @@ class LargePages:
         self._taken = 0  # bytes of the last chunk
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Make a tensor of the CPU without numbers; a small one lies elsewhere, or any if there are no such pages."""
+        """Make a tensor of the CPU, still to be written; in ordinary memory if it is small or there are no pages."""
         room = self._room(torch.Size(shape), dtype)
         return torch.empty(shape, dtype=dtype) if room is None else room
 
     def copied(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors of the CPU into large pages; small ones stay, and those that `empty` has made."""
+        """Copy tensors of the CPU into large pages.
+
+        Small ones stay, those that `empty` has made, and all of them if there are no such pages.
+        """
         return {name: self._copied(field) for name, field in fields.items()}
 
     def _copied(self, tensor: Tensor) -> Tensor:

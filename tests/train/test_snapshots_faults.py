@@ -125,6 +125,12 @@ def test_the_old_or_the_new_snapshot_loads_whichever_operation_of_a_save_fails(
             shutil.rmtree(folder)
 
 
+def open_below(folder: Path) -> list[Path]:
+    """List what this process has open: a folder, or files below it, also removed ones."""
+    opened = [Path(f"/proc/self/fd/{number}").resolve() for number in os.listdir("/proc/self/fd")]
+    return [path for path in opened if path.is_relative_to(folder.resolve())]
+
+
 def test_a_failed_save_leaves_nothing_behind_where_removing_still_works(tmp_path: Path):
     for at in range(1, 12):
         folder = tmp_path / str(at)
@@ -135,17 +141,10 @@ def test_a_failed_save_leaves_nothing_behind_where_removing_still_works(tmp_path
         assert open_below(folder) == []
 
 
-def open_below(folder: Path) -> list[Path]:
-    """List what this process has open: a folder, or files below it, also removed ones."""
-    opened = [Path(f"/proc/self/fd/{number}").resolve() for number in os.listdir("/proc/self/fd")]
-    return [path for path in opened if path.is_relative_to(folder.resolve())]
-
-
 def test_files_that_stay_open_are_found(tmp_path: Path):
-    with (tmp_path / "a").open("w") as file:
+    with (tmp_path / "a").open("w"):
         (tmp_path / "a").unlink()
         assert len(open_below(tmp_path)) == 1
-        file.close()
     assert open_below(tmp_path) == []
 
 
