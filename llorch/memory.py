@@ -1,8 +1,9 @@
-"""Memory of the machine: how much is left, and one setting of the C library that large activations need."""
+"""Memory of the machine: how much is left, and two calls of the C library that large arrays need."""
 
 import ctypes
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameter numbers of mallopt(3)
@@ -80,9 +81,23 @@ def keep_freed_memory() -> None:
     By default each activation of some megabytes is mapped, cleared and faulted in page by page, and unmapped a moment
     later; that costs more than the arithmetic on it. Does nothing where the C library has no `mallopt` (not glibc).
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
+    mallopt = _function_of_c("mallopt")
     mallopt(_TRIM_THRESHOLD, _KEPT)
     mallopt(_MMAP_THRESHOLD, _KEPT)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system that the C library holds between objects in use.
+
+    Where large arrays are made and freed in turn with small objects that stay, the next array often fits in none of the
+    holes. Does nothing where the C library has no `malloc_trim` (not glibc).
+    """
+    _function_of_c("malloc_trim")(0)
+
+
+def _function_of_c(name: str) -> Callable[..., object]:
+    """Find a function of the C library; one that does nothing where it is missing."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return lambda *_: None

@@ -11,15 +11,16 @@ from runs.refusals import assert_cli_refuses
 from llorch import memory
 from llorch.memory import available_memory
 
-KEPT = """
+RESIDENT = """
 import resource
 from pathlib import Path
 import numpy as np
-from llorch.memory import keep_freed_memory
+from llorch.memory import keep_freed_memory, return_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
+"""
+KEPT = """
 keep_freed_memory()
 keep_freed_memory()
 size = 1 << 26  # bytes, twice as many as the C library would keep of itself
@@ -29,20 +30,36 @@ del array
 assert held - resident() < size / 2, (held, resident())
 assert int(np.full(size, 3, np.uint8).sum()) == 3 * size
 """
+HOLES = """
+keep_freed_memory()  # or arrays of this size lie outside of the heap
+arrays = [np.ones(size, np.uint8) for size in [1 << 20, 1 << 12] * 64]
+held = resident()
+del arrays[::2]
+assert held - resident() < 1 << 25, (held, resident())
+return_freed_memory()
+assert held - resident() > 1 << 25, (held, resident())
+assert all(array.all() for array in arrays)
+"""
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="NOT RUN: the C library has no mallopt")
 def test_freed_memory_is_kept_for_the_next_array_after_the_setting_was_made_twice():
-    subprocess.run([sys.executable, "-c", KEPT], check=True)  # a process whose heap no other test has filled
+    subprocess.run([sys.executable, "-c", RESIDENT + KEPT], check=True)  # a process whose heap no other test has filled
 
 
-def test_a_library_without_mallopt_is_left_alone():
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="NOT RUN: the C library has no malloc_trim")
+def test_freed_memory_between_arrays_in_use_is_returned():
+    subprocess.run([sys.executable, "-c", RESIDENT + HOLES], check=True)
+
+
+def test_a_library_without_these_functions_is_left_alone():
     code = (
         "import ctypes\n"
         "def without(name):\n    raise OSError('no such library')\n"
         "ctypes.CDLL = without\n"
-        "from llorch.memory import keep_freed_memory\n"
+        "from llorch.memory import keep_freed_memory, return_freed_memory\n"
         "keep_freed_memory()\n"
+        "return_freed_memory()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

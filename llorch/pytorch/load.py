@@ -1,7 +1,7 @@
 """Weights of a file or folder put into the torch model, one tensor at a time."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Weight, inventory, undo_interleave
 from llorch.files.tensor_storage import AS_IS, rows_of
+from llorch.memory import return_freed_memory
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, pack, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
@@ -25,6 +26,9 @@ from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_stored, stays_half
+
+_AT_ONCE = 1 << 18  # bytes that are taken apart together: they stay in the processor cache
+_BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
 
 Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one
 
@@ -40,7 +44,7 @@ def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cu
     A weight is whole only until it is `cut`, one after the other.
     """
     model = _empty(weights.config)
-    for row in inventory(weights.config).values():
+    for row in _in_turn(weights):
         _put_dense(model, weights, row, dtype, device, cut)
     if weights.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -53,14 +57,12 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
     Matrices in BF16 or F16 stay so where `stays_half` says it.
     """
     model, pages = _empty(weights.config), LargePages()
-    for row in inventory(weights.config).values():
+    for row in _in_turn(weights):
         kind = _kept_kind(weights, row, dtype, device, cut)
         if kind is not None:
             _put_packed(model, weights, row, kind, dtype, device, cut, pages)
         else:
             _put_dense(model, weights, row, dtype, device, cut)
-        for stored in weights.all_stored(row.name):
-            release_pages(stored.raw)
     if weights.config.tie_word_embeddings:
         embedding = model.model.embed_tokens
         if isinstance(embedding, QuantisedEmbedding):
@@ -68,6 +70,20 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
         else:
             model.lm_head.weight = embedding.weight
     return model.eval()
+
+
+def _in_turn(weights: Weights) -> Iterator[Weight]:
+    """Yield each weight to be loaded; return its pages of the file afterwards, and freed memory now and then."""
+    n_read = 0
+    for row in inventory(weights.config).values():
+        yield row
+        for stored in weights.all_stored(row.name):
+            release_pages(stored.raw)
+            n_read += stored.n_bytes
+        if n_read > _BETWEEN_RETURNS:
+            return_freed_memory()
+            n_read = 0
+    return_freed_memory()
 
 
 def _kept_kind(weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut) -> Kind | None:
@@ -143,13 +159,15 @@ def _put_packed(
 ) -> None:  # fmt: skip
     """Replace the module that a matrix belongs to by one that keeps it packed."""
     slot, stored = weights.slots[row.name], _packed_matrices(weights, row)
-    stays_whole = cut is all_of and device.type == "cpu" and len(stored) == 1
-    fields = _fields(stored, kind, slot.interleaved_heads, pages.empty if stays_whole else torch.empty)
+    stay = cut is all_of and device.type == "cpu" and (len(stored) == 1 or not isinstance(kind, Table))
+    use_pages = kind not in HALF_TYPES  # whose products, as measured, gain nothing from large pages
+    empty = LargePages().empty if not stay else pages.empty if use_pages else torch.empty
+    fields = _fields(stored, kind, slot.interleaved_heads, empty)
     fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
     _require_finite(fields, kind, stored)
     if isinstance(kind, Table) and device.type == "cuda":
         fields = shorten(fields)
-    if kind not in HALF_TYPES:  # of which the file may have the only copy
+    if use_pages:
         fields = pages.copied(fields)
     owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
@@ -159,15 +177,34 @@ def _put_packed(
 
 
 def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
-    """Take a matrix, or those of all experts, apart; `empty` makes the tensor of the codes."""
+    """Take a matrix, or those of all experts, apart; `empty` makes the large tensors.
+
+    Large temporary arrays are avoided: the C library keeps many of them, up to the size of the model once more.
+    """
     if isinstance(kind, Table):
         in_order = [one for one in map(in_group_order, stored) if isinstance(one, QuantisedMatrix)]
         parts = [pack_stored(one, kind, empty) for one in in_order]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    by_row = np.concatenate([one.by_row for one in stored])
-    if interleaved_heads:
-        by_row = undo_interleave(by_row, interleaved_heads)
-    return pack(torch.from_numpy(by_row), kind)
+    fields: dict[str, torch.Tensor] = {}
+    for rows, blocks in _some_rows(stored, interleaved_heads):
+        for name, part in pack(torch.from_numpy(blocks), kind).items():
+            if name not in fields:
+                fields[name] = empty(sum(len(one.by_row) for one in stored), part.shape[1], dtype=part.dtype)
+            fields[name][rows] = part
+    return fields
+
+
+def _some_rows(stored: Sequence[Packed], interleaved_heads: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield about `_AT_ONCE` bytes of one matrix at a time, and which rows they are of all matrices together."""
+    before = 0
+    for by_row in (one.by_row for one in stored):
+        order = undo_interleave(np.arange(len(by_row)), interleaved_heads) if interleaved_heads else None
+        step = max(1, _AT_ONCE // by_row.shape[1])
+        for start in range(0, len(by_row), step):
+            rows = slice(start, min(start + step, len(by_row)))
+            blocks = np.array(by_row[rows]) if order is None else by_row[order[rows]]
+            yield slice(before + start, before + start + len(blocks)), blocks
+        before += len(by_row)
 
 
 def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:
