@@ -9,9 +9,9 @@ llama.cpp makes the files. Ours runs them with matrices decoded at load and with
 plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggml).
 
 With --folders the torch path runs random folders of each format beside our Q4_0 and Q8_0 and llama.cpp's on the same
-shape, all in the same rounds. Then each folder is opened in processes of its own, in turn: its peak memory above that
-of torch, and the processor time for each gigabyte of its file, beside that of the folder in floats. --vocabulary 151936
-is Qwen2.5's: a folder keeps its embedding in floats, which then takes most of the time.
+shape, all in the same rounds. Then each folder and file is opened in processes of its own, in turn: its peak memory
+above that of torch, and the processor time for each of its gigabytes, beside that of the folder in floats. --vocabulary
+151936 is Qwen2.5's: a folder keeps its embedding in floats, which then takes most of the time.
 """
 
 import ctypes
@@ -87,7 +87,8 @@ def held(key): return next(int(line.split()[1]) for line in open("/proc/self/sta
 torch.set_num_threads(1)
 before, start = held("VmRSS"), time.process_time()
 load_torch(sys.argv[1], dtype=sys.argv[2])
-seconds, size = time.process_time() - start, os.path.getsize(sys.argv[1] + "/model.safetensors") / 1e9
+seconds, file = time.process_time() - start, sys.argv[1] + "/model.safetensors" * os.path.isdir(sys.argv[1])
+size = os.path.getsize(file) / 1e9
 print(1e3 * size, held("VmHWM") - before, seconds / size)
 """
 
@@ -111,15 +112,15 @@ def of_folders(
             others = [one for one in (name, f"llama.cpp {name}") if one in samples]
             report({one: samples[one] for one in (*same_width, *others)}, [*same_width, *others[:1]], others)
         for dtype in ("float32", "bfloat16"):
-            report_opening(made, dtype, rounds)
+            report_opening(made | files, dtype, rounds)
     return samples
 
 
-def report_opening(folders: dict[str, Path], dtype: str, rounds: int) -> None:
-    """Open each folder in a process of its own, in turn, and print file, peak and time beside those of the floats."""
-    found: dict[str, list[list[float]]] = {kind: [] for kind in folders}
+def report_opening(models: dict[str, Path], dtype: str, rounds: int) -> None:
+    """Open each folder or file in its own process, in turn; print size, peak and time beside those of the floats."""
+    found: dict[str, list[list[float]]] = {kind: [] for kind in models}
     for _ in range(rounds):
-        for kind, path in folders.items():
+        for kind, path in models.items():
             print(f"opening {kind} in {dtype}", file=sys.stderr)
             run = [sys.executable, "-c", OPENING, str(path), dtype]
             out = subprocess.run(run, check=True, capture_output=True, text=True).stdout
