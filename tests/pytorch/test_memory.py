@@ -206,11 +206,11 @@ def measure(path, dtype, residency, n_tokens):
     done = threading.Event()
     predicted = predict(open_weights(path), target("cpu", dtype), residency, 1, n_tokens).peak
     most = before = anonymous()
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     model = load_torch(path, dtype=dtype, residency=residency, n_tokens=n_tokens)
     vars(model)["tokenizer"] = NoText()
-    list(model.generate([i % 1000 for i in range(n_tokens - 16)], max_tokens=16, ignore_eos=True))
+    list(model.generate([i % 90 for i in range(n_tokens - 16)], max_tokens=16, ignore_eos=True))
     done.set()
     thread.join()
     print(predicted, max(most, anonymous()) - before, flush=True)
