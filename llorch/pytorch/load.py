@@ -15,20 +15,26 @@ from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
-from llorch.files.tensor_names import Weight, inventory, undo_interleave
+from llorch.files.tensor_names import Weight, inventory
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.memory import return_freed_memory
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, pack, shorten
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 from llorch.pytorch.large_pages import LargePages
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_stored, stays_half
+from llorch.pytorch.stored_kinds import (
+    group_order,
+    in_group_order,
+    kind_of,
+    pack_file_blocks,
+    pack_stored,
+    stays_half,
+)  # fmt: skip
 
-_AT_ONCE = 1 << 18  # bytes that are taken apart together: they stay in the processor cache
-_BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
+BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
 
 Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one
 
@@ -80,7 +86,7 @@ def _in_turn(weights: Weights) -> Iterator[Weight]:
         for stored in weights.all_stored(row.name):
             release_pages(stored.raw)
             n_read += stored.n_bytes
-        if n_read > _BETWEEN_RETURNS:
+        if n_read > BETWEEN_RETURNS:
             return_freed_memory()
             n_read = 0
     return_freed_memory()
@@ -177,34 +183,12 @@ def _put_packed(
 
 
 def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
-    """Take a matrix, or those of all experts, apart; `empty` makes the large tensors.
-
-    Large temporary arrays are avoided: the C library keeps many of them, up to the size of the model once more.
-    """
+    """Take a matrix, or those of all experts, apart; `empty` makes the large tensors."""
     if isinstance(kind, Table):
         in_order = [one for one in map(in_group_order, stored) if isinstance(one, QuantisedMatrix)]
         parts = [pack_stored(one, kind, empty) for one in in_order]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    fields: dict[str, torch.Tensor] = {}
-    for rows, blocks in _some_rows(stored, interleaved_heads):
-        for name, part in pack(torch.from_numpy(blocks), kind).items():
-            if name not in fields:
-                fields[name] = empty(sum(len(one.by_row) for one in stored), part.shape[1], dtype=part.dtype)
-            fields[name][rows] = part
-    return fields
-
-
-def _some_rows(stored: Sequence[Packed], interleaved_heads: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield about `_AT_ONCE` bytes of one matrix at a time, and which rows they are of all matrices together."""
-    before = 0
-    for by_row in (one.by_row for one in stored):
-        order = undo_interleave(np.arange(len(by_row)), interleaved_heads) if interleaved_heads else None
-        step = max(1, _AT_ONCE // by_row.shape[1])
-        for start in range(0, len(by_row), step):
-            rows = slice(start, min(start + step, len(by_row)))
-            blocks = np.array(by_row[rows]) if order is None else by_row[order[rows]]
-            yield slice(before + start, before + start + len(blocks)), blocks
-        before += len(by_row)
+    return pack_file_blocks(stored, kind, interleaved_heads, empty)
 
 
 def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:

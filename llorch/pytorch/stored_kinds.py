@@ -1,4 +1,4 @@
-"""The kind of packed matrix that torch keeps a stored weight as, and the fields of a quantised folder's matrix.
+"""The kind of packed matrix that torch keeps a stored weight as, and the fields of a file's or folder's matrix.
 
 A matrix of a GGUF file stays in its type if `PACKERS` has that type. A matrix of a quantised folder becomes a `Table`,
 with 4 bits for each code if it has at most 16 different codes, else with 8 bits. Decoding applies the operations of
@@ -31,13 +31,15 @@ from llorch.files import Weights
 from llorch.files.packed import Packed, Rows
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import CodesOf, Parts, QuantisedMatrix, Reader
+from llorch.files.tensor_names import undo_interleave
 from llorch.pytorch.kernels.cpu.library import find_compiler, library
-from llorch.pytorch.kernels.cpu.stored_codes import packed_codes
-from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS, RUN, TABLES, Kind, Table, join_four_bits
+from llorch.pytorch.kernels.cpu.stored_codes import pack_blocks, packed_codes
+from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS, RUN, TABLES, Kind, Table, join_four_bits, pack
 
 _HALF_RUN = 16  # columns of the smallest group that kernels know
 _SCALE_BYTES = 4
 _AT_ONCE = 1 << 22  # elements whose codes are unpacked in one go
+_BLOCKS_AT_ONCE = 1 << 18  # bytes of blocks that are taken apart in one go: they stay in the processor cache
 _KNOWN: MutableMapping[object, dict[str, tuple[Kind | None, int]]] = WeakKeyDictionary()  # by the opened file
 
 
@@ -94,6 +96,47 @@ def _count_bytes(stored: Packed, kind: Kind, elements: int) -> int:
         return elements // size * n_bytes
     scales = 2 * _SCALE_BYTES * elements // _scale_columns(stored)
     return (elements // 2 if kind.name == "TABLE_4" else elements) + scales
+
+
+def pack_file_blocks(
+    stored: Sequence[Packed], kind: GGMLType, interleaved_heads: int, empty: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Split one matrix of a GGUF file, or one after the other, into fields, as `packing.pack` does.
+
+    `interleaved_heads`: heads whose rows are interleaved in the file, or 0. `empty` makes the tensors. Few rows are
+    taken apart at once: the C library keeps many large temporary arrays, up to the size of the model once more.
+    """
+    n_rows, n_blocks = sum(len(one.by_row) for one in stored), stored[0].by_row.shape[1] // BLOCK_SIZES[kind][1]
+    fields = {
+        name: empty(n_rows, n_blocks * field.shape[1], dtype=field.dtype) for name, field in _empty_block(kind).items()
+    }
+    compiled = _compiled_pass() if kind in PACKERS else None
+    for rows, blocks in _some_rows(stored, interleaved_heads):
+        places = {name: field[rows] for name, field in fields.items()}
+        if compiled is not None:
+            pack_blocks(blocks, kind, places, compiled)
+            continue
+        for name, part in pack(torch.from_numpy(np.require(blocks, requirements="W")), kind).items():
+            places[name].copy_(part)
+    return fields
+
+
+@cache
+def _empty_block(kind: GGMLType) -> dict[str, Tensor]:
+    """Return the fields of one block of zeros, whose shapes and dtypes those of a matrix follow from."""
+    return pack(torch.zeros(1, BLOCK_SIZES[kind][1], dtype=torch.uint8), kind)
+
+
+def _some_rows(stored: Sequence[Packed], interleaved_heads: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield about `_BLOCKS_AT_ONCE` bytes of one matrix at a time, and which rows they are of all matrices together."""
+    before = 0
+    for by_row in (one.by_row for one in stored):
+        order = undo_interleave(np.arange(len(by_row)), interleaved_heads) if interleaved_heads else None
+        step = max(1, _BLOCKS_AT_ONCE // by_row.shape[1])
+        for start in range(0, len(by_row), step):
+            rows = slice(start, min(start + step, len(by_row)))
+            yield slice(before + start, before + rows.stop), by_row[rows if order is None else order[rows]]
+        before += len(by_row)
 
 
 def pack_stored(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:

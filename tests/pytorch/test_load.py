@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,14 @@ from llorch.builtin import builtin_path
 from llorch.convert import convert
 from llorch.files import Weights, open_weights, packed
 from llorch.files.quant import GGMLType
-from llorch.pytorch import load
+from llorch.pytorch import stored_kinds
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix, QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.verify.expectations.quantised_models import MODELS, write_model
 
 CPU = torch.device("cpu")
@@ -115,10 +117,30 @@ def test_part_of_a_matrix_of_two_bytes_stays_so_only_in_whole_runs_of_columns(gg
         torch.testing.assert_close(leaf(x), x @ part.T)
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_blocks_have_the_same_fields_without_a_compiler_and_in_pieces_of_one_row(name, tmp_path, monkeypatch):
+    path = write_model(name, tmp_path)
+    compiled = loaded(path, load_packed, torch.float32).state_dict()
+    monkeypatch.setattr(stored_kinds, "_compiled_pass", lambda: None)
+    monkeypatch.setattr(stored_kinds, "_BLOCKS_AT_ONCE", 1)
+    plain = loaded(path, load_packed, torch.float32).state_dict()
+    assert compiled.keys() == plain.keys()
+    assert all(torch.equal(compiled[name], field) for name, field in plain.items())
+
+
+def test_packed_experts_give_the_logits_of_decoded_ones(tmp_path: Path):
+    moe = open_weights(builtin_path("micro-qwen3-moe")).config
+    assert moe.experts is not None
+    path = written(tmp_path, GGMLType.Q8_0, moe, head_dim=32, experts=replace(moe.experts, expert_size=32))
+    packed, dense = (loaded(path, way, torch.float32) for way in (load_packed, load_dense))
+    assert any(isinstance(module, QuantisedExperts) for module in packed.modules())
+    torch.testing.assert_close(logits(packed, torch.float32), logits(dense, torch.float32), rtol=1e-5, atol=1e-5)
+
+
 def test_rows_of_q_and_k_in_another_order_give_other_logits(tmp_path, monkeypatch):
     path = write_model("Q4_K", tmp_path)
     right = logits(loaded(path, load_packed, torch.float32), torch.float32)
-    monkeypatch.setattr(load, "undo_interleave", lambda rows, heads: rows.copy())
+    monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
     wrong = logits(loaded(path, load_packed, torch.float32), torch.float32)
     assert float((wrong - right).norm() / right.norm()) > 0.01
 

@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
+from llorch.config.families import FAMILIES
 from llorch.files import open_weights
 from llorch.files.export import add_hyperparameters
 from llorch.files.quant import GGMLType
@@ -38,17 +39,18 @@ SETTINGS = [
 ]
 
 
-def written(folder: Path, kind: GGMLType, **sizes: int) -> Path:
-    """A Llama file without vocabulary, its matrices random and of one type, of sizes that are said."""
-    config = replace(MODELS["Q8_0"].config, **sizes)
-    writer = GGUFWriter(folder / f"{kind.name}.gguf", config.family)
+def written(folder: Path, kind: GGMLType, like: ModelConfig = MODELS["Q8_0"].config, **sizes: Any) -> Path:
+    """A file without vocabulary, its matrices random and of one type, of sizes that are said; Llama if not said."""
+    config = replace(like, **sizes)
+    writer = GGUFWriter(folder / f"{kind.name}.gguf", FAMILIES[config.family].gguf)
     writer.add_tokenizer_model("no_vocab")
     add_hyperparameters(writer, config)
     for weight in inventory(config).values():
         if len(weight.shape) == 1:
             writer.add_tensor(weight.gguf, np.linspace(0.5, 1.5, weight.shape[0], dtype=np.float32))
         else:
-            raw = matrix_bytes(kind, weight.shape, key=weight.name).view(np.int8)
+            rows = int(np.prod(weight.shape[:-1]))
+            raw = matrix_bytes(kind, (rows, weight.shape[-1]), key=weight.name).view(np.int8)
             known: Any = kind
             writer.add_tensor(weight.gguf, raw, raw_shape=weight.shape, raw_dtype=known)
     writer.write_header_to_file()

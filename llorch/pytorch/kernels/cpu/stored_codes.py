@@ -1,6 +1,7 @@
-"""Codes of a quantised folder, packed anew by `cpu_packing.c` from the bytes of the file.
+"""Codes of a quantised folder or a GGUF file, packed anew by `cpu_packing.c` from the bytes of the file.
 
-The reference is `stored_kinds`, which has each code in a byte of its own meanwhile, and so takes several times as long.
+The references are `stored_kinds` and `packing.pack`, which have each code in a byte of its own meanwhile, and so take
+several times as long.
 """
 
 import ctypes
@@ -11,9 +12,13 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import CodesOf, StoredPart
+from llorch.pytorch.kernels.cpu.quantised import KINDS
+from llorch.pytorch.kernels.packing import Fields
 
 ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in cpu_packing.c
+_FIELDS = ("codes", "upper", "scales", "d", "dmin")  # of blocks, as cpu_packing.c wants them
 
 
 def packed_codes(
@@ -34,3 +39,13 @@ def packed_codes(
         order = ORDERS[codes.order]
         library.llorch_pack_codes(order, codes.bits, stored.ctypes.data, packed.data_ptr(), n_out, n_in)
     return packed
+
+
+def pack_blocks(
+    blocks: UInt8[np.ndarray, "out row_bytes"], ggml_type: GGMLType, fields: Fields, library: ctypes.CDLL
+) -> None:
+    """Write the fields of some rows of blocks, as `packing.pack` makes them; each field has these rows."""
+    stored = np.ascontiguousarray(blocks)
+    assert all(field.is_contiguous() and len(field) == len(stored) for field in fields.values())
+    places = (fields[name].data_ptr() if name in fields else None for name in _FIELDS)
+    library.llorch_pack_blocks(KINDS[ggml_type], stored.ctypes.data, *places, stored.size // BLOCK_SIZES[ggml_type][1])

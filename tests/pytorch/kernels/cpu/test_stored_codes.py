@@ -1,4 +1,4 @@
-"""The compiled pass over stored codes, against the NumPy readers and the packing in torch."""
+"""The compiled pass over stored codes and blocks, against the NumPy readers and the packing in torch."""
 
 import numpy as np
 import pytest
@@ -6,17 +6,23 @@ import torch
 from builders.quantised_folders import FOLDERS
 
 from llorch.files import open_weights
+from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import CodesOf, Order, QuantisedMatrix, StoredPart
 from llorch.pytorch import stored_kinds
 from llorch.pytorch.kernels.cpu.library import library
-from llorch.pytorch.kernels.cpu.stored_codes import packed_codes
-from llorch.pytorch.kernels.packing import Table, join_four_bits
+from llorch.pytorch.kernels.cpu.stored_codes import pack_blocks, packed_codes
+from llorch.pytorch.kernels.packing import PACKERS, Table, join_four_bits, pack
 from llorch.pytorch.stored_kinds import kind_of, pack_stored
 
 ORDERS: list[tuple[Order, int]] = [
     ("rows", 4), ("rows", 8), ("high first", 4), ("columns", 4), ("columns", 8), ("awq", 4),
 ]  # fmt: skip
 SHAPES = ((8, 32), (24, 96), (40, 544), (136, 160), (1032, 64))  # less than a tile, a rest of a tile, of a block
+
+
+def bits_of(field: torch.Tensor) -> torch.Tensor:
+    """The bytes of a field, so that NaN is equal to itself."""
+    return field.view(torch.uint8)
 
 
 def stored(order: Order, bits: int, out: int, n_in: int) -> tuple[CodesOf, StoredPart]:
@@ -43,6 +49,20 @@ def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order
         got = packed_codes(codes, part, compiled)
         assert got is not None
         assert torch.equal(got, want), (out, n_in)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 64)], ids=str)  # the last one is shared by threads
+@pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
+def test_blocks_are_taken_apart_to_the_bits_of_the_reference(ggml_type: GGMLType, shape: tuple[int, int]):
+    compiled = library()
+    if compiled is None:
+        pytest.skip("NOT RUN: no C compiler")
+    rows, n_bytes = shape[0], shape[1] * BLOCK_SIZES[ggml_type][1]
+    blocks = np.random.default_rng(rows).integers(0, 256, rows * n_bytes + 1, dtype=np.uint8)[1:].reshape(rows, n_bytes)
+    want = pack(torch.from_numpy(blocks.copy()), ggml_type)
+    got = {name: torch.empty_like(field) for name, field in want.items()}
+    pack_blocks(blocks, ggml_type, got, compiled)
+    assert all(torch.equal(bits_of(got[name]), bits_of(field)) for name, field in want.items())
 
 
 def test_packed_codes_of_three_bits_are_left_to_the_reference():
