@@ -22,6 +22,7 @@ from llorch.memory import available_memory
 from llorch.pytorch.device import DTYPES, Target
 from llorch.pytorch.distributed.sharding_plan import cut_axis, of_a_rank
 from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.load import BETWEEN_RETURNS
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.stored_kinds import kind_of, packed_bytes, stays_half
 
@@ -214,20 +215,28 @@ def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
 
 def _kept_bytes(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Count the bytes of a weight, or of a rank's part of it, once it is loaded."""
-    axis, shape = cut_axis(path_of(name)), weights.shape(name)
-    n_parts = 1 if axis is None else n_ranks
+    n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
     if _stays_packed(weights, name, residency):
         return packed_bytes(weights, name) // n_parts
-    columns = shape[-1] // n_ranks if axis == 1 else shape[-1]
-    halved = residency == "packed" and stays_half(weights, name, columns, target.dtype, target.device)
-    return math.prod(shape) * (2 if halved else target.dtype.itemsize) // n_parts
+    halved = _stays_half(weights, name, target, residency, n_ranks)
+    return math.prod(weights.shape(name)) * (2 if halved else target.dtype.itemsize) // n_parts
+
+
+def _stays_half(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> bool:
+    """Tell if a matrix, or a rank's part of it, stays in the two bytes of its file beside packed matrices."""
+    columns = weights.shape(name)[-1] // (n_ranks if cut_axis(path_of(name)) == 1 else 1)
+    return residency == "packed" and stays_half(weights, name, columns, target.dtype, target.device)
 
 
 def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Estimate the bytes of copies of a weight while it is read, decoded, reordered and converted, before it is cut."""
     elements, kind = math.prod(weights.shape(name)), weights.stored_type(name)
-    if _stays_packed(weights, name, residency):
-        return (3 if kind is GGMLType.Q8_0 else 4) * elements  # blocks, and codes of a byte that are joined anew
+    packed = _stays_packed(weights, name, residency)
+    if packed and not isinstance(kind, GGMLType):
+        return 4 * elements  # codes, each in a byte, that are joined anew, and scales
+    if packed or _stays_half(weights, name, target, residency, n_ranks):  # some rows at a time
+        whole = 0 if n_ranks == 1 and target.device.type == "cpu" else packed_bytes(weights, name) or 2 * elements
+        return min(BETWEEN_RETURNS, 4 * elements) + whole
     decoded = 0 if kind is GGMLType.F32 and n_ranks == 1 else 4 * elements
     converted = 0 if target.dtype is torch.float32 else 4 * elements
     return decoded + converted
