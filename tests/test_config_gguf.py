@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from runs.refusals import Refusal, refuses, row
 
-from llorch.config import FAMILIES, FactorScaling, LinearScaling, ModelConfig, YarnScaling
+from llorch.config import FactorScaling, LinearScaling, ModelConfig, YarnScaling
+from llorch.config.families import BY_GGUF
 
 TIED = frozenset({"token_embd.weight"})
 UNTIED = TIED | {"output.weight"}
@@ -165,8 +166,8 @@ def wrong(changes: dict[str, Any], code: str, where: str, expected: object, got:
 PAIRS = ("pairs 97 to 7", "beta_fast=32.0", "beta_slow=1.0", "original_max_position_embeddings=256", "rope_theta=1.01",
          "transformers", "llama.cpp")  # fmt: skip
 WRONG = [
-    wrong({"arch": "gemma2"}, "Unsupported", "'gemma2'", (*FAMILIES,), ()),
-    wrong({"arch": "x" * 300_000}, "Unsupported", "300002 characters", (*FAMILIES,), ()),
+    wrong({"arch": "gemma2"}, "Unsupported", "'gemma2'", (*BY_GGUF,), ()),
+    wrong({"arch": "x" * 300_000}, "Unsupported", "300002 characters", (*BY_GGUF,), ()),
     wrong({"vocab_size": 0}, "OutOfRange", "llama.vocab_size", 1, 0),
     wrong({"vocab_size": -1}, "OutOfRange", "llama.vocab_size", 1, -1),
     wrong({"vocab_size": "x"}, "Malformed", "llama.vocab_size", "integer", "'x'"),

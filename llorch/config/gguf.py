@@ -38,7 +38,7 @@ def read(
     """Read the fields of a `ModelConfig`; see `ModelConfig.from_gguf`."""
     arch = Fields(metadata, path).text("general.architecture")
     if arch not in BY_GGUF:
-        raise unread(arch, path)
+        raise unread(arch, path, sorted(BY_GGUF))
     name = BY_GGUF[arch]
     family, fields = FAMILIES[name], Fields(_one_for_all_layers(metadata, arch, path), path, prefix=f"{arch}.")
     _require_vocab_size(fields, vocab_size)

@@ -6,7 +6,7 @@ by the name of its key.
 Source: transformers `configuration_*.py` and `modeling_rope_utils.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,9 @@ def one_for_each(layers: list[Layer]) -> tuple[Layer, ...]:
     return () if all(layer.is_dense for layer in layers) else tuple(layers)
 
 
-def unread(name: str, path: str | Path) -> FormatError:
-    """Make the error for an architecture that llorch does not read."""
-    return FormatError("Unsupported", f"architecture {name!r}: llorch reads {', '.join(FAMILIES)}", path=path)
+def unread(name: str, path: str | Path, known: Iterable[str] = FAMILIES) -> FormatError:
+    """Make the error for an architecture that llorch does not read; `known`: those that it reads."""
+    return FormatError("Unsupported", f"architecture {name!r}: llorch reads {', '.join(known)}", path=path)
 
 
 def _text_part(whole: Fields) -> Fields:
