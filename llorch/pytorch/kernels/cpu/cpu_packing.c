@@ -158,24 +158,25 @@ void llorch_pack_codes(int order, int bits, const void *stored, void *packed, lo
     }
 }
 
-/* 32 codes, each in a byte of its own: byte 4 i + j has codes 8 j + i and 8 j + 4 + i. */
-static inline void join_codes(const uint8_t *codes, uint8_t *packed) {
-    uint64_t eight[4];
+/* Four bits, from bit `shift` on, of each of 32 bytes: byte 4 i + j has those of bytes 8 j + i and 8 j + 4 + i. */
+static inline void join_four_bits(const uint64_t eight[4], int shift, uint8_t *packed) {
     uint32_t joined[4], word[4];
-    memcpy(eight, codes, sizeof eight);
-    for (int j = 0; j < 4; j++) joined[j] = (uint32_t)(eight[j] | eight[j] >> 28);
+    for (int j = 0; j < 4; j++) {
+        uint64_t codes = eight[j] >> shift & 0x0f0f0f0f0f0f0f0f;
+        joined[j] = (uint32_t)(codes | codes >> 28);
+    }
     for (int i = 0; i < 4; i++)
         word[i] = (joined[0] >> 8 * i & 255) | (joined[1] >> 8 * i & 255) << 8 | (joined[2] >> 8 * i & 255) << 16 |
                   (joined[3] >> 8 * i & 255) << 24;
     memcpy(packed, word, sizeof word);
 }
 
-/* The lower four bits of n bytes, then their upper four bits. */
-static inline void split_bytes(const uint8_t *bytes, long n, uint8_t *codes) {
-    for (long e = 0; e < n; e++) {
-        codes[e] = bytes[e] & 15;
-        codes[n + e] = bytes[e] >> 4;
-    }
+/* The lower four bits of 32 bytes; their upper ones go to `upper`. */
+static inline void split_bytes(const uint8_t *bytes, uint8_t *lower, uint8_t *upper) {
+    uint64_t eight[4];
+    memcpy(eight, bytes, sizeof eight);
+    join_four_bits(eight, 0, lower);
+    join_four_bits(eight, 4, upper);
 }
 
 /* Twelve bytes that hold eight scales and eight minima of six bits: a scale and its minimum take twelve bits, in order. */
@@ -209,18 +210,16 @@ typedef struct {
 } fields;
 
 static inline void pack_q4_0(const uint8_t *block, const fields *to, long i) {
-    uint8_t codes[32];
-    split_bytes(block + 2, 16, codes);
-    join_codes(codes, to->codes + 16 * i);
+    uint64_t half[2];
+    memcpy(half, block + 2, sizeof half);
+    join_four_bits((const uint64_t[4]){half[0], half[1], half[0] >> 4, half[1] >> 4}, 0, to->codes + 16 * i);
     memcpy(to->d + 2 * i, block, 2);
 }
 
 static inline void pack_q4_k(const uint8_t *block, const fields *to, long i) {
     for (int part = 0; part < 4; part++) {
-        uint8_t codes[64];
-        split_bytes(block + 16 + 32 * part, 32, codes);
-        for (int run = 0; run < 2; run++)
-            join_codes(codes + RUN * run, to->codes + 128 * i + 32 * part + 16 * run);
+        uint8_t *codes = to->codes + 128 * i + 32 * part;
+        split_bytes(block + 16 + 32 * part, codes, codes + 16);
     }
     pack_six_bits(block + 4, to->scales + 12 * i);
     memcpy(to->d + 2 * i, block, 2);
@@ -229,12 +228,11 @@ static inline void pack_q4_k(const uint8_t *block, const fields *to, long i) {
 
 static inline void pack_q6_k(const uint8_t *block, const fields *to, long i) {
     for (int half = 0; half < 2; half++) {
-        uint8_t codes[128];
-        split_bytes(block + 64 * half, 64, codes);
-        for (int run = 0; run < 4; run++) {
-            join_codes(codes + RUN * run, to->codes + 128 * i + 64 * half + 16 * run);
+        uint8_t *codes = to->codes + 128 * i + 64 * half;
+        for (int run = 0; run < 2; run++)
+            split_bytes(block + 64 * half + 32 * run, codes + 16 * run, codes + 32 + 16 * run);
+        for (int run = 0; run < 4; run++)
             join_two_bits(block + 128 + 32 * half, 2 * run, to->upper + 64 * i + 32 * half + 8 * run);
-        }
     }
     memcpy(to->scales + 16 * i, block + 192, 16);
     memcpy(to->d + 2 * i, block + 208, 2);
