@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from runs.stored_goldens import quantised_golden
 
 from llorch.comparison import FAIL, PASS
 from llorch.files.quant import GGMLType
-from llorch.pytorch import load
+from llorch.pytorch import load, stored_kinds
 from llorch.pytorch.device import target
 from llorch.pytorch.kernels import packing
 from llorch.pytorch.kernels.packing import PACKERS, Fields
@@ -124,14 +125,14 @@ def products(name: str, folder: Path) -> list[Comparison]:
 @pytest.mark.plain_cases("Q4_K-swap_halves", "Q8_0-neighbours_scale")
 @pytest.mark.parametrize(("name", "spoil"), MISTAKES, ids=lambda part: getattr(part, "__name__", part))
 def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, monkeypatch):
-    right = load.pack
+    right = load.pack_file_blocks
 
-    def wrong(raw: torch.Tensor, ggml_type: GGMLType) -> dict[str, torch.Tensor]:
-        fields = right(raw, ggml_type)
+    def wrong(*how: Any) -> dict[str, torch.Tensor]:
+        fields = right(*how)
         spoil(fields)
         return fields
 
-    monkeypatch.setattr(load, "pack", wrong)
+    monkeypatch.setattr(load, "pack_file_blocks", wrong)
     found = products(name, tmp_path)
     assert {row.backend for row in found} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
     assert all(row.verdict == FAIL and row.error > 10 * row.tolerance for row in found)
@@ -149,7 +150,7 @@ def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_r
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
 def test_rows_of_q_and_k_in_the_order_of_the_file_turn_their_products_red(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "undo_interleave", lambda rows, heads: rows.copy())
+    monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
     for row in products(name, tmp_path):
         reordered = row.stage in ("q_proj", "k_proj")
         assert row.verdict == (FAIL if reordered else PASS)
