@@ -32,7 +32,7 @@ from llorch.pytorch.stored_kinds import (
     pack_file_blocks,
     pack_stored,
     stays_half,
-)  # fmt: skip
+)
 
 BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
 
