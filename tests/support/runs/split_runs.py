@@ -39,7 +39,7 @@ SETTINGS = [
 ]
 
 
-def written(folder: Path, kind: GGMLType, like: ModelConfig = MODELS["Q8_0"].config, **sizes: Any) -> Path:
+def written(folder: Path, kind: GGMLType, like: ModelConfig = MODELS["Q8_0"].config, /, **sizes: Any) -> Path:
     """A file without vocabulary, its matrices random and of one type, of sizes that are said; Llama if not said."""
     config = replace(like, **sizes)
     writer = GGUFWriter(folder / f"{kind.name}.gguf", FAMILIES[config.family].gguf)
