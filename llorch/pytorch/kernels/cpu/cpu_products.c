@@ -173,9 +173,38 @@ SPECIALISED void look_up_four(
 #endif
 }
 
-/* 32 E4M3 bytes, divided by 256: their bits are those of a float16 whose exponent is 8 too small. */
+#ifdef __AVX512VBMI__
+/* The upper two bytes of the float32 of each E4M3 code without its sign, divided by 256. */
+#define EVEN_EXPONENT 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70
+#define ODD_EXPONENT 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0
+#define TWO EVEN_EXPONENT, ODD_EXPONENT
+static const uint8_t E4M3_LOW[128] = {
+    0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60, ODD_EXPONENT, TWO, TWO, TWO, TWO, TWO, TWO, TWO};
+static const uint8_t E4M3_HIGH[128] = {
+    0, 55, 55, 55, [4 ... 15] = 56, [16 ... 31] = 57, [32 ... 47] = 58, [48 ... 63] = 59, [64 ... 79] = 60,
+    [80 ... 95] = 61, [96 ... 111] = 62, [112 ... 127] = 63};
+#define TWICE(j) j, j, 16 + j, 16 + j
+static const uint8_t CODES_TWICE[64] = {
+    TWICE(0), TWICE(1), TWICE(2), TWICE(3), TWICE(4), TWICE(5), TWICE(6), TWICE(7), TWICE(8), TWICE(9), TWICE(10),
+    TWICE(11), TWICE(12), TWICE(13), TWICE(14), TWICE(15)};
+#endif
+
+/* 32 E4M3 bytes, divided by 256. Tables have the bytes of the numbers, or the bits are those of a float16 whose exponent
+ * is 8 too small, which takes more instructions. */
 static inline void e4m3_run(const uint8_t *codes, lanes *part) {
-#ifdef __AVX512F__
+#ifdef __AVX512VBMI__
+    const uint8_t *low = E4M3_LOW, *high = E4M3_HIGH;
+    const __mmask64 lower_bytes = 0x5555555555555555;
+    __m512i wide = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)codes));
+    wide = _mm512_permutexvar_epi8(_mm512_loadu_si512(CODES_TWICE), wide); /* word 2 j: code j; 2 j + 1: code 16 + j */
+    __m512i number = _mm512_mask2_permutex2var_epi8(
+        _mm512_loadu_si512(low), wide, lower_bytes, _mm512_loadu_si512(low + 64));
+    number = _mm512_mask2_permutex2var_epi8(
+        _mm512_loadu_si512(high), number, ~lower_bytes, _mm512_loadu_si512(high + 64));
+    number = _mm512_or_si512(number, _mm512_and_si512(wide, _mm512_set1_epi16((short)0x8000)));
+    part[0] = (lanes)_mm512_slli_epi32(number, 16);
+    part[1] = (lanes)_mm512_and_si512(number, _mm512_set1_epi32((int)0xffff0000));
+#elif defined(__AVX512F__)
     __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
     __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
     part[0] = (lanes)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));

@@ -10,20 +10,23 @@ import torch
 from runs.shared_folder import shared_folder
 from torch.nn.functional import linear
 
+from llorch.files.quantised.codes import E4M3
 from llorch.pytorch.kernels.cpu import library as cpu_library
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
-from llorch.pytorch.kernels.packing import decode
+from llorch.pytorch.kernels.packing import Table, decode, values_of
 from llorch.pytorch.random_weights import random_fields
 
-SLOW_BUILD = pytest.mark.slow_cases("AVX2-*")  # 8 s of compiling
+SLOW_BUILD = pytest.mark.slow_cases("AVX2*", "no bytes*")  # 8 s of compiling
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [(96, 64), (7, 37), (45, 1056), (33, 2100)]  # outs and widths that fill no vector, tile or part of a sum, too
 ROWS = 300  # more than a block of rows that stays in a cache
-BUILDS = {  # without AMX, with shorter registers, in plain C
-    "native": None, "no tiles": ("-march=native", "-mno-amx-bf16"), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
+BUILDS = {  # without AMX, without look-ups of bytes, with shorter registers, in plain C
+    "native": None, "no tiles": ("-march=native", "-mno-amx-bf16"), "no bytes": ("-march=native", "-mno-avx512vbmi"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
 }  # fmt: skip
+LACKING = {"no tiles": "amx_bf16", "no bytes": "avx512vbmi"}  # features without which a build is the native one
 PARTS = ("cpu_products.c", "cpu_fixed.c")  # all that products of fixed order need
 FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
 
@@ -31,7 +34,8 @@ FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
 @pytest.fixture(scope="module", params=BUILDS)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags, features = BUILDS[request.param], Path("/proc/cpuinfo").read_text().split()
-    if flags is None or (request.param == "no tiles" and "amx_bf16" not in features):  # those are the native one's
+    lacking = LACKING.get(request.param)
+    if flags is None or (lacking and lacking not in features):
         return cast(ctypes.CDLL, library())
     if request.param == "AVX2" and "avx2" not in features:
         pytest.skip("NOT RUN: this processor has no AVX2")
@@ -100,3 +104,13 @@ def test_infinity_and_nan_stay_in_their_row(dtype, compiled):
     assert got[3].isinf().all()
     assert got[5].isnan().all()
     assert got.isfinite().all(1).sum() == 18
+
+
+@SLOW_BUILD
+def test_every_float8_code_has_its_number(compiled):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0  # those of NaN
+    table, scale = Table("TABLE_8", E4M3.tobytes()), torch.full((8, 1), 0.75)
+    leaf = CpuQuantisedLinear({"codes": codes.view(8, 32), "d": scale}, table, None, compiled, fixed=True)
+    numbers = leaf(torch.eye(32)).T.flatten()
+    assert torch.equal(numbers, values_of(table, torch.device("cpu"))[codes.int()] * 0.75)
