@@ -12,7 +12,7 @@ from runs.refusals import assert_tells
 from runs.stored_goldens import golden_of
 
 from llorch.architecture import Layer
-from llorch.config import YarnScaling
+from llorch.config import LinearScaling, YarnScaling
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.layers import LAYERS
@@ -64,6 +64,15 @@ def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Cal
     dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
     (found,) = causes(wide(model), dump)
     assert [suspect.name for suspect in found.suspects] == [name]
+
+
+def test_divided_positions_are_named():
+    config = wide("story").config
+    divided = Change(
+        setting=lambda setting: replace(setting, config=replace(config, rope_scaling=LinearScaling(factor=4)))
+    )
+    (found,) = causes(wide("story"), dumped("story", passes("story"), divided, BLOCKS))
+    assert [(suspect.name, suspect.value) for suspect in found.suspects] == [("rope-position-factor", "4")]
 
 
 @pytest.mark.slow

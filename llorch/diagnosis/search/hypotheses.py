@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llorch.architecture import Layer
-from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig
 from llorch.diagnosis.expected import HALF
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.attention import hidden_in, with_mask
@@ -185,10 +185,14 @@ def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
 
 
 def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
+    if config.rope_scaling is None:
+        change = _configured(rope_scaling=LinearScaling(factor=value))
+    else:
+        change = _changed(lambda setting: replace(setting, positions=setting.positions / value))
     return Hypothesis(
         "rope-position-factor", "setting", ROTATED,
         f"Positions are divided by {_number(value)} here (linear scaling); this model's config says otherwise.",
-        _changed(lambda setting: replace(setting, positions=setting.positions / value)), _number(value), by_place=False,
+        change, _number(value), by_place=False,
     )  # fmt: skip
 
 
