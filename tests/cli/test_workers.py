@@ -12,7 +12,7 @@ import pytest
 
 from llorch.cli.workers import Workers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no process is started elsewhere")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: no process is started elsewhere")
 
 
 WORK = 300  # seconds; a test that waits for its end finds that the work was finished

@@ -161,7 +161,7 @@ int main(int, char **arguments) {
 
 @pytest.mark.live
 def test_the_callback_of_ggml_writes_the_stages_of_llama_cpp(tmp_path: Path):
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: llama-cpp-python is not installed")
     package = Path(llama_cpp.__file__).parent
     headers, libraries = package.parent / "include", package / "lib"
     if not (headers / "llama.h").exists():

@@ -22,7 +22,7 @@ WHOLE_SUITE = forward.suite_of  # before it is replaced by one of fewer cuts
 )
 def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the last hints do: the scripted learner
     if lesson.on_torch:
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, REFERENCE, "chained")
     assert (found.word, found.wrong, found.fault) == (PASS, [], "")
     assert found.judged
@@ -31,7 +31,7 @@ def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the l
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
 def test_what_is_not_written_is_borrowed(lesson: Lesson):
     if lesson.on_torch:
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, Implementation("nothing", {}))
     assert (found.word, list(found.borrowed)) == (BORROWED, [part.name for part in lesson.parts])
 

@@ -15,7 +15,7 @@ from llorch.learn.check import check_functions
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
 LESSON = BY_NUMBER["14"]
 RIGHT = PARTS["torch_rms_norm"].reference
 ALONE = "import sys; sys.modules['torch'] = None; from llorch.cli import main; main()"

@@ -27,7 +27,7 @@ from llorch.pytorch.model import load_torch
 
 VERBS = [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]]
 EVERY_VERB = pytest.mark.parametrize("verb", VERBS)
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="NOT RUN: there is a CUDA device")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])

@@ -233,13 +233,13 @@ def measured(path: Path, dtypes: str, residency: str, n_tokens: int) -> list[tup
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells what is no mapped file")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux tells what is no mapped file")
 def test_a_run_takes_no_more_than_was_predicted_and_not_much_less():
     for predicted, taken in measured(builtin_path("story"), "float32,bfloat16", "decoded", 256):
         assert taken <= predicted <= 1.5 * taken
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells what is no mapped file")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux tells what is no mapped file")
 def test_packed_matrices_take_no_more_than_was_predicted_and_not_much_less(tmp_path: Path):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "n_heads": 32, "n_kv_heads": 4, "n_layers": 14}
     ((predicted, taken),) = measured(written(tmp_path, GGMLType.Q8_0, **sizes), "float32", "packed", 32)

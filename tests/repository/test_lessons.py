@@ -53,7 +53,7 @@ def test_a_page_folds_the_reference_code_that_the_exercise_asks_for(number: str)
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
 def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesson):
     if lesson.on_torch:
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     for part in lesson.parts:
         assert re.search(rf"^def {part.name}\(", stub_of(lesson), re.MULTILINE)
         assert len(hints_of(lesson)[part.name]) == 3
@@ -65,7 +65,7 @@ def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesso
 @every_lesson()
 def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: str, tmp_path: Path):
     if number == "14":
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     lesson = str(page(FOLDER, number).with_name("lesson.py"))
     alone = ["-c", NUMPY_ONLY] if number <= "13" else []
     done = subprocess.run([sys.executable, *alone, lesson], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -129,7 +129,7 @@ def test_the_table_of_the_page_is_what_the_command_prints():
     assert "\n".join(rows) in PAGE
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NOT RUN: there is a CUDA device")
 @pytest.mark.usefixtures("sibling")
 def test_without_a_cuda_device_it_says_that_it_did_not_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")  # which the command sets: it is taken back

@@ -78,7 +78,7 @@ SMALL = {"hidden_size": 512, "intermediate_size": 2048, "n_heads": 16, "n_layers
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "n_heads": 32, "n_layers": 4}
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells what is no mapped file")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux tells what is no mapped file")
 @pytest.mark.parametrize(
     ("kind", "residency", "n_ranks", "sizes"),
     [
