@@ -126,6 +126,7 @@ def test_size_classes_hold_what_they_must_and_waste_less_than_half():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly_cases("adapters")
 @pytest.mark.parametrize("what", ["settings", "adapters"])
 def test_compiled_steps_make_the_tokens_of_eager_ones(what: str):
     command = [sys.executable, "-m", "runs.compiled_steps", "micro-qwen3", what]

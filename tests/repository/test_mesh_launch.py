@@ -107,7 +107,10 @@ def of_one_process(folder: Path, steps: int) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("start", "mesh", "gpus"), [(submitted, "dp=2,tp=2", 2), (pods, "dp=2", 1)])
+@pytest.mark.nightly_cases("submitted-dp=2,tp=2-2")
+@pytest.mark.parametrize(
+    ("start", "mesh", "gpus"), [(submitted, "tp=2", 1), (submitted, "dp=2,tp=2", 2), (pods, "dp=2", 1)]
+)
 def test_two_machines_train_as_one_process_does_and_a_second_start_goes_on(
     start: Any, mesh: str, gpus: int, tmp_path: Path
 ):

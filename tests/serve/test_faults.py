@@ -56,11 +56,11 @@ def test_a_server_that_is_stopped_while_it_starts_ends_and_says_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_cases("long-numpy", "steps-torch")
+@pytest.mark.ci_cases("S*-numpy", *(f"{number}-torch" for number in STEPS))
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 @pytest.mark.parametrize(
     "numbers",
-    [pytest.param(LONG, id="long"), pytest.param(STEPS, id="steps"), pytest.param(tuple(ELSEWHERE), id="elsewhere")],
+    [*(pytest.param((number,), id=number) for number in LONG), pytest.param(tuple(ELSEWHERE), id="elsewhere")],
 )
 def test_nor_do_those_that_take_long(numbers: tuple[str, ...], backend: str):
     rows = done(numbers, "--backend", backend)
