@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from urllib.parse import unquote
 
 import pytest
 from runs.chromium import PROGRAM, Browser, chromium
@@ -28,6 +29,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def test_no_file_of_the_site_loads_anything_from_elsewhere(site):
     for path in (each for each in site.rglob("*") if each.suffix in (".html", ".css", ".js", ".svg")):
         assert LOADED.findall(path.read_text(encoding="utf-8")) == [], path
+
+
+def test_every_link_leads_to_a_file_of_the_site(site):
+    pages = [*site.rglob("*.html")]
+    assert any("source" in page.relative_to(site).parts for page in pages)
+    for page in pages:
+        links = set(re.findall(r'<a\b[^>]*?href="(?![a-z]+:|#|//)([^"#?]+)', page.read_text(encoding="utf-8")))
+        assert [link for link in links if not (page.parent / unquote(link)).exists()] == [], page
 
 
 @pytest.mark.parametrize("text", ['<script src="https://a/b.js">', "<link href=//a/b.css>", "url(http://a/b.woff)"])
