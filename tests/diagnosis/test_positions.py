@@ -12,7 +12,7 @@ from runs.refusals import assert_tells
 from runs.stored_goldens import golden_of
 
 from llorch.architecture import Layer
-from llorch.config import LinearScaling, YarnScaling
+from llorch.config import YarnScaling
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.layers import LAYERS
@@ -66,12 +66,20 @@ def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Cal
     assert [suspect.name for suspect in found.suspects] == [name]
 
 
+def turned_by_divided_positions(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+    """Rotate by complex numbers, as Meta's code does, with positions divided by four."""
+    first, second = np.split(inputs.heads(f"{stage[0]}_proj"), 2, axis=-1)
+    n_pairs = first.shape[-1]
+    angle = inputs.positions[:, None, None] / 4 * inputs.config.rope_theta ** -(np.arange(n_pairs) / n_pairs)
+    turned = (first + 1j * second) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=-1).astype(array.dtype)
+
+
 def test_divided_positions_are_named():
-    config = wide("story").config
-    divided = Change(
-        setting=lambda setting: replace(setting, config=replace(config, rope_scaling=LinearScaling(factor=4)))
-    )
-    (found,) = causes(wide("story"), dumped("story", passes("story"), divided, BLOCKS))
+    weights = wide("story")
+    places = [key(stage, layer) for layer in range(weights.config.n_layers) for stage in ("q_rope", "k_rope")]
+    divided = Change(dict.fromkeys(places, Plant(turned_by_divided_positions)))
+    (found,) = causes(weights, dumped("story", passes("story"), divided, BLOCKS))
     assert [(suspect.name, suspect.value) for suspect in found.suspects] == [("rope-position-factor", "4")]
 
 

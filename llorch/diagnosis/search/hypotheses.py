@@ -185,6 +185,7 @@ def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
 
 
 def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
+    """Make the hypothesis that positions are divided; the config can say this, unless it has a scaling already."""
     if config.rope_scaling is None:
         change = _configured(rope_scaling=LinearScaling(factor=value))
     else:
