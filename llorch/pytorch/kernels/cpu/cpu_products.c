@@ -177,9 +177,10 @@ SPECIALISED void look_up_four(
 /* The upper two bytes of the float32 of each E4M3 code without its sign, divided by 256. */
 #define EVEN_EXPONENT 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70
 #define ODD_EXPONENT 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0
-#define TWO EVEN_EXPONENT, ODD_EXPONENT
+#define TWO_EXPONENTS EVEN_EXPONENT, ODD_EXPONENT
 static const uint8_t E4M3_LOW[128] = {
-    0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60, ODD_EXPONENT, TWO, TWO, TWO, TWO, TWO, TWO, TWO};
+    0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60, ODD_EXPONENT, TWO_EXPONENTS, TWO_EXPONENTS,
+    TWO_EXPONENTS, TWO_EXPONENTS, TWO_EXPONENTS, TWO_EXPONENTS, TWO_EXPONENTS};
 static const uint8_t E4M3_HIGH[128] = {
     0, 55, 55, 55, [4 ... 15] = 56, [16 ... 31] = 57, [32 ... 47] = 58, [48 ... 63] = 59, [64 ... 79] = 60,
     [80 ... 95] = 61, [96 ... 111] = 62, [112 ... 127] = 63};
@@ -189,8 +190,8 @@ static const uint8_t CODES_TWICE[64] = {
     TWICE(11), TWICE(12), TWICE(13), TWICE(14), TWICE(15)};
 #endif
 
-/* 32 E4M3 bytes, divided by 256. Tables have the bytes of the numbers, or the bits are those of a float16 whose exponent
- * is 8 too small, which takes more instructions. */
+/* The numbers of 32 E4M3 bytes, divided by 256. With AVX512-VBMI their bytes are looked up in two tables. Elsewhere the bits
+ * are moved to those of a float16 whose exponent is 8 too small, and converted, which takes more instructions. */
 static inline void e4m3_run(const uint8_t *codes, lanes *part) {
 #ifdef __AVX512VBMI__
     const uint8_t *low = E4M3_LOW, *high = E4M3_HIGH;
