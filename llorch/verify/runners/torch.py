@@ -32,6 +32,7 @@ from llorch.pytorch.stored_kinds import kind_of
 from llorch.stages import keys
 from llorch.verify.expert_selection import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
+from llorch.verify.long_goldens import LAST
 from llorch.verify.runners import See, Trace
 from llorch.verify.runners.torch_observed import ObservedCase
 from llorch.verify.tolerances.forward import SCORES
@@ -153,16 +154,19 @@ class TorchRunner:
         """Run a pass, or the second of two passes, in a cache that was used before."""
         observed, trace = self._observed(this), dict[str, np.ndarray]()
         if n_cached:
-            observed.warm_up()
+            observed.fill_as_used()
             observed.feed(n_cached, go_on=go_on)
         observed.feed(len(this.ids), trace=trace, go_on=go_on)
         self._show(trace, see)
 
     def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
-        """See `Runner.in_parts`; in a cache that was used before."""
+        """See `Runner.in_parts`; in a cache that was used before. Parts before the last tokens run unobserved."""
         observed = self._observed(this)
-        observed.warm_up()
+        observed.fill_as_used()
         for stop in bounds[1:]:
+            if stop <= len(this.ids) - LAST:
+                observed.feed(stop)
+                continue
             trace: dict[str, np.ndarray] = {}
             observed.feed(stop, trace=trace)
             self._require_stages(trace)

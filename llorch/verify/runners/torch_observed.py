@@ -73,12 +73,11 @@ class ObservedCase:
         self._cache = model.new_cache(len(self._rows), max(len(row) for row in self._rows), this.first_position)
         self.n_cached = 0
 
-    def warm_up(self) -> None:
-        """Fill every slot with other tokens, as an earlier answer does, and begin again; states are forgotten."""
-        rows = self._rows
-        self._rows = [row[::-1] for row in rows]
-        self.feed(len(self._ids))
-        self._rows, self.n_cached = rows, 0
+    def fill_as_used(self) -> None:
+        """Fill every slot and state with other numbers, as an earlier answer does, and forget the states."""
+        drawn = torch.Generator(self._model.target.device).manual_seed(0)
+        for tensor in self._cache.tensors:
+            tensor.normal_(generator=drawn)
         self._cache.forget()
 
     @torch.inference_mode()
