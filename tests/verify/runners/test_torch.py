@@ -14,12 +14,14 @@ from runs.torch_targets import on
 
 from llorch.comparison import FAIL, PASS, TIE
 from llorch.errors import CheckpointMismatch
+from llorch.pytorch.cache import Cache
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.model import TorchModel
 from llorch.verify.expectations.forward import ForwardSuite
 from llorch.verify.goldens import EngineOutput
 from llorch.verify.judge import Comparison
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain, variants_for
+from llorch.verify.runners.torch_observed import ObservedCase
 from llorch.verify.tolerances.forward import SCORES
 
 NAME = "micro-qwen3"
@@ -51,6 +53,24 @@ def with_model(target: str, change: Callable[[TorchModel], Any]) -> TorchRunner:
         return model
 
     return TorchRunner(weights_of(NAME), on(target), TorchVariant(make, hidden=frozenset()), "changed")
+
+
+def test_a_cache_that_was_used_has_other_numbers_in_every_slot_and_states_of_zero():
+    model = plain(weights_of("micro-qwen3-next"), on(SINGLE))
+    observed = ObservedCase(model, golden_of("micro-qwen3-next").cases["near"])
+    observed.fill_as_used()
+    cache = observed._cache
+    assert all(bool(slots.all()) for slots in (*cache.keys, *cache.values))
+    assert cache.state_tensors
+    assert not any(bool(state.any()) for state in cache.state_tensors)
+
+
+def test_a_state_that_is_not_forgotten_fails(monkeypatch: pytest.MonkeyPatch):
+    golden, name = golden_of("micro-qwen3-next"), "micro-qwen3-next"
+    runner = TorchRunner(weights_of(name), on(SINGLE), VARIANTS[""], SINGLE)
+    monkeypatch.setattr(Cache, "forget", lambda self: None)
+    suite = ForwardSuite(name, weights_of(name), golden.cases, golden.evidence, golden.truth)
+    assert any(row.verdict == FAIL and row.mode == "decode" for row in suite.rows(runner))
 
 
 def test_a_model_in_another_dtype_than_the_target_is_refused():
