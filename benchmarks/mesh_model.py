@@ -232,16 +232,13 @@ def _gradients_shared_out(job: Job) -> Message:
 
 
 def _gradients_gathered(job: Job) -> Iterator[Message]:
-    """Yield the gathers for the norm of all gradients, first along the axis that was cut last."""
-    for each in adapters(job):
-        over_dp, whole = each.gathered(job.dp), each.size * WIDE * job.tp
-        if each.tp_axis == 1:
-            part = each.share(job.dp) * job.tp
-            over_dp, whole = part * job.dp, part
-        if job.dp > 1:
-            yield Message("gradient for the norm", "dp", "all-gather", over_dp, job.config.n_layers)
-        if job.tp > 1 and each.tp_axis is not None:
-            yield Message("gradient for the norm", "tp", "all-gather", whole, job.config.n_layers)
+    """Yield the gathers for the norm of all gradients together, along dp and then along tp."""
+    if job.dp > 1:
+        size = sum(each.gathered(job.dp) for each in adapters(job))
+        yield Message("gradients for the norm", "dp", "all-gather", job.config.n_layers * size, 1)
+    if job.tp > 1:
+        size = sum(each.size * WIDE * job.tp for each in adapters(job) if each.tp_axis is not None)
+        yield Message("gradients for the norm", "tp", "all-gather", job.config.n_layers * size, 1)
 
 
 @dataclass(frozen=True)

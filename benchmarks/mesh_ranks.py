@@ -37,7 +37,7 @@ from llorch.train.batch import Batch
 
 KINDS = {  # operation of torch -> kind; bytes are those of the larger side
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "_allgather_base_": "all-gather",
-    "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
+    "allgather_": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
 }  # fmt: skip
 SILENT = {"_wrap_tensor_autograd", "wait_tensor"}  # of the same namespace, and send nothing
 
@@ -149,7 +149,7 @@ class _Counting(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
-            size = max(each.numel() * each.element_size() for each in _tensors((args, out)))
+            size = max(sum(each.numel() * each.element_size() for each in _tensors(side)) for side in (*args, out))
             self.found[self._axis(args), KINDS[name], size] += 1
         return out
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llorch.pytorch.distributed.dtensor import like, own, part_of, whole
+from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
 from llorch.pytorch.train.eight_bit import SIGNED, UNSIGNED, Codec, EightBit, zeros
 from llorch.train.adamw import NonFiniteNorm, rate_factor
 
@@ -53,7 +53,7 @@ class AdamW:
     def clip(self, max_norm: float) -> float:
         """Scale all gradients together to a norm of at most `max_norm`, which may be inf; gives the norm before."""
         grads = self._grads()
-        complete = {name: whole(grad) for name, grad in grads.items()}
+        complete = whole_together(grads)
         norm = torch.nn.utils.get_total_norm(complete.values())
         if not norm.isfinite():
             names = [name for name, grad in complete.items() if not grad.isfinite().all()]

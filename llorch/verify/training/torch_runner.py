@@ -22,7 +22,7 @@ from llorch.numerics import DtypeName
 from llorch.places import StageRef
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
-from llorch.pytorch.distributed.dtensor import like, own, part_of, whole
+from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
 from llorch.pytorch.distributed.launch import named_on
 from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import Cut, all_of, load_dense
@@ -257,8 +257,10 @@ class TorchTrainingRunner:
 
     def _gradients_by_place(self, stepper: Stepper, case: str) -> Results:
         """Yield the gradient of every trained tensor, with its place."""
-        for name, place in of_tensors("gradient", self.n_layers, case).items():
-            yield place, array_of(whole(_gradient_of(stepper.optimizer.params[name])))
+        places = of_tensors("gradient", self.n_layers, case)
+        grads = whole_together({name: _gradient_of(stepper.optimizer.params[name]) for name in places})
+        for name, place in places.items():
+            yield place, array_of(grads[name])
 
     def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
         """Build the stepper with which the trainer makes its steps."""
@@ -304,9 +306,13 @@ class TorchTrainingRunner:
         state, wide = optimizer.state(), np.float64 if self.target.dtype == torch.float64 else np.float32
         yield at("grad_norm", case=f"step {step}"), np.asarray(norm, wide)
         for stage, where in after(step, self.n_layers).items():
+            kept = {
+                name: optimizer.params[name] if stage == "parameters" else state[f"{name}.{MOMENTS[stage]}"]
+                for name in where
+            }
+            complete = whole_together({name: tensor.detach() for name, tensor in kept.items()})
             for name, place in where.items():
-                kept = optimizer.params[name] if stage == "parameters" else state[f"{name}.{MOMENTS[stage]}"]
-                yield place, array_of(whole(kept.detach())).copy()
+                yield place, array_of(complete[name]).copy()
 
     def _curve(self) -> Results:
         stepper, found = self._stepper(self.adapter, CURVE.optimizer, SMOOTHING), []

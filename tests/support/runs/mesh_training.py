@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llorch.builtin import builtin_path
@@ -55,12 +56,17 @@ def rank_seeds() -> None:
     where.token_keys = lambda *given, seed, **how: right(*given, seed=seed + torch.distributed.get_rank(), **how)
 
 
+def counted_twice(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every gradient is counted twice in the norm."""
+    return {name: torch.cat([whole(part)] * 2) for name, part in parts.items()}
+
+
 PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "mean of means": own_means,
     "attached late": late,
     "averaged": lambda: setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
-    "counted twice": lambda: setattr(adamw, "whole", lambda part: torch.cat([whole(part)] * 2)),
+    "counted twice": lambda: setattr(adamw, "whole_together", counted_twice),
     "unsummed factor": lambda: setattr(parallel, "_own_part", lambda part: part.to_local()),
     "seed of the rank": rank_seeds,
 }

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llorch.pytorch.distributed.dtensor import whole
+from llorch.pytorch.distributed.dtensor import whole, whole_together
 from llorch.pytorch.distributed.launch import TIMEOUT, start
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
@@ -61,6 +61,21 @@ def state_of_rank(step: int, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {
         name: _dealt(whole, mesh, SHAPES[name][2], split=SHAPES[name][3]) for name, whole in whole_state(step).items()
     }
+
+
+def joined_together(axes: Mapping[str, int]) -> list[str]:
+    """Which tensors this rank has otherwise than they were dealt, after those of each dtype were joined together."""
+    torch.set_num_threads(1)
+    mesh, wrong = start(axes), list[str]()
+    parts, expected = state_of_rank(20, mesh), whole_state(20)
+    for dtype in {tensor.dtype for tensor in parts.values()}:
+        alike = {name: tensor.detach() for name, tensor in parts.items() if tensor.dtype == dtype}
+        for name, tensor in whole_together(alike).items():
+            right = tensor.shape == expected[name].shape and tensor.is_contiguous()
+            if not right or tensor.numpy().tobytes() != expected[name].numpy().tobytes():
+                wrong.append(name)
+    dist.destroy_process_group()
+    return wrong
 
 
 def _dealt(whole: Tensor, mesh: DeviceMesh, tp_axis: int | None, *, split: bool | None) -> Tensor:
