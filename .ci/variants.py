@@ -110,10 +110,15 @@ VARIANTS = {
         left_out="pytorch/kernels/cpu",
     ),
 }
-# `.ci/run` takes these. They set all that the others set, but several things at once. The tests of `.ci/run` have the
-# processor's own kernels. The nightly run takes every variant.
+# `.ci/run` takes one of these. They set all that the others set, but several things at once. The tests of `.ci/run` use
+# the processor's own kernels. The nightly run takes every variant.
 BY_DAY = ("all libraries AVX2", "ATen default, no C compiler", "4 threads")
 CHOSEN = {name for variant in VARIANTS.values() for name in variant.environment} - {"PATH"}
+
+
+def drawn(extent: str, tree: str) -> tuple[str, ...]:
+    """Choose variants: all for `nightly`, one of `BY_DAY` for `day`, by the hash of a tree in hexadecimal digits."""
+    return tuple(VARIANTS) if extent == "nightly" else (BY_DAY[int(tree, 16) % len(BY_DAY)],)
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

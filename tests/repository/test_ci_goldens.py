@@ -30,7 +30,7 @@ def test_a_day_has_four_models_and_one_that_is_drawn(goldens: ModuleType):
     assert {name for day in days for name in day} == {"quantised", *EVERY}
 
 
-@pytest.mark.parametrize(("extent", "dtypes"), [("day", 2), ("nightly", 3)])
+@pytest.mark.parametrize(("extent", "dtypes"), [("day", 1), ("nightly", 3)])
 def test_each_chosen_model_is_made_again_and_judged_in_each_dtype_of_torch(
     goldens: ModuleType, extent: str, dtypes: int
 ):
@@ -41,6 +41,11 @@ def test_each_chosen_model_is_made_again_and_judged_in_each_dtype_of_torch(
         assert sum(name in line for line in judged) == dtypes
     assert len(lines) == len(made) + dtypes
     assert all(line[:3] == ["python", "reference_outputs/regenerate.py", "--check"] for line in made)
+
+
+def test_torch_is_judged_in_both_dtypes_on_some_day(goldens: ModuleType):
+    lines = {line for tree in range(2 * len(EVERY)) for line in goldens.commands("day", f"{tree:040x}")}
+    assert {line.split()[-1] for line in lines if "--dtype" in line} == {"float32", "bfloat16"}
 
 
 def test_a_model_with_goldens_of_training_has_a_process_of_its_own(goldens: ModuleType):
