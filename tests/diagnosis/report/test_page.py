@@ -138,6 +138,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @every
+@pytest.mark.slow_cases("1400-*")
 @pytest.mark.parametrize("width", [390, 1400])
 def test_a_real_browser_shows_it_without_overflow_error_or_request(
     make: Callable[[], Diagnosis], width: int, browser: Browser, tmp_path: Path

@@ -75,6 +75,7 @@ def assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
     assert ((got.double() - want).abs() <= allowed).all()
 
 
+@pytest.mark.slow_cases("interpreter-*-2-*")
 @pytest.mark.parametrize("dtype", ULP, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -141,6 +142,7 @@ def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
 
 
 @pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.slow_cases("interpreter-*-2")
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("name", TABLES)
 def test_few_rows_are_multiplied_by_a_table(name, rows, device):
@@ -149,6 +151,7 @@ def test_few_rows_are_multiplied_by_a_table(name, rows, device):
     assert_close(multiply(x, fields, table, bias), x, decode(fields, table), bias)
 
 
+@pytest.mark.slow_cases("interpreter-*.float16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TABLES)
 def test_one_row_in_half_precision_is_multiplied_by_a_table(name, dtype, device):
