@@ -1,7 +1,7 @@
 """`--sample N/TREE`: run one in N of the cases of each test, drawn by a hash.
 
-Every test keeps at least one case, but for slow cases of a test that plain pytest runs with other cases. TREE is the
-hash of the commit's tree. The same sources draw the same cases, and other sources draw other cases.
+Every test keeps at least one case. Only slow cases have no such minimum, if plain pytest runs other cases of the test.
+TREE is the hash of the commit's tree. The same tree draws the same cases, and other trees draw other cases.
 """
 
 from collections.abc import Collection, Generator, Iterable
@@ -19,7 +19,7 @@ def drawn(names: Iterable[str], n: int, tree: str, spare: Collection[str] = ()) 
         names: Node ids of all cases.
         n: The size of the sample is the number of cases divided by `n`, rounded up.
         tree: Orders the cases, together with their names.
-        spare: Those of `names` whose tests need none of them. Each is drawn with a chance of one in `n`.
+        spare: Those of `names` that have no minimum. Each is drawn with a chance of one in `n`.
 
     Returns:
         Node ids of the drawn cases.

@@ -64,11 +64,11 @@ def state_of_rank(step: int, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def joined_together(axes: Mapping[str, int]) -> list[str]:
-    """Which tensors this rank has otherwise than they were dealt, after those of each dtype were joined together."""
+    """Join the tensors of each dtype together; return the names of those that differ from what was dealt."""
     torch.set_num_threads(1)
     mesh, wrong = start(axes), list[str]()
     parts, expected = state_of_rank(20, mesh), whole_state(20)
-    for dtype in {tensor.dtype for tensor in parts.values()}:
+    for dtype in dict.fromkeys(tensor.dtype for tensor in parts.values()):  # in one order on all ranks
         alike = {name: tensor.detach() for name, tensor in parts.items() if tensor.dtype == dtype}
         for name, tensor in whole_together(alike).items():
             right = tensor.shape == expected[name].shape and tensor.is_contiguous()
