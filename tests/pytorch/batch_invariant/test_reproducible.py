@@ -30,7 +30,7 @@ from runs.reproducible_runs import (
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.model import load
-from llorch.pytorch.batch_invariant import reproducible
+from llorch.pytorch.batch_invariant import fixed_order, reproducible
 from llorch.pytorch.batch_invariant.fixed_order import FixedNorm, exp, softmax, swiglu, tree_sum
 from llorch.pytorch.batch_invariant.reproducible import FixedRows, make_reproducible
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing
@@ -38,6 +38,8 @@ from llorch.pytorch.causal_lm import swiglu as plain_swiglu
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves
+from llorch.pytorch.models import delta_net, delta_rule, experts
+from llorch.pytorch.models.positions import HeadNorm
 from llorch.verify.expectations.quantised_models import write_model
 
 
@@ -229,6 +231,42 @@ def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pyte
         assert torch.equal(
             reproducible.attention(q[:, n : n + 1], keys, values, visible, keep_nothing)[0, 0], whole[0, n]
         )
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def with_gain(norm: torch.nn.Module) -> torch.nn.Module:
+    norm.double().weight.data = random(6)
+    return norm
+
+
+NORM, GATED_NORM = with_gain(RMSNorm(6, 1e-6)), with_gain(delta_net.GatedNorm(6, 1e-6))
+FIXED_AND_PLAIN = {
+    "swiglu": (swiglu, plain_swiglu, (random(3, 9), random(3, 9).flip(0))),
+    "silu": (fixed_order.silu, torch.nn.functional.silu, (40 * random(50),)),
+    "sigmoid": (fixed_order.sigmoid, torch.sigmoid, (40 * random(50),)),
+    "softplus": (fixed_order.softplus, delta_net.softplus, (40 * random(50),)),
+    "l2_norm": (fixed_order.l2_norm, delta_net.l2_norm, (random(3, 7),)),
+    "norm": (FixedNorm(NORM), NORM, (random(3, 6),)),
+    "norm of heads": (fixed_order.FixedHeadNorm(HeadNorm(1e-6)), HeadNorm(1e-6), (random(1, 2, 3, 7),)),
+    "gated norm": (fixed_order.FixedGatedNorm(GATED_NORM), GATED_NORM, (random(3, 6), random(3, 6).flip(0))),
+    "normalised": (fixed_order.normalised, experts.normalised, (random(2, 3, 5).abs(),)),
+    "mixed": (fixed_order.mixed, experts.mixed, (random(2, 3, 5, 7), random(2, 3, 5))),
+    "delta_rule": (
+        fixed_order.delta_rule,
+        delta_rule.delta_rule,
+        (random(2, 9, 2, 3), random(2, 9, 2, 3).flip(1), random(2, 9, 4, 5), random(2, 9, 4).sigmoid(),
+         -random(2, 9, 4).abs(), random(2, 4, 3, 5)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIXED_AND_PLAIN)
+def test_a_function_of_one_order_gives_the_numbers_of_the_plain_one(name: str):
+    fixed, plain, arguments = FIXED_AND_PLAIN[name]
+    torch.testing.assert_close(fixed(*arguments), plain(*arguments), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])
