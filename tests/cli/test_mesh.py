@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke, spawn
+from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses
 
 START = "Once upon a time"
@@ -23,8 +23,12 @@ def test_a_prompt_on_stdin_is_continued_as_by_one_process(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_speeds_are_those_of_all_ranks():
-    done = spawn("bench", "--mesh", "tp=2", "--prompt", "5", "--decode", "2", "--rounds", "1", "--json")
+def test_speeds_are_those_of_all_ranks(tmp_path: Path):
+    from runs.mesh_programs import invoke_on_mesh
+
+    how = ("--prompt", "5", "--decode", "2", "--rounds", "1", "--json")
+    done = invoke_on_mesh(tmp_path, "bench", "--mesh", "tp=2", *how)
+    assert done.exit_code == 0, done.stderr
     made = json.loads(done.stdout)
     assert (made["model"], made["backend"]) == ("story", "torch-cpu-float32-tp2")
     assert made["decode"]["bytes_per_step"] > 0
