@@ -129,7 +129,10 @@ class Staging:
         return LINK.sub(link, text)
 
     def _shown(self, path: str) -> str:
-        """Return the page of a file or folder, and write it if it is missing."""
+        """Return the page of a file or folder, and write it if it is missing.
+
+        The site's search leaves these pages out: the reference has the names of what they define.
+        """
         if path in {"README.md", *GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
             return _place(path)
         file = ROOT / path
@@ -141,7 +144,7 @@ class Staging:
         if not (self.folder / place).exists():
             self._write(place, "")  # files may lead to each other
             body = self._listing(file, place) if file.is_dir() else _fenced(file)
-            self._write(place, f"---\norphan: true\n---\n# {path}\n\n{body}\n")
+            self._write(place, f"---\norphan: true\nnosearch: true\n---\n# {path}\n\n{body}\n")
         return place
 
     def _listing(self, folder: Path, place: str) -> str:
