@@ -80,7 +80,6 @@ def test_a_run_that_cannot_be_cut_in_two_is_refused(tmp_path: Path):
         verify_resume(small_settings(tmp_path, steps=1), tmp_path, control=False)
 
 
-@pytest.mark.slow
 def test_a_second_half_that_is_refused_proves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.train.resume.PACKAGES", (*PACKAGES, "click"))  # which a new process does not inherit
     with refuses(CheckpointMismatch, version("click"), "nothing", where="environment.packages.click"):
