@@ -5,7 +5,7 @@ that writes pages is `checkpoints/build.py`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,15 +15,15 @@ from checkpoints.generated.quantised import exact_errors, quantised_blocks
 from checkpoints.generated.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from checkpoints.generated.training import trainers, training_blocks
 from llorch.builtin import BUILTIN, goldens_folder
+from llorch.files import Weights
 from llorch.stages import CHECKPOINTS
-from llorch.verify.expectations.long_contexts import LONG_MODES
 from llorch.verify.expectations.quantised import CHECKPOINT as QUANTISED
 from llorch.verify.expectations.quantised import verify_quantised_stored
 from llorch.verify.goldens import Golden, read
 from llorch.verify.judge import Comparison
 from llorch.verify.models import verify_stored
 from llorch.verify.rounding_costs import ARITHMETICS
-from llorch.verify.runners.numpy import FLOAT64
+from llorch.verify.runners.numpy import FLOAT64, NumpyRunner, numpy_runners
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.stages import CHECKPOINTS as TRAINING
@@ -31,6 +31,7 @@ from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 FOLDER = Path(__file__).resolve().parents[1]
 START, END = "<!-- generated: ", "<!-- end -->"
 BLOCK = re.compile(f"(?P<start>{START}(?P<name>[a-z]+) -->\n)(?P<body>.*?){END}", re.DOTALL)
+SHOWN = ("numpy", FLOAT64)  # backends whose rows the pages count
 OF_THIS_MACHINE = re.compile(r"~[0-9][0-9.e+-]*")
 
 
@@ -80,8 +81,11 @@ def _forward_rows(models: Iterable[str]) -> list[Comparison]:
 @cache  # the slow part, and goldens do not change under a running command
 def rows_of(model: str) -> Sequence[Comparison]:
     """List all comparisons of one built-in model with its goldens, as it runs and in float64."""
-    rows = verify_stored(model)
-    return [row for row in rows if row.backend in ("numpy", FLOAT64) and row.mode not in LONG_MODES]
+    return list(verify_stored(model, _runners, long=False))
+
+
+def _runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:
+    return (runner for runner in numpy_runners(weights, wide=wide) if runner.name in SHOWN)
 
 
 @cache
@@ -91,8 +95,8 @@ def torch_rows(model: str) -> Sequence[Comparison]:
     from llorch.verify.runners.torch import torch_runners
 
     targets = [target("cpu", dtype) for dtype in ARITHMETICS]
-    rows = (row for on in targets for row in verify_stored(model, torch_runners(on, only=[""]), backend=str(on)))
-    return [row for row in rows if row.mode not in LONG_MODES]
+    judged = (verify_stored(model, torch_runners(on, only=[""]), backend=str(on), long=False) for on in targets)
+    return [row for rows in judged for row in rows]
 
 
 @cache
@@ -104,7 +108,7 @@ def quantised_rows() -> Sequence[Comparison]:
 @cache
 def training_rows() -> Sequence[Comparison]:
     """List all comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
-    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in ("numpy", FLOAT64)]
+    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in SHOWN]
 
 
 def page(folder: Path, number: str) -> Path:

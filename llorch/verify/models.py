@@ -67,13 +67,16 @@ class LiveOutput:
     texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
 
 
-def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str = "numpy") -> Iterator[Comparison]:
+def verify_stored(
+    name: str, runners: Runners = numpy_runners, *, backend: str = "numpy", long: bool = True
+) -> Iterator[Comparison]:
     """Judge a built-in model against its stored goldens.
 
     Args:
         name: A built-in model.
         runners: Makes what is judged.
         backend: Whose rows those of the file are.
+        long: Judge long contexts, too; a wheel has no goldens of these.
 
     Yields:
         Rows, checkpoint 00 first.
@@ -87,10 +90,10 @@ def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str =
     yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
     yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
     suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
-    long = None if is_wheel() else stored_long(name, weights, golden.truth.evidence.route)
+    long_suite = stored_long(name, weights, golden.truth.evidence.route) if long and not is_wheel() else None
     for runner in runners(weights, wide=True):
         yield from suite.rows(runner)
-        yield from long.rows(runner) if long else ()
+        yield from long_suite.rows(runner) if long_suite else ()
 
 
 def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> LongSuite:

@@ -17,7 +17,6 @@ from llorch.comparison import PASS
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES
-from llorch.verify.expectations.long_contexts import LONG_MODES
 from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
 from llorch.verify.judge import Comparison
@@ -92,8 +91,7 @@ def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model:
 
 
 def test_parts_that_are_judged_apart_are_the_rows_of_the_whole():
-    whole = [row for row in verify_stored("micro-mistral") if row.mode not in LONG_MODES]
-    assert forward_rows("micro-mistral") == whole
+    assert forward_rows("micro-mistral") == list(verify_stored("micro-mistral", long=False))
 
 
 def test_every_checkpoint_has_a_test():
