@@ -160,9 +160,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep llorch's cache between runs apart from the user's: it is neither read there nor left there.
 
-    Workers share it, as the processes of a user do: the library of CPU kernels is compiled once.
+    Workers share it, as the processes of a user do: the library of CPU kernels is compiled once. LLORCH_TESTS_CACHE
+    names a folder that several runs share.
     """
-    cache = shared_folder(tmp_path_factory) / "own_cache"
+    cache = Path(os.environ.get("LLORCH_TESTS_CACHE") or shared_folder(tmp_path_factory) / "own_cache")
     cache.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
