@@ -30,14 +30,6 @@ def by_name(fault: InjectedFault) -> str:
     return "_".join((*(name for name in NAMES if name[-2:] in numbers), fault.name))
 
 
-@pytest.mark.plain_cases(
-    "checkpoint_15_lora-not-scaled",
-    "checkpoint_16_loss-labels-shifted-twice",
-    "checkpoint_17_gradient-f*",
-    "checkpoint_18_adamw-decay-after-update",
-    "checkpoint_18_schedule-decays-from-the-start",
-    "checkpoint_20_export-one-alpha",
-)
 @pytest.mark.parametrize("fault", TRAINING_FAULTS, ids=by_name)
 def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(
     fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
