@@ -59,6 +59,7 @@ def test_with_the_adapter_the_loss_is_that_of_the_last_validation(run: Path):
 
 def test_any_split_can_be_asked_for_and_one_that_is_not_there_is_refused(run: Path):
     assert judged(run, "--split", "train").stdout.startswith("train: 8 rows, ")
+    assert judged(run, "--split", "valid").stdout.startswith("valid: 5 rows, ")
     result = judged(run, "--split", "test")
     assert_cli_refuses(result, 2, run.parent / "data", "Missing", expected="train, valid", got="test")
 

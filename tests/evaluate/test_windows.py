@@ -11,7 +11,7 @@ from runs.refusals import refuses
 
 import llorch
 from llorch.evaluate.scores import PairScores, compare_rows, losses
-from llorch.evaluate.windows import CONTEXT, Windows, cut_text, score, score_pair, text_ids
+from llorch.evaluate.windows import CONTEXT, Windows, _require_same_ids, cut_text, score, score_pair, text_ids
 from llorch.numerics import Numerics
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.tokenizer import Tokenizer
@@ -90,6 +90,11 @@ def test_models_that_read_a_text_differently_are_refused(story: llorch.Model, tm
     cut_text([story, other], "a cat sat there", context=4)  # reads the same
     with refuses(ValueError, "token 2", f"{fox} for story", f"{bed} for other", where="tokenizers"):
         cut_text([story, other], "a fox sat there", context=4)
+
+
+def test_ids_that_end_early_are_refused(story: llorch.Model):
+    with refuses(ValueError, "token 2", "9 for story", "the end", where="tokenizers"):
+        _require_same_ids(story, np.array([5, 7, 9]), story, np.array([5, 7]))
 
 
 def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path):

@@ -78,6 +78,12 @@ def test_the_first_cause_is_marked_in_its_layer():
     assert text.index("Another cause: l3.v_proj") < text.index("Honest difference: l3.ffn_act")
 
 
+def test_a_page_has_the_ladder_of_the_layers():
+    made = diagnoses.one_bug()
+    (wrong,) = [result for result in made.results if result.verdict == WRONG]
+    assert ladder(rungs(made.results, wrong)) in page(made)
+
+
 def test_stages_that_the_dump_does_not_have_are_named():
     assert page(diagnoses.logits_only()).count("not in the dump") == 2
 
