@@ -131,7 +131,7 @@ class Staging:
     def _shown(self, path: str) -> str:
         """Return the page of a file or folder, and write it if it is missing.
 
-        The site's search leaves these pages out: the reference has the names of what they define.
+        The site's search leaves these pages out, because the reference has the public names that they define.
         """
         if path in {"README.md", *GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
             return _place(path)

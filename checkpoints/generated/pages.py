@@ -31,7 +31,7 @@ from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 FOLDER = Path(__file__).resolve().parents[1]
 START, END = "<!-- generated: ", "<!-- end -->"
 BLOCK = re.compile(f"(?P<start>{START}(?P<name>[a-z]+) -->\n)(?P<body>.*?){END}", re.DOTALL)
-SHOWN = ("numpy", FLOAT64)  # backends whose rows the pages count
+SHOWN = ("numpy", FLOAT64)  # backends whose rows the pages show
 OF_THIS_MACHINE = re.compile(r"~[0-9][0-9.e+-]*")
 
 

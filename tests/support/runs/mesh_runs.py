@@ -70,7 +70,7 @@ def judged(
     if isinstance(model, Path):
         rows = list(verify_live(plan_live(open_weights(model), range(3, 15), ("transformers",)), runners))
     else:
-        rows = list(verify_stored(model, runners, long=with_long))  # those take six times as long as all other rows
+        rows = list(verify_stored(model, runners, long=with_long))  # these take six times as long as the rest
     failed = [(row.mode, row.stage) for row in rows if row.verdict != PASS]
     torch.distributed.destroy_process_group()
     return len(rows), len(failed), list(dict.fromkeys(failed))
