@@ -21,7 +21,7 @@ from llorch.serve.replies import (
     ChunkChoice,
     Delta,
 )  # fmt: skip
-from llorch.serve.requests import ChatRequest, form_of
+from llorch.serve.requests import ChatRequest
 from llorch.serve.response_stream import Answering
 from llorch.serve.service import Service, first_seed
 from llorch.serve.thinking import template_variables
@@ -53,7 +53,7 @@ def _chat_jobs(service: Service, body: ChatRequest) -> tuple[list[Job], list[str
         "max_tokens": body.limit,
         "adapter": adapter,
         "n_top": body.top_logprobs or 0,
-        "form": form_of(body.response_format),
+        "form": body.form,
     }
     ends = service.chat_end_ids()
     jobs = [

@@ -1,7 +1,7 @@
 """What may be asked for: the bodies of requests, as pydantic models, which check them and describe them to others.
 
-Values are taken as they are: no number comes from a text, none is NaN. What a client sends beside these fields is
-ignored and named in a header of the answer, unless it would change the answer's meaning: see `unsupported_fields`.
+Values are taken as they are: no number comes from a text, none is NaN. Further fields, also those of nested objects,
+are ignored and named in a header of the answer, unless they would change its meaning: see `unsupported_fields`.
 """
 
 from collections.abc import Mapping
@@ -56,15 +56,13 @@ Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
 
 
 class Strict(BaseModel):
-    """Values as they are."""
+    """Values as they are; remembers fields that it does not know."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class Body(Strict):
-    """The body of a request; remembers fields that it does not know."""
-
-    model_config = ConfigDict(extra="allow")
+    """The body of a request."""
 
     model: Annotated[str, Field(description="Of /v1/models.")]
 
@@ -94,14 +92,33 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-class Message(Strict):
+class CalledFunction(Strict):
+    """A function that a model called; `tokenizer.messages` checks its arguments."""
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(Strict):
+    """A call in a message of the assistant: a function, or its name and arguments directly."""
+
+    id: Any = None
+    type: Any = None
+    function: CalledFunction | None = None
+    name: Any = None
+    arguments: Any = None
+
+
+class Turn(Strict):
+    """A message, whose further fields go to the chat template: see `Service.unwritten_keys`."""
+
+
+class Message(Turn):
     """A turn of a conversation; what is in it stays text, be it that of a control token."""
 
-    model_config = ConfigDict(extra="allow")
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[Any] | None = None
-    function_call: dict[str, Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
     refusal: Text | None = Field(None, description="Text of an assistant message without content.")
     content: Text | Annotated[list[TextPart | RefusalPart], Field(min_length=1)] | None = Field(
         None, validate_default=True
@@ -124,31 +141,75 @@ class Message(Strict):
         content = self.refusal if self.content is None else self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content
         role = "system" if self.role == "developer" else self.role
-        calls = {"tool_calls": self.tool_calls, "function_call": self.function_call}
-        given = {name: value for name, value in calls.items() if value is not None}
+        given: dict[str, object] = {} if self.content is None or self.refusal is None else {"refusal": self.refusal}
+        if self.tool_calls is not None:
+            given["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
+        if self.function_call is not None:
+            given["function_call"] = self.function_call.model_dump(include={"name", "arguments"}, exclude_unset=True)
         return {**(self.model_extra or {}), **given, "role": role, "content": text}
 
 
-class JsonSchema(Strict):
-    """The form of an answer."""
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form that an answer has to have, and the field that says so."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    description: str | None = None
-    strict: bool | None = None
+    schema: Mapping[str, object] | None  # None: any JSON object
+    param: str
 
 
-class ResponseFormat(Strict):
-    """What the answer must look like."""
+class Format(Strict):
+    """The form of an answer; json_object takes a schema too, as in llama.cpp's server."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """Schema that the answer has to fulfil."""
+        return self.schema_
 
     @model_validator(mode="after")
-    def _together(self) -> "ResponseFormat":
-        """Require a schema for the type json_schema."""
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("expected json_schema, because type is json_schema")
+    def _together(self) -> "Format":
+        """Require a schema for the type json_schema, and none for the type text."""
+        if self.type == "json_schema" and self.answer_schema is None:
+            raise ValueError("expected a schema, because type is json_schema")
+        if self.type == "text" and self.answer_schema is not None:
+            raise ValueError("expected the type json_schema or json_object, because there is a schema")
+        return self
+
+    def answer_form(self, param: str) -> AnswerForm | None:
+        """Return the form that this field `param` asks for; None for free text."""
+        if self.type == "text":
+            return None
+        # an empty schema allows every value, but json_object an object alone, as in llama.cpp
+        return AnswerForm(self.answer_schema if self.type == "json_schema" else self.answer_schema or None, param)
+
+
+class JsonSchema(Strict):
+    """A schema with its name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = Field(None, description="Every answer fulfils the schema, also with false.")
+
+
+class ResponseFormat(Format):
+    """The form of an answer; the schema stands in json_schema, or beside it as llama.cpp's clients have it."""
+
+    json_schema: JsonSchema | None = None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """Schema that the answer has to fulfil."""
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> "ResponseFormat":
+        """Refuse json_schema with another type, and two schemas that differ."""
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError("expected the type json_schema, because there is json_schema")
+        if self.schema_ not in (None, self.answer_schema):
+            raise ValueError("expected one schema, in json_schema or beside it")
         return self
 
 
@@ -250,6 +311,11 @@ class ChatRequest(Answers, Templated):
             raise wrong("top_logprobs", "logprobs to be true in the same request")
         return self
 
+    @property
+    def form(self) -> AnswerForm | None:
+        """The form that the answer has to have."""
+        return None if self.response_format is None else self.response_format.answer_form("response_format")
+
 
 class CompletionRequest(Answers):
     """Of /v1/completions."""
@@ -286,8 +352,6 @@ class CompletionRequest(Answers):
 class TokenizeRequest(Strict):
     """Of /tokenize."""
 
-    model_config = ConfigDict(extra="allow")
-
     content: Text
     add_special: bool = False
     parse_special: bool = False
@@ -296,8 +360,6 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     """Of /detokenize."""
-
-    model_config = ConfigDict(extra="allow")
 
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
 
@@ -317,20 +379,6 @@ class TraceRequest(Body):
         n_given = sum(given is not None for given in (self.prompt, self.messages, self.tokens))
         if n_given != 1:
             raise wrong("prompt", "exactly one of prompt, messages and tokens", n_given)
+        if self.parse_special and self.prompt is None:
+            raise wrong("parse_special", "prompt in the same request")
         return self
-
-
-@dataclass(frozen=True)
-class AnswerForm:
-    """The form that an answer has to have, and the field that says so."""
-
-    schema: Mapping[str, object] | None  # None: any JSON object
-    param: str
-
-
-def form_of(wanted: ResponseFormat | None) -> AnswerForm | None:
-    """Return the form that a chat request asks for; None for free text."""
-    if wanted is None or wanted.type == "text":
-        return None
-    inner = None if wanted.json_schema is None else wanted.json_schema.schema_
-    return AnswerForm(inner if wanted.type == "json_schema" else None, "response_format")

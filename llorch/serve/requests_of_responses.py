@@ -2,10 +2,21 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from llorch.serve.api_errors import wrong
-from llorch.serve.requests import AnswerForm, Count, Effort, RefusalPart, Sampling, Strict, Templated, Text
+from llorch.serve.requests import (
+    AnswerForm,
+    Count,
+    Effort,
+    Format,
+    RefusalPart,
+    Sampling,
+    Strict,
+    Templated,
+    Text,
+    Turn,
+)
 
 _OF_ITEMS = ("id", "status")  # of an answer that comes back as input
 
@@ -13,18 +24,25 @@ _OF_ITEMS = ("id", "status")  # of an answer that comes back as input
 class InputText(Strict):
     """A piece of an input."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "text"]
     text: Text
 
 
-class InputMessage(Strict):
-    """A turn of a conversation."""
+class OutputTextPart(Strict):
+    """A piece of an answer that comes back as input, with what llorch told beside it."""
 
-    model_config = ConfigDict(extra="allow")
+    type: Literal["output_text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Turn):
+    """A turn of a conversation."""
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[InputText | RefusalPart], Field(min_length=1)]
+    content: Text | Annotated[list[InputText | OutputTextPart | RefusalPart], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _together(self) -> "InputMessage":
@@ -42,19 +60,11 @@ class InputMessage(Strict):
         return {**more, "role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class TextFormat(Strict):
-    """What the answer must look like."""
+class TextFormat(Format):
+    """The form of an answer, and the name of its schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-    @model_validator(mode="after")
-    def _together(self) -> "TextFormat":
-        """Require a schema for the type json_schema."""
-        if self.type == "json_schema" and self.schema_ is None:
-            raise ValueError("expected schema, because type is json_schema")
-        return self
+    strict: bool | None = Field(None, description="Every answer fulfils the schema, also with false.")
 
 
 class TextSettings(Strict):
@@ -109,6 +119,4 @@ class ResponsesRequest(Sampling, Templated):
     def form(self) -> AnswerForm | None:
         """The form that the answer has to have."""
         wanted = None if self.text is None else self.text.format
-        if wanted is None or wanted.type == "text":
-            return None
-        return AnswerForm(wanted.schema_ if wanted.type == "json_schema" else None, "text.format")
+        return None if wanted is None else wanted.answer_form("text.format")

@@ -78,10 +78,17 @@ class Service:
         first: int = 0,
         variables: Mapping[str, object] | None = None,
     ) -> list[str]:
-        """Name the keys of messages that the model does not read, as fields of `param`, which begin at `first`."""
+        """Name the keys of messages and the variables that the model's template does not read.
+
+        The messages are those of the field `param`, which begin at `first`.
+        """
+        chats = self.model.chats
         with self._refused_for(param):
-            found = self.model.chats.unwritten(messages, variables=variables)
-        return [f"{param}.{place - first}.{key}" for place, key in found]
+            found = chats.unwritten(messages, variables=variables)
+        unread = [name for name, value in (variables or {}).items() if value is not None]
+        return [f"{param}.{place - first}.{key}" for place, key in found] + [
+            f"chat_template_kwargs.{name}" for name in unread if not chats.template_mentions(name)
+        ]
 
     def chat_end_ids(self, *, param: str = "messages") -> frozenset[int]:
         """List the ids that end an answer of a conversation, beside end tokens."""

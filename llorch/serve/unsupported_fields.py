@@ -2,19 +2,19 @@
 
 The fields are those of OpenAI, llama.cpp's server, vLLM, SGLang, Ollama, TGI and text-generation-webui. A field that is
 in no table here changes no answer (`user`, `cache_prompt`, `keep_alive`), or nobody is known to send it: a header names
-it.
+it. The tables hold for nested objects too, such as `reasoning` or a part of a message.
 
 Source: OpenAI's API reference; llama.cpp tools/server/server-task.cpp; vLLM and SGLang, entrypoints/openai; Ollama
 api/types.go; TGI router/src/lib.rs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from llorch.serve.api_errors import ApiError, of_validation
-from llorch.serve.requests import Strict
+from llorch.serve.requests import Strict, Turn
 
 _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not declare them, but for these values
     # other inputs than text, other outputs than an answer
@@ -33,6 +33,7 @@ _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not
     "reasoning_format": ("none",), "reasoning_budget": (-1,), "thinking_budget": (-1,),
     "thinking_budget_tokens": (-1,), "thinking_token_budget": (-1,), "include_reasoning": (True,),
     "separate_reasoning": (False,), "thinking_forced_open": (False,), "verbosity": ("medium",),
+    "enabled": (), "exclude": (False,),
     # where an answer ends, and how many there are
     "n": (1,), "best_of": (1,), "n_cmpl": (1,), "stop": ([],), "stop_token_ids": ([],), "stopping_strings": ([],),
     "stop_sequence": ([],), "stop_regex": ([],), "include_stop_str_in_output": (False,), "no_stop_trim": (False,),
@@ -43,7 +44,7 @@ _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not
     # the form of an answer
     "response_format": ({"type": "text"},), "format": ("",), "json_schema": (), "grammar": ("",), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "structural_tag": (),
-    "regex": (), "ebnf": (),
+    "regex": (), "ebnf": (), "value": (),
     # which tokens are drawn
     "logit_bias": ({},), "logits_processors": ([],), "custom_logit_processor": (), "bad_words": ([],),
     "allowed_token_ids": (), "banned_tokens": ([], ""), "custom_token_bans": ("",), "repeat_penalty": (1,),
@@ -62,7 +63,7 @@ _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not
     "prompt_logprobs": (0,), "logprob_token_ids": (), "top_n_tokens": (0,), "return_tokens": (False,),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,),
     "return_progress": (False,), "return_full_text": (False,), "details": (False,), "decoder_input_details": (False,),
-    "skip_special_tokens": (True,),
+    "skip_special_tokens": (True,), "continuous_usage_stats": (False,),
 }  # fmt: skip
 _INSTEAD = {  # what the same is called here; not quite the same where the message says more
     "repeat_penalty": "repetition_penalty, which counts every token of prompt and answer",
@@ -81,6 +82,7 @@ _INSTEAD = {  # what the same is called here; not quite the same where the messa
     "stopping_strings": "stop", "stop_sequence": "stop",
     "thinking": "enable_thinking or reasoning_effort",
 }  # fmt: skip
+_LEAVE_OUT = "leave the field out"
 _LIMITS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length")
 
 
@@ -102,17 +104,47 @@ class Ignored(Strict):
 
 
 def ignored_fields(body: Strict) -> list[str]:
-    """List fields without an effect; ApiError for a wrong type, or if the field would change the answer."""
-    unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    """List fields without an effect, those of nested objects by their paths.
+
+    ApiError for a wrong type, or if a field would change the answer. Of equal fields in a list of objects, such as the
+    parts of messages, the first is listed.
+    """
+    ignored: dict[tuple[str, ...], str] = {}
+    for path, unknown in _unknown_fields(body):
+        if not path:
+            _require_types(unknown)
+        for name, value in unknown.items():
+            field = ".".join(map(str, (*path, name)))
+            if name not in _WITHOUT:
+                ignored.setdefault((*(part for part in path if isinstance(part, str)), name), field)
+            elif value not in _WITHOUT[name]:
+                remedy = _LEAVE_OUT if path else _remedy(name, body)
+                text = f"{field}: this route does not have this field; {remedy}"
+                raise ApiError(400, text, param=field, code="unsupported")
+    return list(ignored.values())
+
+
+def _unknown_fields(
+    value: object, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], dict[str, object]]]:
+    """Yield the path of each object, and those of its fields that have a value and are not declared."""
+    inner: list[tuple[str | int, object]] = []
+    if isinstance(value, Strict):
+        if not isinstance(value, Turn):
+            yield path, {name: extra for name, extra in (value.model_extra or {}).items() if extra is not None}
+        inner += [(field.alias or name, getattr(value, name)) for name, field in type(value).model_fields.items()]
+    elif isinstance(value, list) and value and isinstance(value[0], Strict):
+        inner += enumerate(value)
+    for name, nested in inner:
+        yield from _unknown_fields(nested, (*path, name))
+
+
+def _require_types(unknown: Mapping[str, object]) -> None:
+    """Refuse an ignored field whose type is not that of OpenAI's API."""
     try:
         Ignored.model_validate(unknown)
     except ValidationError as error:
         raise of_validation(error, unknown) from None
-    for name, value in unknown.items():
-        if name in _WITHOUT and value not in _WITHOUT[name]:
-            text = f"{name}: this route does not have this field; {_remedy(name, body)}"
-            raise ApiError(400, text, param=name, code="unsupported")
-    return [name for name in unknown if name not in _WITHOUT]
 
 
 def _remedy(name: str, body: Strict) -> str:
@@ -121,5 +153,5 @@ def _remedy(name: str, body: Strict) -> str:
     if name in _LIMITS:
         instead = next((one for one in ("max_tokens", "max_output_tokens") if one in type(body).model_fields), None)
     if instead is None or (instead.isidentifier() and instead not in type(body).model_fields):
-        return "leave the field out"
+        return _LEAVE_OUT
     return f"use {instead}"

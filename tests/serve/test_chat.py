@@ -146,6 +146,22 @@ def test_answers_have_the_form_of_a_schema_each_on_its_own(server: Served):
         assert json.loads(choice.message.content)["a"] in (1, 2, 3)
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_response_format_with_a_schema_beside_its_type_constrains_the_answer(server: Served, kind: str):
+    form: dict[str, Any] = {"type": kind, "schema": {"enum": [[7]]}}
+    forms = [form, form | {"json_schema": {"name": "a", "schema": form["schema"]}}][: 1 + (kind == "json_schema")]
+    for asked in forms:
+        got = create(server, response_format=asked, max_tokens=60).choices[0]
+        assert (json.loads(got.message.content), got.finish_reason) == ([7], "stop")
+
+
+def test_response_format_with_an_empty_schema_is_any_object(server: Served):
+    asked = create(server, response_format={"type": "json_object", "schema": {}}, max_tokens=20)
+    wanted = create(server, response_format={"type": "json_object"}, max_tokens=20)
+    assert asked.choices[0].message.content == wanted.choices[0].message.content
+    assert wanted.choices[0].message.content.startswith("{")
+
+
 def test_a_schema_that_nothing_can_fulfil_is_refused(server: Served):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "robot"}}}
     with pytest.raises(openai.BadRequestError) as caught:

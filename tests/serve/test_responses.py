@@ -65,6 +65,12 @@ def test_an_answer_that_ends_itself_is_complete(server: Served):
         assert stream.get_final_response().output_text.strip() == "true"
 
 
+def test_text_format_json_object_with_a_schema_constrains_the_answer(server: Served):
+    form: Any = {"format": {"type": "json_object", "schema": {"enum": [True]}}}
+    got = create(server, text=form, max_output_tokens=20)
+    assert (got.output_text.strip(), got.status) == ("true", "completed")
+
+
 def test_log_probabilities_are_those_of_a_chat_whole_and_as_a_stream(server: Served):
     asked: Any = {"model": "story", "temperature": 0, "top_logprobs": 3}
     wanted: Any = {"input": START, "include": ["message.output_text.logprobs"], "max_output_tokens": 9}

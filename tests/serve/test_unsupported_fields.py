@@ -1,12 +1,15 @@
 """Fields that other servers take: each is obeyed, refused by name, or harmless and named in a header."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import httpx2 as httpx
 import pytest
+from builders.chat_models import chat_model
 from runs.served import served
 
+from llorch.serve.requests import Strict
 from llorch.serve.unsupported_fields import _INSTEAD, _WITHOUT
 
 CHAT, COMPLETION, RESPONSE, TRACE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/trace"
@@ -155,6 +158,74 @@ def test_what_to_use_instead_is_a_field_of_the_route(http: httpx.Client):
         assert (
             "response_format" not in http.post(route, json=ASKED[route] | {"format": "json"}).json()["error"]["message"]
         )
+
+
+PARTS = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b", "foo": 1}]
+ANSWER = {"type": "output_text", "text": "c", "annotations": [], "logprobs": []}  # of llorch, as it comes back
+SCHEMA = {"type": "object", "properties": {}}
+NAMED = {"name": "a", "schema": SCHEMA}
+NESTED: tuple[tuple[str, dict[str, Any], str], ...] = (  # what the header names; with "!", the field that is refused
+    (CHAT, {"stream_options": {"include_usage": True, "include_obfuscation": False}},
+     "stream_options.include_obfuscation"),
+    (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "!stream_options.continuous_usage_stats"),
+    (COMPLETION, {"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+    (CHAT, {"messages": [{"role": "user", "content": PARTS}] * 2},
+     "messages.0.content.0.cache_control, messages.0.content.1.foo"),
+    (TRACE, {"messages": [{"role": "user", "content": PARTS}], "prompt": None},
+     "messages.0.content.0.cache_control, messages.0.content.1.foo"),
+    (CHAT, {"messages": [{"role": "user", "content": [PARTS[1] | {"images": ["aGk="]}]}]},
+     "!messages.0.content.0.images"),
+    (CHAT, {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "a", "foo": 1}]}]},
+     "messages.0.content.0.foo"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}, "messages.0.refusal"),
+    (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "foo": {}}]}]},
+     "input.0.content.0.foo"),
+    (RESPONSE, {"input": [{"role": "assistant", "id": "a", "status": "completed", "content": [ANSWER]}]}, ""),
+    (CHAT, {"response_format": {"type": "json_object", "nam": "a"}}, "response_format.nam"),
+    (CHAT, {"response_format": {"type": "json_object", "value": SCHEMA}}, "!response_format.value"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED | {"description": "b"}}},
+     "response_format.json_schema.description"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schemas": SCHEMA}}},
+     "!response_format.json_schema.schema"),
+    (RESPONSE, {"text": {"formatt": {"type": "json_object"}}}, "text.formatt"),
+    (RESPONSE, {"text": {"format": {"type": "json_object", "foo": 1}}}, "text.format.foo"),
+    (RESPONSE, {"text": {"format": {"type": "json_object", "json_schema": SCHEMA}}}, "!text.format.json_schema"),
+    (RESPONSE, {"reasoning": {"effort": None, "summary": "auto"}}, "reasoning.summary"),
+    (RESPONSE, {"reasoning": {"max_tokens": 5}}, "!reasoning.max_tokens"),
+    (CHAT, {"chat_template_kwargs": {"enable_thinkin": False, "foo": None}}, "chat_template_kwargs.enable_thinkin"),
+    (RESPONSE, {"chat_template_kwargs": {"foo": 1}}, "chat_template_kwargs.foo"),
+    (TRACE, {"messages": [{"role": "user", "content": "a"}], "prompt": None, "parse_special": True}, "!parse_special"),
+)  # fmt: skip
+
+
+def test_nested_fields_are_named_by_their_path_or_refused(http: httpx.Client):
+    for route, more, fate in NESTED:
+        body = {"model": "story", "prompt": "a"} if route == TRACE else ASKED[route] | most(route, 1)
+        answer = http.post(route, json=body | more)
+        if fate.startswith("!"):
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, fate[1:]), more
+        else:
+            assert (answer.status_code, answer.headers.get("x-llorch-ignored", "")) == (200, fate), (more, answer.text)
+
+
+def test_models_of_requests_remember_fields_that_they_do_not_declare():
+    kinds = [Strict]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert len(kinds) > 20
+    assert {kind.model_config.get("extra") for kind in kinds} == {"allow"}
+
+
+def test_fields_of_tool_calls_that_no_template_gets_are_named(tmp_path: Path):
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }}{{ m.function_call or '' }}{% endfor %}"
+    call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}", "strict": True}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": {"name": "f", "foo": 1}}
+    with served(chat_model(tmp_path / "story", "story", template)) as running:
+        body = {"model": "story", "messages": [message], "max_tokens": 1}
+        answer = httpx.post(running.url + CHAT, json=body, trust_env=False)
+    names = ["tool_calls.0.index", "tool_calls.0.function.strict", "function_call.foo"]
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-llorch-ignored"].split(", ") == [f"messages.0.{name}" for name in names]
 
 
 def schema(http: httpx.Client, path: str) -> dict[str, Any]:
