@@ -37,11 +37,26 @@ def for_completion(tokenizer: Tokenizer, tokens: Sequence[MadeToken], *, start: 
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for made in tokens:
         if made.token.finish != "eos":
-            said = _logprob_record(tokenizer, made.token.id, made.token.logprob)
-            top = [_logprob_record(tokenizer, *one) for one in made.top]
-            found["tokens"].append(said["token"])
-            found["token_logprobs"].append(said["logprob"])
-            found["top_logprobs"].append({one["token"]: one["logprob"] for one in reversed(top)})
+            keys = _distinct_keys(tokenizer, [made.token.id, *(token_id for token_id, _ in made.top)])
+            found["tokens"].append(keys[made.token.id])
+            found["token_logprobs"].append(max(made.token.logprob, LEAST))
+            found["top_logprobs"].append({keys[token_id]: max(logprob, LEAST) for token_id, logprob in made.top[::-1]})
             found["text_offset"].append(start)
         start += len(made.token.text)
     return CompletionLogprobs(**found)
+
+
+def _distinct_keys(tokenizer: Tokenizer, token_ids: Sequence[int]) -> dict[int, str]:
+    r"""Name each token by its text, by `bytes:\xf0\x9f` for a part of a character, as OpenAI's older API does.
+
+    The second token with the same text is `token_id:5`, as in vLLM.
+    """
+    names: dict[str, int] = {}
+    for token_id in dict.fromkeys(token_ids):
+        data = piece(tokenizer, token_id)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        names[text if text not in names else f"token_id:{token_id}"] = token_id
+    return {token_id: name for name, token_id in names.items()}

@@ -169,7 +169,7 @@ class ChatChunk(Reply):
 class CompletionLogprobs(Reply):
     """Of an answer, an entry a token."""
 
-    tokens: list[str]
+    tokens: list[str]  # texts; `bytes:` or `token_id:` where these are none or the same, as in top_logprobs
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]  # characters of the answer's text before the token's

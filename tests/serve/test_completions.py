@@ -81,6 +81,20 @@ def test_log_probabilities_in_the_older_form(server: Served, story: Model):
     assert [offset for one in chunks for offset in one.choices[0].logprobs.text_offset] == got.logprobs.text_offset
 
 
+def test_top_logprobs_of_tokens_without_a_text_of_their_own_have_distinct_keys(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+):
+    pieces = (b"\xf0\x9f", b"\xe2\x80", b"a", b"")  # some tokens share one, as byte tokens and letters do in real files
+    monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda token_id: pieces[token_id % 4])
+    got = create(server, logprobs=20, max_tokens=4).choices[0].logprobs
+    for token, logprob, top in zip(got.tokens, got.token_logprobs, got.top_logprobs, strict=True):
+        assert len(top) == 20
+        assert top[token] == logprob == max(top.values())
+        assert token in (r"bytes:\xf0\x9f", r"bytes:\xe2\x80", "a", "")
+        others = {key for key in top if key.startswith("token_id:")}
+        assert {*top} - others <= {r"bytes:\xf0\x9f", r"bytes:\xe2\x80", "a", ""}
+
+
 @pytest.mark.slow_cases("/v1/completions")
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/trace"])
 def test_a_raw_prompt_holds_control_tokens_unless_told_otherwise(server: Served, story: Model, path: str):
