@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from runs.served import Served, served
 
 from llorch.model import Model
 from llorch.serve.page import FILES
+from llorch.serve.service import Service
 
 HOSTILE = "<img src=x onerror='window.hurt=1'><script>window.hurt=1</script>"
 
@@ -38,12 +40,17 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: Served) -> Browser:
+def page(browser: Browser, server: Served) -> Iterator[Browser]:
     """The page as somebody opens it, with an answer of 12 tokens, always the same."""
-    browser.visit(f"{server.url}/", width=1000)
-    wait(browser, "document.querySelector('#model').value !== ''")
+    open_page(browser, server)
+    yield browser
+    browser.evaluate("addEventListener('pagehide', () => sessionStorage.clear())")  # as the end of a tab does
+
+
+def open_page(browser: Browser, server: Served, *, width: int = 1000, height: int = 900, scheme: str = "light") -> None:
+    browser.visit(f"{server.url}/", width=width, height=height, scheme=scheme)
+    wait(browser, MODELS)
     browser.evaluate("max_tokens.value = 12; temperature.value = 0; seed.value = 1")
-    return browser
 
 
 def wait(browser: Browser, condition: str) -> None:
@@ -64,6 +71,9 @@ def wait(browser: Browser, condition: str) -> None:
 
 
 IDLE = "!document.querySelector('#send').disabled"
+MODELS = "document.querySelector('#model').value !== ''"
+NOTICES = "[...document.querySelectorAll('.note, .error')].map(one => one.textContent)"
+SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 
 
 def send(browser: Browser, text: str, until: str = IDLE) -> None:
@@ -75,13 +85,13 @@ def send(browser: Browser, text: str, until: str = IDLE) -> None:
 
 
 def press(browser: Browser, key: str, text: str = "") -> None:
-    code = {"Enter": 13, "Escape": 27, "ArrowRight": 39}[key]
+    code = {"Enter": 13, "Escape": 27, " ": 32, "ArrowRight": 39}[key]
     browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, text=text)
     browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
 
 def answers(browser: Browser) -> list[str]:
-    return browser.evaluate("[...document.querySelectorAll('.assistant p')].map(one => one.textContent)")
+    return browser.evaluate("[...document.querySelectorAll('.assistant [role=group]')].map(one => one.textContent)")
 
 
 def test_it_chats_with_what_was_said_before_and_asks_nobody_else(page: Browser, server: Served, model: Model):
@@ -104,6 +114,7 @@ def test_a_token_shows_what_else_could_have_come(page: Browser, server: Served):
     page.evaluate("document.querySelectorAll('.token')[2].focus()")
     press(page, "ArrowRight")
     assert page.evaluate("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 3
+    press(page, "Enter", "\r")
     rows = page.evaluate("[...document.querySelectorAll('#token tr')].map(one => [one.className, one.innerText])")
     asked = {"model": server.service.model.name, "messages": [{"role": "user", "content": "Once upon a time"}]}
     how = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 8}
@@ -118,7 +129,8 @@ def test_a_token_shows_what_else_could_have_come(page: Browser, server: Served):
 
 def test_the_stages_that_ran_are_listed_by_layer(page: Browser, server: Served, model: Model):
     send(page, "Once")
-    page.evaluate("document.querySelectorAll('.token')[5].click(); document.querySelector('#token button').click()")
+    page.evaluate("document.querySelectorAll('.token')[5].click()")
+    page.evaluate("document.querySelector('.stages').previousSibling.click()")
     wait(page, "document.querySelector('.stages details')")
     trace: dict = {}
     model.forward([1, 2], trace=trace)
@@ -143,11 +155,172 @@ def test_an_answer_can_be_stopped(page: Browser, server: Served, how: str):
     else:
         press(page, "Escape")
     wait(page, IDLE)
-    assert page.evaluate("note.textContent") == "Stopped."
+    assert page.evaluate(NOTICES) == ["Stopped."]
     assert 3 < page.evaluate("document.querySelectorAll('.token').length") < 350
     page.evaluate("max_tokens.value = 3")
     send(page, "go on")  # what was said before the end counts
     assert len(answers(page)) == 2
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token ends an answer."""
+    job = Service.job
+    monkeypatch.setattr(Service, "job", lambda *a, **k: replace(job(*a, **k), end_ids=frozenset()))
+
+
+def places(browser: Browser, *selectors: str) -> list[list[float]]:
+    """Upper and lower edge of the last element of each selector, in pixels of the window."""
+    script = "SELECTORS.map(one => [...document.querySelectorAll(one)].at(-1).getBoundingClientRect())"
+    return browser.evaluate(f"{script}.map(one => [one.top, one.bottom])".replace("SELECTORS", json.dumps(selectors)))
+
+
+def assert_inside(browser: Browser, selector: str) -> None:
+    """The last such element is in view, between the edges of the conversation."""
+    (top, bottom), (highest, lowest) = places(browser, selector, "#talk")
+    assert highest <= top < bottom <= lowest, browser.evaluate("document.body.innerText")
+
+
+@pytest.mark.parametrize("screen", SIZES)
+@pytest.mark.usefixtures("endless")
+def test_box_is_pinned_and_the_view_follows_the_conversation(page: Browser, server: Served, screen: str):
+    width, height = SIZES[screen]
+    open_page(page, server, width=width, height=height)
+    page.evaluate("max_tokens.value = 90")
+    first = places(page, "#form")
+    for text in ("Once upon a time", "The fox", "And then"):
+        send(page, text)
+        assert_inside(page, ".token")
+        assert_inside(page, ".note")
+    assert page.evaluate("talk.scrollHeight > talk.clientHeight")
+    page.evaluate("max_tokens.value = 200")
+    send(page, "again", until="document.querySelectorAll('.token').length > 300")
+    assert_inside(page, ".token")
+    press(page, "Escape")
+    wait(page, IDLE)
+    assert_inside(page, ".note")
+    page.evaluate("temperature.value = 3")
+    send(page, "Hello")
+    assert_inside(page, ".error")
+    assert places(page, "#form") == first
+    assert first[0][1] <= height
+    assert page.evaluate("[scrollY, document.documentElement.scrollHeight]") == [0, height]
+
+
+@pytest.mark.usefixtures("endless")
+def test_view_stays_where_the_reader_scrolled_up_to_until_the_end_is_reached(page: Browser, server: Served):
+    open_page(page, server, height=500)
+    page.evaluate("max_tokens.value = 120")
+    send(page, "Once upon a time")
+    page.evaluate("max_tokens.value = 300")
+    send(page, "The fox", until="document.querySelectorAll('.token').length > 130")
+    page.evaluate("talk.scrollTop = 30")
+    wait(page, "document.querySelectorAll('.token').length > 160")
+    assert page.evaluate("talk.scrollTop") == 30
+    page.evaluate("talk.scrollTop = talk.scrollHeight")
+    wait(page, "document.querySelectorAll('.token').length > 190")
+    assert_inside(page, ".token")
+    page.evaluate("talk.scrollTop = 30")
+    press(page, "Escape")
+    wait(page, IDLE)
+    assert page.evaluate("talk.scrollTop") == 30
+    send(page, "go on")  # a question of the reader is at the end
+    assert_inside(page, ".token")
+
+
+@pytest.mark.parametrize("screen", SIZES)
+def test_click_or_key_chooses_a_token_and_the_pointer_alone_does_not(page: Browser, server: Served, screen: str):
+    width, height = SIZES[screen]
+    open_page(page, server, width=width, height=height)
+    send(page, "Once upon a time")
+    places_of = "[...document.querySelectorAll('.token')].map(one => one.classList.contains('chosen'))"
+    chosen = f"{places_of}.indexOf(true)"
+    x, y = page.evaluate("(({x, y}) => [x + 3, y + 5])(document.querySelectorAll('.token')[4].getBoundingClientRect())")
+    mouse = {"x": x, "y": y, "button": "left", "clickCount": 1}
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    page.evaluate("document.querySelectorAll('.token')[2].focus()")
+    assert page.evaluate(chosen) == -1
+    for kind in ("mousePressed", "mouseReleased"):
+        page.call("Input.dispatchMouseEvent", type=kind, **mouse)
+    assert page.evaluate(chosen) == 4
+    assert_inside(page, ".chosen")
+    for key, text in (("Enter", "\r"), (" ", " ")):
+        press(page, "ArrowRight")
+        press(page, key, text)
+    assert page.evaluate(chosen) == 6
+    assert page.evaluate("token.querySelectorAll('tr').length") == 8
+    page.evaluate("document.querySelector('#token .close').click()")
+    assert (page.evaluate(chosen), page.evaluate("token.querySelectorAll('tr').length")) == (-1, 0)
+
+
+def test_reload_keeps_the_conversation_and_new_chat_deletes_it(page: Browser, server: Served):
+    page.evaluate("document.querySelector('#key').value = 'k3y'; system.value = 'Be kind.'")
+    for text in ("Once upon a time", "The fox"):
+        send(page, text)
+    before = [answers(page), page.evaluate(NOTICES)]
+    page.evaluate("text.value = 'unsent'")
+    page.reload()
+    wait(page, MODELS)
+    assert [answers(page), page.evaluate(NOTICES)] == before
+    fields = page.evaluate("[text, system, max_tokens, document.querySelector('#key')].map(one => one.value)")
+    assert fields == ["unsent", "Be kind.", "12", ""]
+    assert "k3y" not in page.evaluate("JSON.stringify(sessionStorage) + JSON.stringify(localStorage)")
+    page.evaluate("document.querySelectorAll('.token')[3].click()")
+    assert page.evaluate("token.querySelectorAll('tr').length") == 8
+    page.evaluate("text.value = ''")
+    send(page, "again")
+    (first, second, _) = answers(page)
+    assert asked(page) == [["Be kind.", "Once upon a time", first, "The fox", second, "again"]]
+    page.evaluate("document.querySelector('#new').click()")
+    page.reload()
+    wait(page, MODELS)
+    assert answers(page) == []
+
+
+@pytest.mark.usefixtures("endless")
+def test_reload_during_an_answer_keeps_its_beginning_or_gives_the_question_back(
+    page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch
+):
+    page.evaluate("max_tokens.value = 400")
+    send(page, "Once upon a time", until="document.querySelectorAll('.token').length > 3")
+    page.reload()
+    wait(page, MODELS)
+    assert (len(answers(page)), len(page.evaluate(NOTICES)), page.evaluate(TYPED)) == (1, 1, "")
+    enough = threading.Event()
+    monkeypatch.setattr(type(server.service), "chat_ids", lambda *a, **k: enough.wait(20) and [5])
+    send(page, "Hello", until="!document.querySelector('#stop').disabled")
+    page.reload()
+    enough.set()
+    wait(page, MODELS)
+    assert (len(answers(page)), len(page.evaluate(NOTICES)), page.evaluate(TYPED)) == (1, 2, "Hello")
+
+
+def test_page_without_storage_or_with_too_much_to_store_chats(page: Browser):
+    page.evaluate("Storage.prototype.setItem = (key, text) => { throw new Error() }")
+    send(page, "Once")
+    assert len(answers(page)) == 1
+    page.evaluate(
+        "Storage.prototype.setItem = function (key, text) { if (text.includes('logprob')) throw new Error(); "
+        "this[key] = text; }"
+    )
+    send(page, "again")
+    before = answers(page)
+    page.reload()
+    wait(page, MODELS)
+    assert answers(page) == before
+
+
+def test_tokens_that_end_inside_a_character_are_shown_as_bytes(
+    page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch
+):
+    pieces = [bytes([0xF0, code]) for code in range(0x90, 0xA0)]
+    monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda one: pieces[one % len(pieces)])
+    send(page, "Once")
+    page.evaluate("document.querySelector('.token').click()")
+    rows = page.evaluate("[...document.querySelectorAll('#token td.word')].map(one => one.textContent)")
+    assert len(rows) == 8
+    assert all(row.startswith(r"\xf0\x9") for row in rows)
+    assert page.evaluate("document.querySelectorAll('#token .taken').length") == 1
 
 
 def test_markup_stays_text_whoever_wrote_it(page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch):
@@ -155,7 +328,7 @@ def test_markup_stays_text_whoever_wrote_it(page: Browser, server: Served, monke
     tokenizer = server.service.model.tokenizer
     monkeypatch.setattr(tokenizer, "token_bytes", lambda one: pieces[one % len(pieces)])
     send(page, HOSTILE)
-    page.evaluate("document.querySelector('.token').focus()")
+    page.evaluate("document.querySelector('.token').click()")
     assert page.evaluate("document.querySelector('.user p').textContent") == HOSTILE
     assert "<" in answers(page)[-1] + page.evaluate("token.innerText")
     assert page.evaluate("document.querySelectorAll('#talk img, #talk script, #token img, #token script').length") == 0
@@ -190,11 +363,11 @@ def test_new_chat_during_an_answer_takes_nothing_along(page: Browser):
 def test_a_turn_that_failed_goes_back_to_the_box_and_the_next_one_works(page: Browser):
     page.evaluate("temperature.value = 3")
     send(page, "Hello")
-    assert "temperature" in page.evaluate("error.textContent")
+    assert "temperature" in page.evaluate("document.querySelector('article:last-child .error').textContent")
     assert (page.evaluate(TYPED), answers(page)) == ("Hello", [])
     page.evaluate("temperature.value = 0")
     send(page, " there")
-    assert page.evaluate("error.textContent") == ""
+    assert "temperature" not in page.evaluate("talk.textContent")
     assert asked(page) == [["Hello"], ["Hello there"]]
     assert len(answers(page)) == 1
 
@@ -217,7 +390,7 @@ def test_without_a_server_the_text_is_kept_and_sent_when_there_is_one(browser: B
         wait(browser, "document.querySelector('#model').value !== ''")
     send(browser, "Hello")
     assert (browser.evaluate(TYPED), answers(browser)) == ("Hello", [])
-    assert "server" in browser.evaluate("error.textContent")
+    assert "server" in browser.evaluate("document.querySelector('article:last-child .error').textContent")
 
 
 def test_an_answer_that_breaks_off_is_an_error(page: Browser):
@@ -225,8 +398,8 @@ def test_an_answer_that_breaks_off_is_an_error(page: Browser):
         """window.fetch = async () => new Response('data: {"choices": [{"delta": {"content": "On"}}]}\\n\\n')"""
     )
     send(page, "Hello")
-    assert page.evaluate("error.textContent") != ""
-    assert answers(page) == ["On"]
+    assert page.evaluate("document.querySelector('.assistant .error').textContent") != ""
+    assert answers(page)[0].startswith("On")
 
 
 def test_the_note_on_a_model_without_a_template_stays(browser: Browser):
@@ -253,11 +426,11 @@ def test_models_are_read_again_where_they_could_not_be(page: Browser, server: Se
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [380, 1280])
 def test_it_fits_the_screen(page: Browser, server: Served, width: int, scheme: str):
-    page.visit(f"{server.url}/", width=width, scheme=scheme)
-    wait(page, "document.querySelector('#model').value !== ''")
+    open_page(page, server, width=width, scheme=scheme)
     page.evaluate("max_tokens.value = 20; document.querySelector('#settings').open = true")
     send(page, "Once upon a time " + "x" * 200)
-    page.evaluate("document.querySelector('.token').focus(); document.querySelector('#token button').click()")
+    page.evaluate("document.querySelector('.token').click()")
+    page.evaluate("document.querySelector('.stages').previousSibling.click()")
     wait(page, "document.querySelector('.stages details')")
     page.evaluate("document.querySelectorAll('.stages details').forEach(one => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= width

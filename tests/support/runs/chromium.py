@@ -52,12 +52,19 @@ class Browser:
         """Load a file, and wait until it stands."""
         self.visit(path.as_uri(), width=width, scheme=scheme)
 
-    def visit(self, url: str, *, width: int, scheme: str = "light") -> None:
+    def visit(self, url: str, *, width: int, height: int = 900, scheme: str = "light") -> None:
         """Load a page, and wait until it stands."""
-        self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", url=url)
+        self._load("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        """Load the page again, and wait until it stands."""
+        self._load("Page.reload")
+
+    def _load(self, method: str, **params: Any) -> None:
+        self.events.clear()
+        self.call(method, **params)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 
