@@ -20,7 +20,7 @@ from jaxtyping import Float, Float64, Int
 
 from llorch.config import ModelConfig
 from llorch.files import LayerWeights, Weights
-from llorch.forward import Keep
+from llorch.forward import Keep, dense_only
 from llorch.ops.attention import attention_context_backward, attention_probs_backward, attention_scores_backward
 from llorch.ops.linear import linear_backward
 from llorch.ops.lora import LoraMatrix
@@ -46,7 +46,7 @@ def backward(
     weights: Weights,
     *,
     keep: Keep = as_is,
-    parts_of: BackwardPartsOf = lambda config, layer, seq: {},
+    parts_of: BackwardPartsOf = dense_only,
 ) -> dict[str, np.ndarray]:
     """Send the gradient of the loss from the logits down to the embedding.
 
@@ -61,6 +61,9 @@ def backward(
     Returns:
         Gradient by every stage, `l0.q_rope`, and block input, `l0.block_in`, under its key in the trace; and by every
         tensor of the adapter, `layers.0.q_proj.lora_A`.
+
+    Raises:
+        ValueError: Without `parts_of` a layer is not dense.
     """
     config, grads = weights.config, {}
     keep = recorder(grads, keep)

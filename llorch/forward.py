@@ -29,6 +29,17 @@ Table = Float64[np.ndarray, "seq half"]
 PartsOf = Callable[[ModelConfig, int, np.ndarray], Mapping[str, Any]]  # of a layer, for tokens at some positions
 
 
+def dense_only(config: ModelConfig, layer: int, *_: Any) -> Mapping[str, Any]:
+    """Refuse (ValueError) a layer that the functions of this page alone would compute wrongly."""
+    if config.layer(layer).is_dense and not config.attention_gate and not config.adjacent_pairs:
+        return {}
+    raise ValueError(
+        f"llorch.forward: expected dense layers, got layer {layer} of a {config.family} model; call llorch.load(...)"
+        ".forward or llorch.families.forward (gradients: llorch.families.backward.backward, torch: llorch.load_torch "
+        "or llorch.pytorch.models.families.build)"
+    )
+
+
 def forward(
     ids: Int[np.ndarray, " seq"],
     weights: Weights,
@@ -36,7 +47,7 @@ def forward(
     *,
     keep: Keep = lambda name, array: array,
     last_only: bool = False,
-    parts_of: PartsOf = lambda config, layer, positions: {},
+    parts_of: PartsOf = dense_only,
 ) -> Float[np.ndarray, "rows vocab"]:
     """Run new tokens through the model, after those that the cache holds.
 
@@ -50,6 +61,9 @@ def forward(
 
     Returns:
         Logits of every new token, or of the last one.
+
+    Raises:
+        ValueError: The tokens do not fit the context, or without `parts_of` a layer is not dense.
     """
     config, positions = weights.config, cache.next_positions(len(ids))
     cos, sin = rope_tables(positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling)
@@ -70,7 +84,7 @@ def block(
     x: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, memory: Any, keep: Keep, *,
     mix: Callable | None = None, feed: Callable | None = None,
 ) -> Hidden:  # fmt: skip
-    """One layer: attention and feed-forward, each on normalised input, each added to the residual stream."""
+    """One layer: attention and feed-forward, dense without `mix` and `feed`, each added to the residual stream."""
     h = keep("attn_norm", rms_norm(x, w["attn_norm"], eps=config.rms_norm_eps))
     x = keep("attn_residual", x + (mix or attention)(h, w, config, cos, sin, memory, keep))
     h = keep("ffn_norm", rms_norm(x, w["ffn_norm"], eps=config.rms_norm_eps))

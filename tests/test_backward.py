@@ -5,10 +5,13 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from builders.random_adapters import EVERY, random_adapter, tiny_base
+from runs.refusals import refuses
 
+from llorch import builtin
 from llorch.backward import backward, recorder
 from llorch.cache import KVCache
 from llorch.families import forward
+from llorch.families.backward import backward as backward_of_every_family
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -129,3 +132,17 @@ def test_backward_changes_neither_trace_nor_weights(weights, adapter):
         np.testing.assert_array_equal(trace[name], array, err_msg=name)
     for name, array in frozen.items():
         np.testing.assert_array_equal(weights.array(name), array, err_msg=name)
+
+
+@pytest.mark.parametrize("name", builtin.held(builtin.EVERY))
+def test_backward_alone_on_a_built_in_model_is_right_or_refused(name: str):
+    weights, trace = open_weights(builtin.builtin_path(name)), dict[str, np.ndarray]()
+    d_logits = forward(IDS, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace))
+    if name in builtin.BUILTIN:
+        grads, expected = (f(d_logits, IDS, trace, weights) for f in (backward, backward_of_every_family))
+        assert list(grads) == list(expected)
+        for stage, grad in grads.items():
+            np.testing.assert_array_equal(grad, expected[stage], strict=True)
+        return
+    with refuses(ValueError, "llorch.families.backward.backward", weights.config.family):
+        backward(d_logits, IDS, trace, weights)

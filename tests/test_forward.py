@@ -1,10 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from runs.refusals import refuses
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import BUILTIN, EVERY, builtin_path, held
 from llorch.cache import KVCache
 from llorch.families import forward
 from llorch.files import Weights, open_weights
+from llorch.forward import dense_only
+from llorch.forward import forward as forward_of_dense_layers
 from llorch.places import Pass
 from llorch.stages import keys
 from llorch.verify.runners.numpy import run
@@ -76,3 +81,24 @@ def test_a_token_cannot_see_those_after_it(weights: Weights):
     for key, stage, _ in keys(weights.config):
         if stage.axes.startswith("seq"):
             np.testing.assert_array_equal(one[key][:-1], other[key][:-1], err_msg=key)
+
+
+@pytest.mark.parametrize("name", held(EVERY))
+def test_forward_alone_on_a_built_in_model_is_right_or_refused(name: str):
+    weights = open_weights(builtin_path(name))
+    ids = np.asarray(IDS) % weights.config.vocab_size
+    expected = forward(ids, weights, KVCache(weights.config, weights.dtype))
+    if name in BUILTIN:
+        logits = forward_of_dense_layers(ids, weights, KVCache(weights.config, weights.dtype))
+        np.testing.assert_array_equal(logits, expected, strict=True)
+        return
+    with refuses(ValueError, "llorch.families.forward", "llorch.load", weights.config.family):
+        forward_of_dense_layers(ids, weights, KVCache(weights.config, weights.dtype))
+
+
+@pytest.mark.parametrize("feature", ["adjacent_pairs", "attention_gate"])
+def test_dense_only_with_a_feature_of_the_whole_model_is_refused(feature: str):
+    config = open_weights(builtin_path("micro-llama")).config
+    assert dense_only(config, 1) == {}
+    with refuses(ValueError, "llorch.families.forward", "layer 1"):
+        dense_only(replace(config, **{feature: True}), 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from llorch.config import ModelConfig
+from llorch.forward import dense_only
 from llorch.pytorch.cache import Cache, PassPlacement, Visible
 
 Keep = Callable[[str, Tensor], Tensor]
@@ -35,7 +36,7 @@ def keep_nothing(name: str, array: Tensor) -> Tensor:
 class CausalLM(nn.Module):
     """The whole model: embedding, layers, norm, logits."""
 
-    def __init__(self, config: ModelConfig, parts_of: PartsOf = lambda config, layer: {}) -> None:
+    def __init__(self, config: ModelConfig, parts_of: PartsOf = dense_only) -> None:
         """Build the modules; weights are put in by `llorch.pytorch.load`, parts by `llorch.pytorch.models.families`."""
         super().__init__()
         self.config = config

@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 from builders.tiny_models import random_tensors, write_folder
+from runs.refusals import refuses
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import BUILTIN, EVERY, builtin_path, held
 from llorch.files import open_weights
 from llorch.model import Model
 from llorch.pytorch.batch import positions_of
 from llorch.pytorch.cache import Cache
-from llorch.pytorch.causal_lm import rms_norm, swiglu
+from llorch.pytorch.causal_lm import CausalLM, rms_norm, swiglu
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import TorchModel, load_torch
+from llorch.pytorch.models.families import build
 from llorch.stages import keys
 
 IDS = (5, 26, 17, 33, 2, 19, 14, 38, 30)
@@ -189,3 +191,14 @@ def test_the_paths_of_all_weights_are_those_of_transformers(tmp_path: Path, fami
     ours, theirs = exact(folder).module.state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[path].float(), theirs[path]) for path in ours)
+
+
+@pytest.mark.parametrize("name", held(EVERY))
+def test_causal_lm_alone_of_a_built_in_model_has_the_right_modules_or_is_refused(name: str):
+    config = open_weights(builtin_path(name)).config
+    with torch.device("meta"):
+        if name in BUILTIN:
+            assert repr(CausalLM(config)) == repr(build(config))
+            return
+        with refuses(ValueError, "llorch.load_torch", "llorch.pytorch.models.families.build", config.family):
+            CausalLM(config)
