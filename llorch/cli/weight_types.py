@@ -61,7 +61,9 @@ def of_folder(path: Path) -> Quantisation | None:
         return None
     with closing(QuantisedFolder(path, values)) as folder:
         matrices = [
-            (name, folder.packed(name).ggml_type, one.shape, one.n_bytes) for name, one in folder.tensors.items()
+            (name, folder.packed(name).ggml_type, one.shape, one.n_bytes)
+            for name, one in folder.tensors.items()
+            if one.holds_floats  # `open_weights` names a tensor of integers that belongs to no matrix
         ]
         activations, caches, not_read = [], [], None
         try:

@@ -27,15 +27,13 @@ _OF_CODE = np.float32(7.874015718698502e-3)  # 1 / 127, as the library rounds it
 
 def read_bitsandbytes(source: Source) -> None:
     """Find the matrices of a bitsandbytes folder."""
-    for module in source.modules("weight"):
-        kind = next((one for one in ("nf4", "fp4") if source.has(module, f"weight.{_STATE}{one}")), None)
-        if kind is not None:
-            _add_four_bit(source, module, kind)
-        elif source.tensors[f"{module}.weight"].dtype == "I8":
-            _add_int8(source, module)
-        elif source.tensors[f"{module}.weight"].dtype == "U8":
-            name = f"{module}.weight.{_STATE}nf4"
-            raise source.error("Missing", f"{name}: expected the quantisation state of a 4-bit matrix, got none")
+    default = source.settings.text("bnb_4bit_quant_type", default="nf4")
+    four_bit = (f"weight.{_STATE}nf4", f"weight.{_STATE}fp4", "weight.absmax", "weight.quant_map")
+    for module in source.modules(*four_bit, dtypes=["U8"]):
+        kinds = (kind for kind in ("nf4", "fp4") if source.has(module, f"weight.{_STATE}{kind}"))
+        _add_four_bit(source, module, next(kinds, default))
+    for module in source.modules("SCB", dtypes=["I8"]):
+        _add_int8(source, module)
     source.require_left_alone("llm_int8_skip_modules", names_in(source, "llm_int8_skip_modules"), matches_part)
     source.leave_out("weight_format")
 

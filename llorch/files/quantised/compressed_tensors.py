@@ -26,7 +26,6 @@ from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats
 from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in
 
 _FLOATS = ("BF16", "F16", "F32")
-_MARKS = ("weight_packed", "weight_scale")  # a module that has one of them is quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def read_compressed_tensors(source: Source) -> None:
     """Find the matrices of a folder of `quant_method: "compressed-tensors"`."""
     _refuse_transforms(source.settings)
     groups, ignored = groups_of(source.settings), names_in(source, "ignore")
-    for module in dict.fromkeys(module for mark in _MARKS for module in source.modules(mark)):
+    for module in source.modules("weight_packed", "weight_scale", dtypes=["I8", "F8_E4M3"]):
         group = group_of(source, groups, module)
         if group.format not in _FORMATS:
             raise source.settings.error("Unsupported", "format", " or ".join(sorted(_FORMATS)), group.format)

@@ -26,7 +26,7 @@ def read_fp8(source: Source) -> None:
     settings = source.settings
     settings.refuse("fmt", unless=("e4m3", "float8_e4m3fn"), default="e4m3")
     block = _block(source)
-    for module in eight_bit_modules(source):
+    for module in eight_bit_modules(source, *_NAMES):
         suffix = next((name for name in _NAMES if source.has(module, name)), _NAMES[0])
         if settings.text("quant_method") == "mxfp8":
             add_mx(source, module, suffix)
@@ -51,15 +51,16 @@ def _block(source: Source) -> tuple[int, int] | None:
 
 def read_fbgemm(source: Source) -> None:
     """Find the matrices of a folder of `quant_method: "fbgemm_fp8"`."""
-    for module in eight_bit_modules(source):
+    for module in eight_bit_modules(source, "weight_scale"):
         add_scaled(source, module, "weight_scale", "FP8, one scale a row", lambda shape: [(shape[0], 1), (shape[0],)])
     source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
     source.leave_out("input_scale_ub", "input_scale")
 
 
-def eight_bit_modules(source: Source) -> list[str]:
-    """Return the modules whose weight has E4M3 bytes."""
-    return [module for module in source.modules("weight") if source.tensors[f"{module}.weight"].dtype == "F8_E4M3"]
+def eight_bit_modules(source: Source, *scales: str) -> list[str]:
+    """Return the modules whose weight has E4M3 bytes, or is missing although a scale of these names is there."""
+    bare = [module for module in source.modules(*scales) if not source.has(module, "weight")]
+    return source.modules(dtypes=["F8_E4M3"]) + bare
 
 
 def add_scaled(

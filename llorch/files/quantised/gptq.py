@@ -37,7 +37,7 @@ def read_gptq(source: Source, *, default: str = "gptq") -> None:
     version = settings.text(key, default=default)
     if version not in ("gptq", "gptq_v2"):
         raise settings.error("Unsupported", key, "'gptq' or 'gptq_v2'", version)
-    for module in source.modules("qweight"):
+    for module in source.modules("qweight", "qzeros", "scales", "g_idx"):
         own = _of_module(source, module)
         if (bits := own.integer("bits")) not in _BITS:
             raise settings.error("Unsupported", "bits", "2, 3, 4 or 8", bits)
@@ -164,7 +164,7 @@ def read_awq(source: Source) -> None:
     version = settings.text(key, default="gemm").lower()
     if version not in ("gemm", "gemv"):
         raise settings.error("Unsupported", key, "'gemm' or 'gemv'", version)
-    for module in source.modules("qweight"):
+    for module in source.modules("qweight", "qzeros", "scales"):
         own = _of_module(source, module)
         group_size = own.integer("group_size" if own.has("group_size") else "q_group_size")
         (_add_gemm if version == "gemm" else _add_gemv)(source, module, group_size)
@@ -206,7 +206,7 @@ def _add_gemv(source: Source, module: str, group_size: int) -> None:
     n_in = n_words * 8
     size, groups = n_groups(source, module, n_in, group_size)
     said = f"version gemv, group_size {group_size}"
-    words = source.shape(module, "qzeros")[1] if source.has(module, "qzeros") else 0
+    words = source.shape(module, "qzeros")[1]
     if words * 8 < groups:
         raise source.error("Shape", f"{module}.qzeros: expected words for {groups} groups, got {words}; {said}")
     parts = {

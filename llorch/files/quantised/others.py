@@ -32,7 +32,7 @@ _FLOATS = ("BF16", "F16", "F32")
 
 def read_mlx(source: Source) -> None:
     """Find the matrices of an MLX folder, whose settings are under `quantization`."""
-    for module in source.modules("scales"):
+    for module in source.modules("scales", "biases", dtypes=["U32"]):
         settings = _of_module(source.settings, module)
         mode = settings.text("mode", default="affine")
         if mode not in _MODES:
@@ -48,7 +48,7 @@ def _of_module(settings: Fields, module: str) -> Fields:
     """Return the settings of a module: those under its name, else those of the folder."""
     own = settings.values.get(module)
     if own is False:
-        raise settings.error("Inconsistent", module, "a quantised module, because it has scales", own)
+        raise settings.error("Inconsistent", module, "a quantised module, because it has quantised tensors", own)
     return Fields({**settings.values, **own}, settings.path) if isinstance(own, Mapping) else settings
 
 
@@ -111,13 +111,13 @@ def read_modelopt(source: Source) -> None:
         raise settings.error("Unsupported", "quant_algo", "'NVFP4', 'W4A16_NVFP4', 'FP8' or FP8 a row", kind)
     if kind.startswith("FP8"):
         by_row = kind != "FP8"
-        for module in eight_bit_modules(source):
+        for module in eight_bit_modules(source, "weight_scale"):
             add_scaled(
                 source, module, "weight_scale", "FP8, one scale a row" if by_row else "FP8, one scale",
                 lambda shape: [(shape[0],), (shape[0], 1)] if by_row else [(), (1,)],
             )  # fmt: skip
     else:
-        for module in source.modules("weight_scale_2"):
+        for module in source.modules("weight_scale_2", "weight_scale", dtypes=["U8"]):
             _add_product(source, module)
     for key in ("ignore", "exclude_modules"):
         source.require_left_alone(key, names_in(source, key), lambda pattern, module: fnmatchcase(module, pattern))
@@ -166,7 +166,7 @@ def read_bitnet(source: Source) -> None:
     if kind not in ("bitlinear", "autobitlinear"):
         raise settings.error("Unsupported", "linear_class", "'bitlinear' or 'autobitlinear'", kind)
     settings.refuse("use_rms_norm", unless=(False,), default=False)
-    for module in source.modules("weight_scale"):
+    for module in source.modules("weight_scale", dtypes=["U8"]):
         _add_ternary(source, module, divided=kind == "bitlinear")
     source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
 
@@ -194,11 +194,10 @@ def _add_ternary(source: Source, module: str, *, divided: bool) -> None:
 
 def read_torchao(source: Source) -> None:
     """Find the matrices of a torchao folder of signed bytes or E4M3 with a scale a row."""
-    for module in source.modules("_weight_qdata"):
-        name = f"{module}._weight_qdata"
+    for module in source.modules("_weight_qdata", "_weight_scale", "_weight_zero_point"):
+        name, (n_out, n_in) = f"{module}._weight_qdata", source.shape(module, "_weight_qdata")
         if source.tensors[name].dtype not in ("I8", "F8_E4M3"):
             raise source.error("Unsupported", f"{name}: expected I8 or F8_E4M3, got {source.tensors[name].dtype}")
-        n_out, n_in = source.shape(module, "_weight_qdata")
         parts = {
             "codes": source.take(module, "_weight_qdata", ["I8", "F8_E4M3"]),
             "scale": source.take(module, "_weight_scale", _FLOATS, (n_out, 1)),

@@ -1,7 +1,7 @@
 """The tensors of a quantised folder, as the reader of a method looks at them."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from llorch.config_reader import Fields
@@ -34,9 +34,14 @@ class Source:
     found: dict[str, Found] = field(default_factory=dict)  # by the name of the weight
     unused: set[str] = field(default_factory=set)  # tensors that exact numerics do not need
 
-    def modules(self, suffix: str) -> list[str]:
-        """Return the names of the modules that have a tensor of this name."""
-        return [name.removesuffix(f".{suffix}") for name in self.tensors if name.endswith(f".{suffix}")]
+    def modules(self, *suffixes: str, dtypes: Collection[str] = ()) -> list[str]:
+        """Return the names of the modules that have a tensor of one of these names, or a weight of these dtypes.
+
+        A module that lost one of its tensors is still known by the others, so that `take` can name the missing one.
+        """
+        ends = {f".{suffix}": self.tensors for suffix in suffixes}
+        ends[".weight"] = [name for name, info in self.tensors.items() if info.dtype in dtypes]
+        return [*dict.fromkeys(name.removesuffix(end) for end in ends for name in ends[end] if name.endswith(end))]
 
     def has(self, module: str, suffix: str) -> bool:
         """Tell if a module has a tensor of this name."""
@@ -47,10 +52,9 @@ class Source:
 
         FormatError Missing, DType or Shape names `key`, the setting that requires the tensor.
         """
-        name, why = f"{module}.{suffix}", f"; {key} says so" if key else ""
-        if name not in self.tensors:
-            raise self.error("Missing", f"{name}: expected this tensor of a quantised matrix, got none{why}")
-        info, known = self.tensors[name], (*dtypes,)
+        why = f"; {key} says so" if key else ""
+        info, known = self._info(module, suffix, why), (*dtypes,)
+        name = info.name
         if info.dtype not in known:
             raise self.error("DType", f"{name}: expected {' or '.join(known)}, got {info.dtype}{why}")
         if shape is not None and info.shape != shape:
@@ -58,11 +62,19 @@ class Source:
         return name
 
     def shape(self, module: str, suffix: str, *, axes: int = 2) -> Shape:
-        """Return the shape of a tensor with a known number of axes; FormatError Shape for another number."""
-        info = self.tensors[f"{module}.{suffix}"]
+        """Return the shape of a tensor with a known number of axes; FormatError Shape for another number, Missing."""
+        info = self._info(module, suffix)
         if len(info.shape) != axes:
             raise self.error("Shape", f"{info.name}: expected {axes} axes, got {info.shape}")
         return info.shape
+
+    def _info(self, module: str, suffix: str, why: str = "") -> SafetensorsInfo:
+        """Look up a tensor of a quantised matrix; FormatError Missing."""
+        name = f"{module}.{suffix}"
+        if name not in self.tensors:
+            message = f"{name}: expected this tensor of a quantised matrix, got none{why}; download the folder again"
+            raise self.error("Missing", message)
+        return self.tensors[name]
 
     def add(self, module: str, name: str, shape: Shape, parts: Mapping[str, str], recipe: Recipe) -> None:
         """Note a matrix; `name` of its scheme is for people."""

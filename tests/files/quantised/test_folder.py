@@ -1,6 +1,7 @@
 """Quantised folders: each opens, its matrices are read alike in every way, and what cannot be meant is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
-from runs.refusals import Refusal, assert_tells, row
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.convert import convert
 from llorch.errors import FormatError
@@ -310,6 +311,25 @@ REFUSALS = [
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_folder_that_cannot_be_meant_is_refused(refusal: Refusal, tmp_path: Path):
     refusal.check(tmp_path)
+
+
+OPTIONAL = (  # only other numerics need them, or without them columns are in order and the zero point is 0
+    "g_idx", "input_scale", "input_global_scale", "activation_scale", "weight_format", "_weight_zero_point",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quantised_folder_without_one_tensor_of_a_matrix_names_it(name: str, tmp_path: Path):
+    source = open_weights(FOLDERS / name).source
+    assert isinstance(source, QuantisedFolder)
+    names = (part for matrix in source.matrices.values() for part in matrix.parts.values())
+    module = next(match[0] for match in (re.match(r".*_proj\.", part) for part in names) if match)
+    parts = [part for part in source.stored if part.startswith(module) and not part.endswith(OPTIONAL)]
+    assert len(parts) > 1
+    for missing in parts:
+        with refuses("Missing", missing, got="none") as caught:
+            open_weights(changed(tmp_path, name, tensors=without(missing)))
+        assert not [other for other in parts if f"{other}:" in str(caught.value) and other != missing]
 
 
 @pytest.mark.parametrize(("name", "n_left_out"), [("ct-fp8-static-kv", 9), ("ct-fp8-block", 0)])
