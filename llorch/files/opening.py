@@ -110,6 +110,8 @@ def _open_huggingface(path: Path) -> Weights:
         logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
     folder = QuantisedFolder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
+    for note in folder.source.notes if isinstance(folder, QuantisedFolder) else []:
+        logger.warning("note: %s: %s", folder.source.settings.path, note)
     try:
         plain = _by_path(folder)
         shapes = {path: folder.tensors[name].shape for path, name in plain.items()}

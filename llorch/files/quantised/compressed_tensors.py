@@ -50,6 +50,7 @@ def read_compressed_tensors(source: Source) -> None:
         _FORMATS[group.format](source, module, group.weights)
     source.require_left_alone("ignore", ignored, matches_module)
     _require_whole(source, groups, ignored)
+    source.note_unmatched("targets", [target for group in groups for target in group.targets], matches_module)
     source.leave_out(
         "input_scale", "input_zero_point", "input_global_scale", "weight_shape", "k_scale", "v_scale", "q_scale"
     )

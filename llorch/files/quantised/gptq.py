@@ -23,7 +23,7 @@ from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import across, awq, integers, stream
 from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, StoredPart, floats_of
-from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
+from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
 
 _BITS = (2, 3, 4, 8)
 _SCALES = ("F16", "BF16", "F32")
@@ -42,6 +42,7 @@ def read_gptq(source: Source, *, default: str = "gptq") -> None:
         if (bits := own.integer("bits")) not in _BITS:
             raise settings.error("Unsupported", "bits", "2, 3, 4 or 8", bits)
         _add_gptq(source, module, own, less_one=version == "gptq")
+    _note_overrides(source)
 
 
 def _of_module(source: Source, module: str) -> Fields:
@@ -54,13 +55,15 @@ def _of_module(source: Source, module: str) -> Fields:
 def _own_settings(source: Source, module: str) -> Mapping[str, Any]:
     """Find a module in `dynamic` of gptqmodel or `extra_config` of AutoRound; the first that matches is meant.
 
-    In `extra_config` the name of the module goes before expressions, and an empty expression is passed over.
+    In `extra_config` the name of the module, in any spelling, goes before expressions, and an empty expression is
+    passed over.
     """
     for key, matches in (("dynamic", re.match), ("extra_config", re.search)):
         section = source.settings.section(key)
         given = {} if section is None else section.values
         if key == "extra_config":
-            if isinstance(named := given.get(module), Mapping):
+            spelled = (values for name, values in given.items() if plain_path(name) == plain_path(module))
+            if isinstance(named := given.get(module, next(spelled, None)), Mapping):
                 return named
             given = {name: values for name, values in given.items() if values}
         for pattern, values in given.items():
@@ -71,6 +74,14 @@ def _own_settings(source: Source, module: str) -> Mapping[str, Any]:
             if matched and not pattern.startswith("-:") and isinstance(values, Mapping):
                 return values
     return {}
+
+
+def _note_overrides(source: Source) -> None:
+    """Note modules that `dynamic` or `extra_config` names and the folder does not have."""
+    for key in ("dynamic", "extra_config"):
+        section = source.settings.section(key)
+        names = [] if section is None else [name.removeprefix("+:") for name in section.values]
+        source.note_unmatched(key, names, matches_module)
 
 
 def _add_gptq(source: Source, module: str, own: Fields, *, less_one: bool) -> None:
@@ -169,6 +180,7 @@ def read_awq(source: Source) -> None:
         group_size = own.integer("group_size" if own.has("group_size") else "q_group_size")
         (_add_gemm if version == "gemm" else _add_gemv)(source, module, group_size)
     source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
+    _note_overrides(source)
 
 
 def _wrong_padding(scales: StoredPart, groups: int) -> str | None:

@@ -24,7 +24,7 @@ from llorch.files.quantised.compressed_tensors import add_fp4
 from llorch.files.quantised.float8 import add_scaled, eight_bit_modules, exponents_of
 from llorch.files.quantised.gptq import read_awq, read_gptq
 from llorch.files.quantised.matrix import CodesOf, Parts, Recipe, floats_of
-from llorch.files.quantised.source import Source, matches_part, n_groups, names_in
+from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
 
 _STACK = ".switch_mlp."  # of all experts of a layer
 _FLOATS = ("BF16", "F16", "F32")
@@ -32,8 +32,9 @@ _FLOATS = ("BF16", "F16", "F32")
 
 def read_mlx(source: Source) -> None:
     """Find the matrices of an MLX folder, whose settings are under `quantization`."""
+    overrides = _overrides(source)
     for module in source.modules("scales", "biases", dtypes=["U32"]):
-        settings = _of_module(source.settings, module)
+        settings = _of_module(source.settings, overrides, module)
         mode = settings.text("mode", default="affine")
         if mode not in _MODES:
             raise settings.error("Unsupported", "mode", " or ".join(sorted(_MODES)), mode)
@@ -44,9 +45,27 @@ def read_mlx(source: Source) -> None:
             add(source, module)
 
 
-def _of_module(settings: Fields, module: str) -> Fields:
-    """Return the settings of a module: those under its name, else those of the folder."""
-    own = settings.values.get(module)
+def _overrides(source: Source) -> dict[str, object]:
+    """Return the settings of single modules by their plain paths, however the keys spell them.
+
+    FormatError Inconsistent for settings of a module that the folder does not have, or of one module twice.
+    """
+    paths, overrides = {plain_path(name.rpartition(".")[0]) for name in source.tensors}, dict[str, object]()
+    for key, value in source.settings.values.items():
+        if not isinstance(value, Mapping) and value is not False:
+            continue
+        if isinstance(value, Mapping) and plain_path(key) not in {*paths, "lm_head"}:  # a tied model has no lm_head
+            raise source.settings.error("Inconsistent", key, "the name of a module of this folder", value)
+        if overrides.setdefault(plain_path(key), value) != value:
+            raise source.settings.error("Inconsistent", key, f"{overrides[plain_path(key)]}, as for this module", value)
+    excluded = (key for key, value in source.settings.values.items() if value is False)
+    source.note_unmatched("quantization", excluded, matches_module)
+    return overrides
+
+
+def _of_module(settings: Fields, overrides: Mapping[str, object], module: str) -> Fields:
+    """Return the settings of a module: its overrides, else those of the folder."""
+    own = overrides.get(plain_path(module))
     if own is False:
         raise settings.error("Inconsistent", module, "a quantised module, because it has quantised tensors", own)
     return Fields({**settings.values, **own}, settings.path) if isinstance(own, Mapping) else settings

@@ -3,13 +3,16 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from llorch.config_reader import Fields
 from llorch.errors import FormatError
 from llorch.files.packed import Scheme
 from llorch.files.quantised.matrix import Recipe, StoredPart
 from llorch.files.safetensors import SafetensorsInfo
+from llorch.files.tensor_names import path_alone
 
+_PATH = re.compile(r"[\w-]+(\.[\w-]+)+")  # of a module, no expression and no class
 Shape = tuple[int, ...]
 
 
@@ -33,6 +36,7 @@ class Source:
     part: Callable[[str], StoredPart]
     found: dict[str, Found] = field(default_factory=dict)  # by the name of the weight
     unused: set[str] = field(default_factory=set)  # tensors that exact numerics do not need
+    notes: list[str] = field(default_factory=list)  # settings that change nothing
 
     def modules(self, *suffixes: str, dtypes: Collection[str] = ()) -> list[str]:
         """Return the names of the modules that have a tensor of one of these names, or a weight of these dtypes.
@@ -106,13 +110,26 @@ class Source:
         self.unused.update(name for name in self.tensors if name.rpartition(".")[2] in suffixes)
 
     def require_left_alone(self, key: str, patterns: Iterable[str], matches: Callable[[str, str], bool]) -> None:
-        """Refuse (Inconsistent) a matrix that is quantised although the settings leave its module out."""
+        """Refuse (Inconsistent) a matrix that is quantised although the settings leave its module out.
+
+        A module that the settings name and the folder does not have is noted, see `note_unmatched`.
+        """
+        self.note_unmatched(key, patterns, matches)
         for name in self.found:
             module = name.removesuffix(".weight")
             for pattern in patterns:
                 if matches(pattern, module):
                     message = f"{key}: expected {pattern!r} not to be quantised, but {module} has quantised tensors"
                     raise self.error("Inconsistent", message)
+
+    def note_unmatched(self, key: str, patterns: Iterable[str], matches: Callable[[str, str], bool]) -> None:
+        """Note full names of modules in the settings that the folder does not have; expressions may match none."""
+        modules = {name.rpartition(".")[0] for name in self.tensors}
+        names = [name for name in patterns if _PATH.fullmatch(name) and name not in modules]
+        names = [name for name in names if not any(matches(name, module) for module in modules)]
+        if names:
+            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            self.notes.append(f"{key}: expected modules of this folder, got {listed}; correct the spelling")
 
     def error(self, code: str, message: str) -> FormatError:
         """Make an error that names the file of the settings."""
@@ -137,13 +154,22 @@ def matches_part(pattern: str, module: str) -> bool:
 
 
 def matches_module(pattern: str, module: str) -> bool:
-    """Tell if compressed-tensors would match: an expression after `re:` from the start, else the whole name."""
+    """Tell if compressed-tensors would match: an expression after `re:` from the start, else the whole name.
+
+    Names of one module that only differ in their spelling match, see `plain_path`.
+    """
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
         except re.error:
             return False
-    return pattern == module
+    return pattern == module or plain_path(pattern) == plain_path(module)
+
+
+@lru_cache(1 << 16)
+def plain_path(name: str) -> str:
+    """Return the path of a module without what only some spellings have: `model.`, `language_model.`, `.weight`."""
+    return path_alone(name.removesuffix(".weight")).removeprefix("model.")
 
 
 def names_in(source: Source, key: str) -> list[str]:

@@ -97,6 +97,80 @@ def test_one_module_may_have_settings_of_its_own(settings: dict[str, object], tm
         np.testing.assert_array_equal(made.array(f"{module}.weight"), wanted, err_msg=module)
 
 
+SPELLINGS = (
+    UP, f"{UP}.weight", UP.removeprefix("model."), f"language_model.{UP}", f"model.language_{UP}",
+    UP.replace("model.", "language_model.") + ".weight",
+)  # fmt: skip
+
+
+def renamed(name: str, by: str) -> Callable[[dict[str, Any]], object]:
+    return lambda settings: settings.update({by: settings.pop(name)})
+
+
+@pytest.mark.parametrize("stored", [UP, f"language_{UP}", f"language_model.{UP}"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_overrides_of_an_mlx_module_hold_in_every_spelling_of_its_name(spelling: str, stored: str, tmp_path: Path):
+    prefix = stored.removesuffix(UP.removeprefix("model."))
+
+    def rename(tensors: Tensors) -> None:
+        for name in [*tensors]:
+            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+
+    name = "mlx-4bit-g64-overrides"
+    weights = open_weights(changed(tmp_path, name, renamed(UP, spelling), rename))
+    np.testing.assert_array_equal(weights["layers.0.up_proj"], open_weights(FOLDERS / name)["layers.0.up_proj"])
+
+
+def test_settings_of_one_module_of_auto_round_hold_in_another_spelling(tmp_path: Path):
+    def mix(tensors: Tensors) -> None:
+        tensors |= {name: one for name, one in tensors_of(FOLDERS / "gptq-8bit").items() if name.startswith(f"{UP}.")}
+
+    settings = said(quant_method="auto-round", extra_config={f"language_model.{UP}": {"bits": 8}})
+    source = open_weights(changed(tmp_path, "gptq-4bit", settings, mix)).source
+    assert isinstance(source, QuantisedFolder)
+    expected = open_weights(FOLDERS / "gptq-8bit").source.array(f"{UP}.weight")
+    np.testing.assert_array_equal(source.array(f"{UP}.weight"), expected)
+
+
+def test_ignored_module_of_compressed_tensors_is_known_in_another_spelling(tmp_path: Path, caplog):
+    def ignore_in_another_spelling(settings: dict[str, Any]) -> None:
+        every_linear(settings)
+        settings["ignore"].append("language_model.model.layers.0.self_attn.o_proj")
+
+    open_weights(changed(tmp_path, "ct-mixed", ignore_in_another_spelling))
+    assert not caplog.messages
+
+
+NO_MODULE = "model.layers.0.mlp.upproj"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "key"),
+    [
+        ("gptq-4bit", {"dynamic": {f"+:{NO_MODULE}": {"bits": 8}, "-:.*visual": {}}}, "dynamic"),
+        ("auto-round-gptq", {"extra_config": {NO_MODULE: {"bits": 8}, "nothing$": {"bits": 8}, Q: {}}}, "extra_config"),
+        ("auto-round-awq", {"extra_config": {NO_MODULE: {"group_size": 64}}}, "extra_config"),
+        ("awq-gemm", {"modules_to_not_convert": [NO_MODULE, "visual"]}, "modules_to_not_convert"),
+        ("fp8-block-partial", {"modules_to_not_convert": ["lm_head", NO_MODULE]}, "modules_to_not_convert"),
+        ("fbgemm-fp8", {"modules_to_not_convert": [NO_MODULE]}, "modules_to_not_convert"),
+        ("bitnet-bitlinear", {"modules_to_not_convert": [NO_MODULE]}, "modules_to_not_convert"),
+        ("bnb-nf4", {"llm_int8_skip_modules": ["lm_head", NO_MODULE]}, "llm_int8_skip_modules"),
+        ("ct-w4a16", {"ignore": ["lm_head", NO_MODULE, "re:.*visual.*"]}, "ignore"),
+        ("modelopt-nvfp4", {"ignore": ["lm_head", NO_MODULE, "visual*"]}, "ignore"),
+        ("mlx-4bit", {NO_MODULE: False}, "quantization"),
+    ],
+)
+def test_settings_of_a_module_that_is_not_there_are_noted(
+    name: str, settings: dict[str, object], key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    open_weights(FOLDERS / name)
+    assert not caplog.messages
+    open_weights(changed(tmp_path, name, said(**settings)))
+    (message,) = caplog.messages
+    assert_tells(message, key, got=NO_MODULE, where=tmp_path)
+    assert not re.search("lm_head|visual|nothing", message)
+
+
 @pytest.mark.parametrize("of_folder", ["group_size", "q_group_size"])
 def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(of_folder: str, tmp_path: Path):
     def halve(tensors: Tensors) -> None:
@@ -304,6 +378,9 @@ REFUSALS = [
     row("an unknown packing", opened("auto-round-gptq", said(packing_format="auto_round:mlx")), "Unsupported",
         "packing_format", got="auto_round:mlx"),
     row("AWQ of other bits", opened("awq-gemm", said(bits=8)), "Unsupported", "bits", got=8),
+    row("overrides of no module", opened("mlx-4bit-g64-overrides", renamed(UP, NO_MODULE)), "Inconsistent", NO_MODULE),
+    row("overrides of one module twice", opened("mlx-4bit-g64-overrides", said(**{f"{UP}.weight": {"bits": 8}})),
+        "Inconsistent", f"{UP}.weight", got="{'bits': 8}"),
     row("nothing is quantised", floats_as_gptq, "Inconsistent", "quant_method"),
 ]  # fmt: skip
 
