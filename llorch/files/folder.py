@@ -5,8 +5,9 @@ Every name that a file of the folder gives is resolved inside the folder. Pickle
 Source: transformers modeling_utils (layout and precedence); huggingface_hub (layout of the download cache).
 """
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,11 @@ from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import is_plain_name
 
+logger = logging.getLogger(__name__)
+
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 
+_INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 25_000_000
 
 
@@ -31,6 +35,7 @@ class SafetensorsFolder:
         self._shards: list[SafetensorsFile] = []
         self._shard_of: dict[str, SafetensorsFile] = {}
         self.stored: dict[str, SafetensorsInfo] = {}  # tensors of the files
+        self.unlisted: list[str] = []  # tensors of the shards that the index does not list
         try:
             self._open_all()
         except BaseException:
@@ -44,7 +49,7 @@ class SafetensorsFolder:
         return [one for shard in self._shards for one in shard.fingerprint]
 
     def _open_all(self) -> None:
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        index, single = self.path / _INDEX, self.path / "model.safetensors"
         if not index.exists():
             self._add(_single_file(self.path))
             return
@@ -56,6 +61,7 @@ class SafetensorsFolder:
         for shard in sorted(set(weight_map.values())):
             self._add(file_inside(self.path, shard))
         _check_index(index, weight_map, {name: shard.path.name for name, shard in self._shard_of.items()})
+        self.unlisted = sorted(self._shard_of.keys() - weight_map.keys())
 
     def _add(self, path: Path) -> None:
         shard = SafetensorsFile(path)
@@ -65,6 +71,16 @@ class SafetensorsFolder:
             raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two shards", path=path)
         self.stored |= shard.tensors
         self._shard_of |= dict.fromkeys(shard.tensors, shard)
+
+    def require_listed(self, ignored: Container[str]) -> None:
+        """Refuse (Unexpected) tensors that the index does not list; note those that are `ignored` anyway."""
+        index, extra = self.path / _INDEX, [name for name in self.unlisted if name not in ignored]
+        if extra:
+            message = f"{len(extra)} tensors of the shards are not in the index: {', '.join(extra[:20])}"
+            raise FormatError("Unexpected", message, path=index)
+        if self.unlisted:
+            first, count = self.unlisted[0], len(self.unlisted)
+            logger.warning("note: %s does not list %d tensors, which llorch ignores, as %s", index, count, first)
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32; as `SafetensorsFile.array`."""
@@ -156,7 +172,3 @@ def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, 
     if missing:
         message = f"{len(missing)} tensors are missing from the shard that the index names: {', '.join(missing[:20])}"
         raise FormatError("Missing", message, path=path)
-    extra = sorted(found.keys() - weight_map.keys())
-    if extra:
-        message = f"{len(extra)} tensors of the shards are not in the index: {', '.join(extra[:20])}"
-        raise FormatError("Unexpected", message, path=path)

@@ -117,6 +117,7 @@ def _open_huggingface(path: Path) -> Weights:
         shapes = {path: folder.tensors[name].shape for path, name in plain.items()}
         slots = {name: _in_folder(weight, plain) for name, weight in found_in(shapes, config).items()}
         ignored = _not_text(folder, config, sees="text_config" in values or values["model_type"] in BY_WHOLE)
+        folder.require_listed(ignored | (folder.source.unused if isinstance(folder, QuantisedFolder) else set()))
         head = plain.get("lm_head.weight")
         if config.tie_word_embeddings and head is not None:
             embedding = slots["embed_tokens"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from builders.safetensors_bytes import safetensors_bytes
-from runs.refusals import Refusal, refuses, row
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files import SafetensorsFolder, open_safetensors
 from llorch.files.safetensors import tensor_bytes, tensors_from
@@ -152,7 +152,6 @@ def test_a_folder_that_is_no_model_is_refused(sharded: Path, refusal: Refusal):
         *(({"a": name}, "Unsafe", (f"got {name!r}",)) for name in ("../x.safetensors", "/x", "a\\b", "")),
         ({"a": "model-9.safetensors"}, "Missing", ("model-9.safetensors",)),
         (ONE_AND_TWO | {"b": "model-1.safetensors"}, "Missing", ("1 tensors", "index", ": b")),
-        ({"a": ONE_AND_TWO["a"], "b": ONE_AND_TWO["b"]}, "Unexpected", ("1 tensors", "index", ": c")),
         *((weight_map, "Malformed", ("weight_map",)) for weight_map in (None, ["a"], {"a": 1})),
     ],
 )
@@ -162,6 +161,19 @@ def test_an_index_that_does_not_fit_the_shards_is_refused(
     write_index(sharded, weight_map)
     with refuses(code, *facts):
         SafetensorsFolder(sharded)
+
+
+def test_tensors_that_the_index_does_not_list_are_refused_unless_they_are_ignored(
+    sharded: Path, caplog: pytest.LogCaptureFixture
+):
+    write_index(sharded, {name: ONE_AND_TWO[name] for name in ("a", "b")})
+    with SafetensorsFolder(sharded) as folder:
+        with refuses("Unexpected", "1 tensors", ": c", where="model.safetensors.index.json"):
+            folder.require_listed({"a"})
+        assert not caplog.messages
+        folder.require_listed({"c"})
+    (message,) = caplog.messages
+    assert_tells(message, "model.safetensors.index.json", "1 tensors", "c")
 
 
 WHERE = Path("snapshot.safetensors")

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from gguf import MODEL_ARCH, get_tensor_name_map
 from runs.refusals import assert_tells, refuses
 
 from llorch.builtin import builtin_path
+from llorch.convert import convert
 from llorch.files import Weights, open_weights
 from llorch.files.matrix import Matrix
 from llorch.files.tensor_names import interleave, inventory, undo_interleave
@@ -97,6 +99,37 @@ def test_a_tied_folder_may_repeat_the_embedding_as_output_matrix(tmp_path: Path,
 def test_the_rotary_buffers_of_old_folders_are_ignored(tmp_path: Path):
     tensors = random_tensors("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     assert len(open_weights(write_folder(tmp_path, tensors))) == len(tensors) - 1
+
+
+def with_an_index_that_does_not_list(folder: Path, name: str) -> Path:
+    """Turn the file of a folder into a shard that also has a tensor which the index leaves out."""
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    safetensors.numpy.save_file(tensors | {name: np.ones(4, np.float32)}, folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("micro-llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("micro-qwen3.5", "mtp.fc.weight")],
+)
+def test_an_ignored_tensor_that_the_index_does_not_list_is_noted(
+    model: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    convert(builtin_path(model), tmp_path / model)
+    n_weights = len(open_weights(tmp_path / model))
+    caplog.clear()
+    assert len(open_weights(with_an_index_that_does_not_list(tmp_path / model, name))) == n_weights
+    (message,) = caplog.messages
+    assert_tells(message, "model.safetensors.index.json", name, "1 tensors")
+
+
+def test_a_weight_that_the_index_does_not_list_is_refused(tmp_path: Path):
+    folder = with_an_index_that_does_not_list(write_folder(tmp_path, random_tensors("llama")), "mtp.fc.weight")
+    with refuses("Unexpected", "1 tensors", "mtp.fc.weight", where="model.safetensors.index.json"):
+        open_weights(folder)
 
 
 def test_custom_code_is_ignored_with_one_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture):
