@@ -8,7 +8,8 @@ configuration describe different models. The order to read:
     tensor_names    the weights of a model, their names in each format, the row order of q and k
     tensor_storage  how a file holds weights that are no tensors: experts, delta nets, gains less one
     mapped          a file opened once, mapped, watched for change; `metadata` and `gguf` read a GGUF file through it,
-                    `strict_json`, `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders
+                    `strict_json`, `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders;
+                    `foreign` knows what a failed download leaves in place of a file
     quant           the types of ggml, decoded by `blocks/`; `packed` is a tensor as stored, `matrix` multiplies
     weights         the arrays, and matrices that multiply themselves; `opening` checks that all are there
     residency       matrices decoded or packed while a model runs; `layerwise` runs passes one layer at a time

@@ -21,6 +21,7 @@ import numpy as np
 from gguf import GGUFValueType
 
 from llorch.errors import FormatError
+from llorch.files.foreign import HEAD, refuse_other_format
 from llorch.files.mapped import Entry, TensorFile
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor, MetadataLimits, StringArray, Value, read_metadata
 from llorch.files.packed import Packed
@@ -176,7 +177,10 @@ def read_head(cursor: Cursor) -> tuple[int, int, dict[str, Value], int]:
 
 
 def _read_version(cursor: Cursor) -> int:
-    magic = cursor.file.map[cursor.skip(4, "magic") : 4]
+    head = cursor.file.map[:HEAD]
+    if head[:4] != b"GGUF":
+        refuse_other_format(head, "a GGUF file", cursor.file.path)
+    magic = head[cursor.skip(4, "magic") : 4]
     if magic != b"GGUF":
         raise cursor.error("BadMagic", f"a GGUF file starts with b'GGUF', got {magic!r}", 0)
     version = cursor.u32("version")

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from llorch.errors import ErrorCode, FormatError
+from llorch.files.foreign import HEAD, refuse_pointer
 from llorch.memory import address_space_left
 
 # A pipe is then opened at once. Neither flag is known everywhere.
@@ -34,8 +35,9 @@ _NO_FILES = {
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a file that somebody else made for reading, through links; Unsupported for what is no regular file.
+    """Open a file that somebody else made for reading, through links.
 
+    FormatError Unsupported for what is no regular file, BadMagic for the pointer that git-lfs leaves in its place.
     Opening a named pipe waits for a writer, for ever if there is none; reading a device may never end.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
@@ -45,6 +47,12 @@ def open_regular(path: str | Path) -> int:
     if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):  # it was replaced meanwhile
         os.close(descriptor)
         raise _no_regular_file(path, stat.S_IFMT(kind))
+    try:
+        refuse_pointer(os.read(descriptor, HEAD), path)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from llorch.errors import FormatError
+from llorch.files.foreign import HEAD, refuse_other_format
 from llorch.files.mapped import Entry, MappedFile, TensorFile
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
@@ -90,9 +91,11 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
 
 def _read_header(file: MappedFile) -> tuple[dict[str, object], int]:
     """Return the parsed header and the offset in bytes at which data begins."""
+    length = int.from_bytes(file.map[:8], "little")
+    if 8 + length > file.size:
+        refuse_other_format(file.map[:HEAD], "a safetensors file", file.path)
     if file.size < 8:
         raise file.error("Truncated", f"a safetensors file has at least 8 bytes, got {file.size}", 0)
-    length = int.from_bytes(file.map[:8], "little")
     if length > _MAX_HEADER:
         raise file.error("TooLarge", f"the header claims {length} bytes, at most {_MAX_HEADER} are read", 0)
     if 8 + length > file.size:

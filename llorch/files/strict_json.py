@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llorch.errors import FormatError
+from llorch.files.foreign import HEAD, refuse_other_format
 from llorch.files.mapped import read_regular
 
 _MAX_SETTINGS = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
@@ -51,6 +52,7 @@ def parse_json(data: bytes, *, what: str, path: str | Path, max_items: int = _MA
 def read_json(path: Path, *, limit: int) -> dict[str, object]:
     """Read a JSON file of at most `limit` bytes that holds one object; as `read_regular` and `parse_json`."""
     data = read_regular(path, limit=limit)
+    refuse_other_format(data[:HEAD], "a JSON file", path, text=False)
     # Real tokenizers hold an item per 20 bytes or so.
     value = parse_json(data, what="the file", path=path, max_items=max(_MAX_ITEMS, limit // 16))
     if not isinstance(value, dict):
