@@ -7,17 +7,20 @@ Source: tokenizers `src/pre_tokenizers`, `src/normalizers`, `src/processors` (na
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from llorch.errors import FormatError
+from llorch.errors import FormatError, cut
 from llorch.tokenizer.sentencepiece import SPACE
 from llorch.tokenizer.special import SpacePrefix
 
 Json = dict[str, Any]
+_ABSENT = object()
+_SHOWN = 40  # characters of a text that differs
 
 
 def sequence(kind: str, *parts: Json) -> Json:
@@ -91,7 +94,7 @@ class Pipeline:
         if name:
             cutter, known = WORDS[name], [None, {"type": "NFC"}]
         else:
-            cutter = _expect(words, [None, *map(metaspace, _PREFIXES)], "pre_tokenizer", path)
+            cutter = _expect(_in_full(words), [None, *map(metaspace, _PREFIXES)], "pre_tokenizer", path)
             known = [None if cutter else SPACES_TO_METASPACE]
         if cutter and not name:
             self.space_prefix = _PREFIXES[cutter["prepend_scheme"]]
@@ -106,29 +109,67 @@ class Pipeline:
     def _check_decoder(self, decoder: object, path: Path) -> None:
         """Refuse (Unsupported) a decoder that gives another text than taking back what encoding did."""
         if self.byte_level:
-            known = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
-            expected = "ByteLevel"
+            kind = {"type": decoder.get("type")} if isinstance(decoder, dict) else decoder
+            _expect(kind, [{"type": "ByteLevel"}], "decoder", path)
         else:
             strip = [TAKES_SPACE] if self.space_prefix != "never" else []
-            known = decoder == sequence("decoders", *METASPACE_DECODERS, *strip)
-            expected = " ".join(str(part["type"]) for part in METASPACE_DECODERS + strip)
-        if not known:
-            raise FormatError("Unsupported", f"decoder: expected {expected}, got {_shorten(decoder)}", path=path)
+            _expect(decoder, [sequence("decoders", *METASPACE_DECODERS, *strip)], "decoder", path)
 
 
 def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -> Json | None:
-    if part not in known:
-        message = (
-            f"{what}: expected one of Llama 2, 3 or 4, Qwen 2 or 3.5, Tekken, SmolLM2 or GPT-2, got {_shorten(part)}"
-        )
-        raise FormatError("Unsupported", message, path=path)
-    return known[known.index(part)]
+    """Return the known part that a part equals; Unsupported names the first field that differs from the nearest one."""
+    if part in known:
+        return known[known.index(part)]
+    candidates = [*filter(None, known), *WORDS.values()] if what == "pre_tokenizer" else known
+    field, expected, got = _first_difference(part, candidates)
+    message = (
+        f"{what}{field}: expected {expected}, got {got}; llorch has the tokenizers of Llama 2, 3 and 4, "
+        "Qwen 2 and 3.5, Tekken, SmolLM2 and GPT-2"
+    )
+    raise FormatError("Unsupported", message, path=path)
 
 
-def _shorten(part: object) -> str:
-    """Format a part of a pipeline for a message, in at most 200 characters."""
-    shown = repr(part)
-    return shown if len(shown) <= 200 else shown[:197] + "..."
+def _first_difference(part: object, known: Sequence[Json | None]) -> tuple[str, str, str]:
+    """Return the path of the first field that differs from the nearest known part, what is expected there, and got."""
+    got = dict(_leaves(part))
+
+    def nearness(candidate: dict[str, object]) -> tuple[int, int]:
+        different = {key for key, _ in candidate.items() ^ got.items()}
+        return -len(different), max((_common_start(candidate.get(key), got.get(key)) for key in different), default=0)
+
+    nearest = max((dict(_leaves(candidate)) for candidate in known), key=nearness)
+    fields = [key for key in {**nearest, **got} if nearest.get(key, _ABSENT) != got.get(key, _ABSENT)]
+    if "" in nearest or not fields:  # expected is no part; or a key of the file looks like a path
+        return "", "nothing" if "" in nearest else "other keys", cut(repr(part))
+    field = fields[0]
+    both = nearest.get(field, _ABSENT), got.get(field, _ABSENT)
+    place = _common_start(*both)
+    return field, *(_excerpt(value, place) for value in both)
+
+
+def _common_start(one: object, other: object) -> int:
+    """Count the characters that two values have in common at the start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(str(one), str(other), strict=False)))
+
+
+def _leaves(part: object, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value in a part with its path, such as `.pretokenizers[0].type`."""
+    if isinstance(part, dict | list) and part:
+        fields = sorted(part, key=lambda key: key != "type") if isinstance(part, dict) else range(len(part))
+        for key in fields:
+            value = part[key]
+            yield from _leaves(value, f"{field}.{key}" if isinstance(part, dict) else f"{field}[{key}]")
+    else:
+        yield field, str(part) if isinstance(part, dict | list) else part
+
+
+def _excerpt(value: object, place: int) -> str:
+    """Format a value for a message; of a long text the part around a place."""
+    if not isinstance(value, str) or len(value) <= _SHOWN:
+        return "nothing" if value is _ABSENT else repr(value)
+    start = max(0, place - _SHOWN // 4)
+    before, after = "..." * (start > 0), "..." * (start + _SHOWN < len(value))
+    return f"{before}{value[start : start + _SHOWN]}{after} (character {place})"
 
 
 def _in_full(part: object) -> object:

@@ -13,6 +13,7 @@ from runs.refusals import refuses
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.pipeline import WORDS
 
 Change = Callable[[dict], object]
 
@@ -138,6 +139,7 @@ def config(name: str, **values: object) -> Change:
 
 
 SPLIT: Json = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+WORDS_OF_FOUR = WORDS["llama-bpe"]["pretokenizers"][0]["pattern"]["Regex"].replace("{1,3}", "{1,4}")
 PREFIXED = BYTE_LEVEL | {"add_prefix_space": True}
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
@@ -152,12 +154,71 @@ FOLDERS = [
     faulty(lambda files: files.update({"tokenizer.json": None}), "Missing", "tokenizer.json", id="no file"),
     faulty(lambda files: files.update({"tokenizer.json": "{"}), "Malformed", "JSON", id="cut"),
     faulty(lambda files: files.update({"tokenizer.json": "[]"}), "Malformed", "object", id="a list"),
-    faulty(at("pre_tokenizer/pretokenizers/0", SPLIT), "Unsupported", "(a+)+$", id="foreign regex"),
-    faulty(at("pre_tokenizer/pretokenizers/0/invert", True), "Unsupported", "pre_tokenizer", id="inverted split"),
-    faulty(at("pre_tokenizer", {"type": "Whitespace"}), "Unsupported", "Whitespace", id="foreign pre-tokenizer"),
-    faulty(at("pre_tokenizer", PREFIXED), "Unsupported", "'add_prefix_space': True", id="prefix space"),
+    faulty(
+        at("pre_tokenizer/pretokenizers/0", SPLIT),
+        "Unsupported",
+        "pre_tokenizer.pretokenizers[0].pattern.Regex",
+        "got '(a+)+$'",
+        id="foreign regex",
+    ),
+    faulty(
+        at("pre_tokenizer/pretokenizers/0/invert", True),
+        "Unsupported",
+        "pre_tokenizer.pretokenizers[0].invert",
+        "expected False, got True",
+        id="inverted split",
+    ),
+    faulty(
+        at("pre_tokenizer/pretokenizers/0/pattern/Regex", WORDS_OF_FOUR),
+        "Unsupported",
+        "pre_tokenizer.pretokenizers[0].pattern.Regex",
+        r"\p{N}{1,3}|",
+        r"\p{N}{1,4}|",
+        id="one character of a regex",
+    ),
+    faulty(
+        at("pre_tokenizer/pretokenizers", [*WORDS["llama-bpe"]["pretokenizers"], BYTE_LEVEL]),
+        "Unsupported",
+        "pre_tokenizer.pretokenizers[2].type",
+        "expected nothing, got 'ByteLevel'",
+        id="one part more",
+    ),
+    faulty(
+        at("pre_tokenizer", {"type": "Whitespace"}),
+        "Unsupported",
+        "pre_tokenizer.type",
+        "got 'Whitespace'",
+        id="foreign pre-tokenizer",
+    ),
+    faulty(
+        at("pre_tokenizer", PREFIXED),
+        "Unsupported",
+        "pre_tokenizer.add_prefix_space",
+        "expected False, got True",
+        id="prefix space",
+    ),
     faulty(at("pre_tokenizer", None), "Unsupported", "normalizer", id="no pre-tokenizer"),
-    faulty(at("normalizer", {"type": "Lowercase"}), "Unsupported", "Lowercase", id="foreign normalizer"),
+    faulty(
+        at(
+            "pre_tokenizer",
+            {
+                "type": "Sequence",
+                "pretokenizers[0]": WORDS["smollm"]["pretokenizers"][0],
+                "pretokenizers[1]": WORDS["smollm"]["pretokenizers"][1],
+            },
+        ),
+        "Unsupported",
+        "pre_tokenizer",
+        "{'type': 'Sequence'",
+        id="keys that look like paths",
+    ),
+    faulty(
+        at("normalizer", {"type": "Lowercase"}),
+        "Unsupported",
+        "normalizer.type",
+        "got 'Lowercase'",
+        id="foreign normalizer",
+    ),
     faulty(at("model", None), "Missing", "model", id="no model"),
     faulty(at("model/type", "Unigram"), "Unsupported", "Unigram", id="unigram"),
     faulty(at("model/dropout", 0.1), "Unsupported", "dropout", id="dropout"),
@@ -180,8 +241,10 @@ FOLDERS = [
     faulty(at("added_tokens/0/special", "yes"), "Malformed", "special", id="special a text"),
     faulty(at("post_processor", {"type": "Roberta"}), "Unsupported", "Roberta", id="foreign template"),
     faulty(lambda files: two_templates(files), "Unsupported", "one TemplateProcessing", id="two templates"),
-    faulty(at("decoder", None), "Unsupported", "expected ByteLevel, got None", id="no decoder"),
-    faulty(at("decoder", STRIP), "Unsupported", "expected ByteLevel, got {'type': 'Strip'", id="strip decoder"),
+    faulty(at("decoder", None), "Unsupported", "decoder.type", "expected 'ByteLevel', got nothing", id="no decoder"),
+    faulty(
+        at("decoder", STRIP), "Unsupported", "decoder.type", "expected 'ByteLevel', got 'Strip'", id="strip decoder"
+    ),
     faulty(at(f"{TEMPLATE}/single", []), "Malformed", "0 times", id="template without text"),
     faulty(at(f"{TEMPLATE}/single/0", 5), "Malformed", "got 5", id="template step"),
     faulty(at(f"{TEMPLATE}/special_tokens", {}), "Malformed", "special", id="template token"),
@@ -202,19 +265,22 @@ def test_a_faulty_folder_is_refused(tmp_path: Path, change: Change, code: str, f
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "facts"),
     [
-        lambda parts: parts.pop(),  # a file that puts a space before the text and does not take it away again
-        lambda parts: parts.append(STRIP),
-        lambda parts: parts[3].update(stop=1),
-        lambda parts: parts[0].update(content="_"),
+        # a file that puts a space before the text and does not take it away again
+        (lambda parts: parts.pop(), ("decoder.decoders[3].type", "expected 'Strip', got nothing")),
+        (lambda parts: parts.append(STRIP), ("decoder.decoders[4].type", "expected nothing, got 'Strip'")),
+        (lambda parts: parts[3].update(stop=1), ("decoder.decoders[3].stop", "expected 0, got 1")),
+        (lambda parts: parts[0].update(content="_"), ("decoder.decoders[0].content", "expected ' ', got '_'")),
     ],
 )
-def test_a_decoder_that_is_not_the_inverse_of_encoding_is_refused(tmp_path: Path, change: Callable[[list], None]):
+def test_a_decoder_that_is_not_the_inverse_of_encoding_is_refused(
+    tmp_path: Path, change: Callable[[list], None], facts: tuple[str, ...]
+):
     content, _ = folder_content(tiny_sentencepiece())
     change(content["decoder"]["decoders"])  # type: ignore[index]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with refuses("Unsupported", where="decoder", expected="Replace ByteFallback Fuse Strip"):
+    with refuses("Unsupported", *facts):
         Tokenizer.from_huggingface(tmp_path)
 
 
