@@ -206,7 +206,8 @@ def _check_tensors(
     if bad:
         lists = "; ".join(f"{len(names)} {code}: {_format_names(names)}" for code, names in bad)
         message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
-        raise FormatError(bad[0][0], message + _hint(source, faults["Unexpected"]), path=source.path)
+        hint = _hint(source, faults["Unexpected"]) + _untied(faults["Missing"])
+        raise FormatError(bad[0][0], message + hint, path=source.path)
 
 
 def _hint(source: GGUFFile | SafetensorsFolder, unexpected: list[str]) -> str:
@@ -220,6 +221,13 @@ def _hint(source: GGUFFile | SafetensorsFolder, unexpected: list[str]) -> str:
         f"; config.json has no quantization_config, which quantised tensors ({tensors}) need: "
         "restore the config.json that the quantiser wrote"
     )
+
+
+def _untied(missing: list[str]) -> str:
+    """Say how a folder without an output matrix can be meant, if that is missing."""
+    if not any(name.endswith("lm_head.weight") for name in missing):
+        return ""
+    return "; if the output matrix is the embedding, set tie_word_embeddings to true in config.json"
 
 
 def _format_names(names: list[str]) -> str:

@@ -309,7 +309,10 @@ class Weights(Mapping):
         assert slot.must_equal is not None
         one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
         if not one.holds_the_same(other):
-            message = f"config ties {slot.must_equal} to {slot.source_name}, but the numbers of the two tensors differ"
+            message = (
+                f"{slot.must_equal}: expected the numbers of {slot.source_name} (tie_word_embeddings is true), got "
+                f"others; set tie_word_embeddings to false in config.json, or remove {slot.must_equal} from the file"
+            )
             raise FormatError("Inconsistent", message, path=self.path)
 
 

@@ -279,8 +279,29 @@ def test_a_tied_matrix_that_differs_is_found_in_every_variant(tmp_path: Path, pa
     other = embedding.copy()
     other[-1, -1] += 1
     tied(tmp_path, embedding, embedding.copy()).using(GGML, packed=packed)["embed_tokens"]
-    with refuses("Inconsistent", "lm_head.weight to model.embed_tokens.weight", "numbers"):
+    with refuses(
+        "Inconsistent",
+        "lm_head.weight",
+        "config.json",
+        "tie_word_embeddings to false",
+        expected="model.embed_tokens.weight",
+    ):
         tied(tmp_path, embedding, other).using(GGML, packed=packed)["embed_tokens"]
+
+
+def test_the_remedy_for_a_tied_matrix_that_differs_opens_the_folder(tmp_path: Path):
+    embedding = random_tensors("llama")["model.embed_tokens.weight"]
+    folder = tied(tmp_path, embedding, embedding + 1).path
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert np.array_equal(open_weights(folder)["lm_head"], embedding + 1)
+
+
+def test_a_missing_output_matrix_is_refused_with_the_setting_that_needs_none(tmp_path: Path):
+    tensors = random_tensors("llama")
+    del tensors["lm_head.weight"]
+    with refuses("Missing", "lm_head.weight", "config.json", "tie_word_embeddings to true"):
+        open_weights(write_folder(tmp_path, tensors, tie_word_embeddings=False))
 
 
 def test_tied_tensors_are_compared_as_numbers_and_not_as_bytes(tmp_path: Path):
@@ -296,7 +317,7 @@ def test_tied_tensors_are_compared_as_numbers_and_not_as_bytes(tmp_path: Path):
     size = int.from_bytes(content[:8], "little")
     assert content[size + 7 : size + 8] == b" ", "the header has room"
     file.write_bytes(content[:start] + header[: 8 + size - start] + content[8 + size :])
-    with refuses("Inconsistent", "lm_head.weight to model.embed_tokens.weight", "numbers"):
+    with refuses("Inconsistent", "lm_head.weight", expected="model.embed_tokens.weight"):
         open_weights(tmp_path)["embed_tokens"]
 
 
