@@ -41,14 +41,17 @@ def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
     """Check a call of a function, and bring it into the form that templates take.
 
     It comes as `{"name", "arguments"}`, perhaps as `function` of an object, arguments perhaps as JSON text; it leaves
-    as `{"type": "function", "function": {"name", "arguments"}}` and whatever else the object says.
+    as `{"type": "function", "function": {"name", "arguments"}}` and whatever else the object says. Some clients write
+    no arguments as an empty text or null.
     """
     outer = call if isinstance(call, Mapping) else {}
     function = outer.get("function", outer)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise fields.error("Malformed", name, "a call with the name of a function", call)
-    arguments = function.get("arguments", {})
-    arguments = parsed(arguments) if isinstance(arguments, str) else arguments
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parsed(arguments) if arguments.strip() else None
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         raise fields.error("Malformed", f"{name}.arguments", "an object, or the JSON text of one", arguments)
     rest = {key: value for key, value in outer.items() if key == "id"}

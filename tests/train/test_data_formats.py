@@ -73,6 +73,13 @@ def test_calls_of_tools_are_brought_into_one_form():
     assert found.tools == [{"a": 1}]
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", None, "{}", {}])
+def test_a_call_without_arguments_may_be_written_in_every_usual_way(arguments: object):
+    call = {"id": "7", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    found = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+    assert found.messages[1]["tool_calls"] == [call | {"function": {"name": "f", "arguments": {}}}]
+
+
 def test_share_gpt_is_a_conversation():
     turns = [
         ("human", "q"),
@@ -176,6 +183,8 @@ BAD = [
     ),
     bad("calls", {"messages": [USER | {"tool_calls": []}]}, "Malformed", "messages[0].tool_calls", "list"),
     bad("call", {"messages": [ASSISTANT | {"tool_calls": [{"name": 1}]}]}, "Malformed", "messages[0].tool_calls[0]"),
+    bad("list of arguments", {"messages": [ASSISTANT | {"tool_calls": [{"name": "f", "arguments": []}]}]},
+        "Malformed", "messages[0].tool_calls[0].arguments", "object", "[]"),
     bad("arguments", BAD_CALL, "Malformed", "messages[0].tool_calls[0].arguments", ("object", "JSON"), "'{x'"),
     bad("tools", {"messages": [ASSISTANT], "tools": "x"}, "Malformed", "tools", "objects", "'x'"),
     bad("turns", {"conversations": "x"}, "Malformed", "conversations", "list", "'x'"),
