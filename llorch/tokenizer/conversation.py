@@ -129,11 +129,7 @@ class Chats:
         """Take up a conversation; FormatError where the model has no chat template, or one that is none."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            message = (
-                "expected a chat template for a conversation, the model has none; add chat_template.jinja to the"
-                " Hugging Face folder, or use plain text (a prompt, or rows of prompt and completion)"
-            )
-            raise FormatError("Missing", message, path=self._path)
+            raise _no_template(self._templates, self._path)
         return Conversation(messages, tools, self._templates[name], self.breaker, settings or self.settings)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
@@ -230,6 +226,21 @@ class Chats:
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
         return compiled(self._read(), self._tokenizer, path=self._path)
+
+
+def _no_template(names: Collection[str], path: str | Path) -> FormatError:
+    """Make the error for a conversation that needs the default template; the model may have others, by `names`."""
+    if names:
+        message = (
+            f"expected a default chat template, got only templates with names ({', '.join(sorted(names))}); write "
+            "one of them to chat_template.jinja in the Hugging Face folder, which makes it the default"
+        )
+    else:
+        message = (
+            "expected a chat template for a conversation, the model has none; add chat_template.jinja to the"
+            " Hugging Face folder, or use plain text (a prompt, or rows of prompt and completion)"
+        )
+    return FormatError("Missing", message, path=path)
 
 
 def _joined_words(messages: Sequence[Message]) -> str:
