@@ -11,8 +11,7 @@ bytes.
 Source: ggml docs/gguf.md; ggml src/gguf.cpp; llama.cpp src/llama-model-loader.cpp (models in several files).
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -22,7 +21,7 @@ from gguf import GGUFValueType
 
 from llorch.errors import FormatError
 from llorch.files.foreign import HEAD, refuse_other_format
-from llorch.files.mapped import Entry, TensorFile
+from llorch.files.mapped import Entry, MappedFile, TensorFile, note_once
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor, MetadataLimits, StringArray, Value, read_metadata
 from llorch.files.packed import Packed
 from llorch.files.quant import BLOCK_SIZES, GGMLType
@@ -30,8 +29,7 @@ from llorch.files.tensor_names import is_plain_name
 
 __all__ = ["GGUFFile", "MetadataLimits", "StringArray", "TensorInfo", "open_gguf"]
 
-logger = logging.getLogger(__name__)
-
+_LEAST_ALIGNMENT = 8  # the specification asks for a multiple of it
 _MAX_ELEMENTS = 2**63 - 1  # ggml counts elements in a signed 64-bit number
 
 _PART, _N_PARTS, _N_TENSORS = "split.no", "split.count", "split.tensors.count"  # the first part has number 0
@@ -61,6 +59,7 @@ class GGUFFile(TensorFile[TensorInfo]):
             cursor = Cursor(self._file, limits)
             self.version, n_tensors, self.metadata, self.alignment = read_head(cursor)
             self.tensors = read_tensor_table(cursor, n_tensors, self.alignment)
+            _check_end(cursor, self.tensors, self.alignment)
         except BaseException:
             self.close()
             raise
@@ -72,6 +71,14 @@ class GGUFFile(TensorFile[TensorInfo]):
             return packed.raw.view("<f4").reshape(packed.shape)
         packed.require_scales()
         return packed.decode()
+
+    def entries_by_file(self) -> list[list[TensorInfo]]:
+        """Return the tensors of each file of the model, in the order of their bytes."""
+        return [sorted(self.tensors.values(), key=lambda info: info.offset)]
+
+    def file_of(self, name: str) -> Path:
+        """Return the path of the file that holds a tensor."""
+        return self.path
 
     def packed(self, name: str) -> Packed:
         """Look at a tensor as it is stored; FormatError DType for integer tensors, or as `raw`."""
@@ -115,6 +122,15 @@ class SplitGGUFFile(GGUFFile):
     def fingerprint(self) -> list[tuple[int, ...]]:
         """Return `MappedFile.fingerprint` of each part."""
         return [part._file.fingerprint for part in self._parts]
+
+    def entries_by_file(self) -> list[list[TensorInfo]]:
+        """Return the tensors of each part, in the order of their bytes."""
+        by_offset = sorted(self.tensors.values(), key=lambda info: info.offset)
+        return [[info for info in by_offset if self._part_of[info.name] is part] for part in self._parts]
+
+    def file_of(self, name: str) -> Path:
+        """Return the path of the part that holds a tensor."""
+        return self._part_of[name].path
 
     def raw(self, name: str) -> np.ndarray:
         """Look at the bytes of a tensor, as `TensorFile.raw`."""
@@ -203,8 +219,9 @@ def _alignment(cursor: Cursor, metadata: dict[str, Value], kinds: dict[str, GGUF
     alignment = metadata.get(key, 32)
     if kinds.get(key, GGUFValueType.UINT32) is not GGUFValueType.UINT32 or not isinstance(alignment, int):
         raise cursor.file.error("Malformed", f"{key} must be of type UINT32, got {kinds[key].name}")
-    if not 0 < alignment <= limit or alignment & (alignment - 1):
-        raise cursor.file.error("Malformed", f"{key} must be a power of two up to {limit}, got {alignment}")
+    if not _LEAST_ALIGNMENT <= alignment <= limit or alignment & (alignment - 1):
+        message = f"{key} must be a power of two from {_LEAST_ALIGNMENT} to {limit}, got {alignment}"
+        raise cursor.file.error("Malformed", message)
     return alignment
 
 
@@ -222,10 +239,41 @@ def read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, T
         _check_range(cursor, row, data_start, expected)
         expected += row.n_bytes + -row.n_bytes % alignment
         rows[name] = replace(row, offset=data_start + row.offset)
-    trailing = cursor.file.size - (data_start + expected)
-    if trailing > 0:
-        logger.info("%s: %d bytes after the last tensor are ignored", cursor.file.path, trailing)
     return rows
+
+
+def _check_end(cursor: Cursor, tensors: Mapping[str, TensorInfo], alignment: int) -> None:
+    """Note bytes behind the last tensor; Malformed if they show that the data was written to a larger alignment."""
+    file, header_end = cursor.file, cursor.position
+    end = max((tensor.offset + tensor.n_bytes for tensor in tensors.values()), default=header_end)
+    trailing = file.size - (end + -end % alignment)
+    if trailing <= 0:
+        return
+    wider = 2 * alignment
+    while tensors and wider <= cursor.limits.alignment:
+        if _is_aligned_to(file, [*tensors.values()], header_end, end, wider):
+            message = f"general.alignment: expected {wider}, to which the data is aligned, got {alignment}"
+            raise file.error("Malformed", f"{message}; correct the key, or convert the model again")
+        wider *= 2
+    note_once(file.path, f"{trailing} bytes after the last tensor are not read")
+
+
+def _is_aligned_to(file: MappedFile, tensors: Sequence[TensorInfo], header_end: int, end: int, alignment: int) -> bool:
+    """Tell if all data lies behind where the file says, as far as another alignment of its beginning explains.
+
+    Then zeros go on where the data should begin, numbers where it should end, and only padding follows them.
+    """
+    data_start = min(tensor.offset for tensor in tensors)
+    shift = header_end + -header_end % alignment - data_start
+    data = np.frombuffer(file.map, np.uint8)
+    return (
+        shift > 0
+        and all((tensor.offset - data_start) % alignment == 0 for tensor in tensors)
+        and not data[header_end : data_start + shift].any()
+        and bool(data[end : end + shift].any())
+        and 0 <= file.size - end - shift < alignment
+        and not data[end + shift :].any()
+    )
 
 
 def _read_tensor_row(cursor: Cursor, index: int) -> TensorInfo:

@@ -10,12 +10,14 @@ Source: POSIX mmap; reliability notes of the project (safetensors and numpy.memm
 """
 
 import errno
+import logging
 import mmap
 import os
 import stat
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +26,8 @@ import numpy as np
 from llorch.errors import ErrorCode, FormatError
 from llorch.files.foreign import HEAD, refuse_pointer
 from llorch.memory import address_space_left
+
+logger = logging.getLogger(__name__)
 
 # A pipe is then opened at once. Neither flag is known everywhere.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -69,6 +73,12 @@ def read_regular(path: str | Path, *, limit: int) -> bytes:
     if len(data) > limit:
         raise FormatError("TooLarge", f"the file has more than {limit} bytes", path=path)
     return data
+
+
+@lru_cache(maxsize=64)
+def note_once(path: Path, message: str) -> None:
+    """Warn of a file, which goes to stderr; once, however often a command opens the file."""
+    logger.warning("note: %s: %s", path, message)
 
 
 def release_pages(view: np.ndarray) -> None:

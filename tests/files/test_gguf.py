@@ -10,7 +10,7 @@ import pytest
 from builders.gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, sound_file, string
 from builders.gguf_bytes import row as tensor_row
 from gguf import GGUFReader, GGUFWriter
-from runs.refusals import Refusal, assert_tells, row
+from runs.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files import StringArray, open_gguf
 from llorch.files.quant import GGMLType
@@ -108,10 +108,57 @@ def test_another_alignment_is_followed(tmp_path: Path):
 def test_trailing_bytes_are_accepted_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "padded.gguf"
     path.write_bytes(sound_file() + b"\0" * 1024)
-    with caplog.at_level(logging.INFO, logger="llorch"), open_gguf(path) as file:
-        assert file.array("f32")[1, 0] == 3
+    for _ in range(2):
+        with open_gguf(path) as file:
+            assert file.array("f32")[1, 0] == 3
     (record,) = caplog.records
+    assert record.levelno == logging.WARNING
     assert_tells(record.getMessage(), path, "1024 bytes")
+
+
+def test_padding_after_the_table_of_a_file_without_tensors_is_no_note(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "vocabulary.gguf"
+    header = gguf([entry(b"general.name", STRING, string(b"abc"))])
+    path.write_bytes(header + bytes(-len(header) % 32))
+    with open_gguf(path):
+        assert not caplog.records
+
+
+def two_tensors(name_length: int, alignment: int, *, last: float = 2) -> bytes:
+    """A file that says nothing of its alignment, which means 32, and begins its data at a multiple of another one."""
+    rows = [tensor_row(b"a", [128]), tensor_row(b"b", [64], offset=512)]
+    data = np.append(np.ones(184), [last] * 8).astype("<f4").tobytes()
+    return gguf([entry(b"general.name", STRING, string(b"x" * name_length))], rows, data, alignment=alignment)
+
+
+@pytest.mark.parametrize("alignment", [64, 128, 256])
+def test_data_aligned_to_more_than_the_file_says_is_refused(tmp_path: Path, alignment: int):
+    n_refused = 0
+    for name_length in range(0, 256, 8):
+        path = tmp_path / f"{name_length}.gguf"
+        path.write_bytes(two_tensors(name_length, alignment))
+        if path.read_bytes() == two_tensors(name_length, 32):
+            with open_gguf(path) as file:
+                assert file.array("a").all()
+            continue
+        with refuses("Malformed", where="general.alignment", got=32):
+            open_gguf(path)
+        n_refused += 1
+    assert n_refused >= 16
+
+
+@pytest.mark.parametrize(
+    ("last", "trailing"), [(0, b""), (2, b"\1" * 32)], ids=["zeros at the end", "bytes that nothing explains"]
+)
+def test_data_that_may_begin_where_the_file_says_is_read_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, last: float, trailing: bytes
+):
+    lengths = (n for n in range(0, 64, 8) if two_tensors(n, 64) != two_tensors(n, 32))
+    path = tmp_path / "file.gguf"
+    path.write_bytes(two_tensors(next(lengths), 32 if trailing else 64, last=last) + trailing)
+    with open_gguf(path):
+        (record,) = caplog.records
+    assert_tells(record.getMessage(), path, "32 bytes")
 
 
 def raw_of(sound: Path, name: str) -> None:

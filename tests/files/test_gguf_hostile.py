@@ -98,6 +98,7 @@ METADATA: dict[str, tuple[str, bytes]] = {
     "empty key": ("Malformed", gguf([entry(b"", BOOL, b"\1")])),
     "key not UTF-8": ("Malformed", gguf([entry(b"\xff", BOOL, b"\1")])),
     "alignment 0": ("Malformed", alignment(0)),
+    "alignment 4": ("Malformed", alignment(4)),
     "alignment 13": ("Malformed", alignment(13)),
     "alignment of type i32": ("Malformed", alignment(32, I32)),
     "alignment 2^31": ("Malformed", alignment(2**31)),
