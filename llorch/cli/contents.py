@@ -1,4 +1,4 @@
-"""What `llorch inspect` shows: read without touching a tensor, also from a file that llorch cannot run."""
+"""What `llorch inspect` shows: read with a sample of each tensor, also from a file that llorch cannot run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,9 @@ from llorch.cli.inputs import has_vocabulary
 from llorch.cli.tables import console, print_table, table
 from llorch.cli.weight_types import Quantisation, of_file, of_folder, rows_of
 from llorch.errors import FormatError
-from llorch.files import GGUFFile, SafetensorsFolder, open_gguf, open_weights
+from llorch.files import GGUFFile, SafetensorsFolder, Weights, open_gguf
+from llorch.files.opening import open_table
+from llorch.files.quant import GGMLType
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
 
@@ -34,6 +36,7 @@ class Contents:
     metadata: dict
     quantisation: Quantisation | None  # None if every matrix is floats
     tensors: list[dict]  # name, type, shape, offset, n_bytes
+    sampled: int  # tensors whose last row was read; 0 if llorch cannot open the model
     problems: list[str]  # why llorch would refuse to run it
 
     def plain(self) -> dict:
@@ -52,6 +55,8 @@ class Contents:
         _pairs(out, "tokenizer", self.tokenizer)
         _pairs(out, "metadata", self.metadata)
         _print_quantisation(out, self.quantisation)
+        sample = f"sampled, the last row of {self.sampled} tensors" if self.sampled else "not sampled"
+        out.print(f"\nweights: {sample}; llorch run and llorch verify read them all")
         rows = table("tensors", "type", "shape", ">offset", ">bytes")
         for tensor in self.tensors:
             shape = " x ".join(map(str, tensor["shape"]))
@@ -79,7 +84,9 @@ def read_contents(path: Path) -> Contents:
             tokenizer = _attempt(problems, lambda: Tokenizer.from_gguf(file) if has_vocabulary(file) else None)
             _attempt(problems, lambda: templates_of_metadata(file.metadata, path))
             quantisation = of_file(file)
-    config = _attempt(problems, lambda: open_weights(path).config)
+    weights = _attempt(problems, lambda: open_table(path))
+    config = None if weights is None else weights.config
+    sampled = 0 if weights is None else _attempt(problems, lambda: _sample(weights)) or 0
     return Contents(
         path=path,
         format=kind,
@@ -88,6 +95,7 @@ def read_contents(path: Path) -> Contents:
         metadata=metadata,
         quantisation=quantisation,
         tensors=tensors,
+        sampled=sampled,
         problems=problems,
     )
 
@@ -100,6 +108,15 @@ def _attempt(problems: list[str], make: Callable[[], Result]) -> Result | None:
         if str(error) not in problems:
             problems.append(str(error))
         return None
+
+
+def _sample(weights: Weights) -> int:
+    """Look for zeros at the ends of files and tensors; matrices of quantised folders have no rows of bytes."""
+    weights.require_written()
+    names = [name for name in weights if isinstance(weights.stored_type(name), GGMLType)]
+    for name in names:
+        weights.search_zeros(name)
+    return sum(len(weights.slots[name].tensors) for name in names)
 
 
 def _tensors_of_folder(path: Path) -> list[dict]:

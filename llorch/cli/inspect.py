@@ -13,9 +13,12 @@ from llorch.cli.output import to_json
     "llorch inspect path/to/huggingface-folder",
 )
 @click.argument("file", type=MODEL)
-@json_option("One object: path, format, config, tokenizer, metadata, quantisation, tensors, problems.")
+@json_option("One object: path, format, config, tokenizer, metadata, quantisation, tensors, sampled, problems.")
 def command(*, file: str, as_json: bool) -> None:
-    """Show the hyperparameters, tokenizer, metadata and tensor table of FILE without reading a tensor.
+    """Show the hyperparameters, tokenizer, metadata and tensor table of FILE, and sample its weights.
+
+    The sample is the last row of each tensor. It shows zeros that an interrupted download leaves, but not all of them:
+    `llorch run` and `llorch verify` look at the tensors that they read.
 
     For a quantised FILE, a summary counts the matrices of each type and gives their bits per weight with scales and
     zero points. The summary also names the modules of floats, and the rounding of activations and KV cache.

@@ -49,6 +49,7 @@ def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.
         if weight.interleaved_heads:
             matrix = matrix.picked(interleave(np.arange(weight.shape[0]), weight.interleaved_heads))
         yield blocks(matrix, kind).raw
+    weights.search_zeros(weight.name)
 
 
 def _block_type(weights: Weights, weight: Weight) -> GGMLType | str:

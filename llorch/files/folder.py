@@ -82,6 +82,18 @@ class SafetensorsFolder:
             first, count = self.unlisted[0], len(self.unlisted)
             logger.warning("note: %s does not list %d tensors, which llorch ignores, as %s", index, count, first)
 
+    def entries_by_file(self) -> list[list[SafetensorsInfo]]:
+        """Return the tensors of each shard, in the order of their bytes."""
+        return [sorted(shard.tensors.values(), key=lambda info: (info.offset, info.n_bytes)) for shard in self._shards]
+
+    def file_of(self, name: str) -> Path:
+        """Return the path of the shard that holds a tensor."""
+        return self._shard(name).path
+
+    def raw(self, name: str) -> np.ndarray:
+        """Look at the bytes of a tensor of the files, as `SafetensorsFile.raw`."""
+        return self._shard(name).raw(name)
+
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32; as `SafetensorsFile.array`."""
         return self._shard(name).array(name)

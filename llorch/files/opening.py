@@ -15,6 +15,7 @@ from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import Weight, found_in, path_alone
 from llorch.files.weights import Slot, Weights
+from llorch.files.zeros import require_folder_written
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,21 @@ _OF_QUANTISED = (  # ends of the names of tensors that only quantised folders ha
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open a GGUF file or a Hugging Face folder and check configuration and set of tensors; none is read yet."""
+    """Open a GGUF file or a Hugging Face folder; check configuration, set of tensors, and the last bytes of each file.
+
+    No other tensor is read yet.
+    """
+    weights = open_table(path)
+    try:
+        weights.require_written()
+    except BaseException:
+        weights.source.close()
+        raise
+    return weights
+
+
+def open_table(path: str | Path) -> Weights:
+    """Open a model as `open_weights` does, whatever the bytes of its tensors are."""
     path = Path(path)
     if path.is_dir():
         return _open_huggingface(path)
@@ -109,7 +124,7 @@ def _open_huggingface(path: Path) -> Weights:
     if "auto_map" in values:
         logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
-    folder = QuantisedFolder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
+    folder = _quantised_folder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
     for note in folder.source.notes if isinstance(folder, QuantisedFolder) else []:
         logger.warning("note: %s: %s", folder.source.settings.path, note)
     try:
@@ -130,6 +145,15 @@ def _open_huggingface(path: Path) -> Weights:
         folder.close()
         raise
     return Weights(config=config, path=path, source=folder, slots=slots)
+
+
+def _quantised_folder(path: Path, values: Mapping[str, object]) -> QuantisedFolder:
+    """Open a quantised folder; zeros at the end of a file are the cause if what they say of a matrix is refused."""
+    try:
+        return QuantisedFolder(path, values)
+    except FormatError:
+        require_folder_written(path)
+        raise
 
 
 def _read_config(folder: Path) -> dict[str, object]:

@@ -20,6 +20,7 @@ from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.activations import Activations
 from llorch.files.tensor_names import undo_interleave
 from llorch.files.tensor_storage import AS_IS, Layout, expert_of, rows_of
+from llorch.files.zeros import ZeroSearch
 from llorch.numerics import EXACT, SCHEME, Numerics
 from llorch.ops.scheme_rounding import SchemeRounding
 
@@ -67,6 +68,7 @@ class Weights(Mapping):
         self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
         self._matrices: dict[str, Matrix | np.ndarray] = {}
         self._keeps = False
+        self._zeros = ZeroSearch(source, _never_zero(slots))
         self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
         for name in slots:
             if name.startswith("layers."):
@@ -91,7 +93,7 @@ class Weights(Mapping):
         """
         slot = self.slots[name]
         if name not in self._loaded:
-            array = self.read(name) if slot.layout.form == "plain" else self._in_order(slot)
+            array = self.read(name) if slot.layout.form == "plain" else self._in_order(name)
             if len(slot.shape) == 3 or (self.packed and self._multiplies_itself(slot)):
                 return array.astype(self.dtype, copy=False)
             self._loaded[name] = array
@@ -105,7 +107,7 @@ class Weights(Mapping):
         Float32 from F32 whose rows need no reordering is a view of the map.
         """
         slot = self.slots[name]
-        made = slot.layout.made(self._in_order(slot), dtype)
+        made = slot.layout.made(self._in_order(name), dtype)
         if name.endswith(".decay") and not (made <= 0).all():
             message = (
                 f"{slot.source_name}: expected -exp(A_log), at most 0, got {made.max():.6g} (from an old converter)"
@@ -113,12 +115,26 @@ class Weights(Mapping):
             raise FormatError("Inconsistent", f"{message}; convert the model again", path=self.path)
         return made
 
-    def _in_order(self, slot: Slot) -> np.ndarray:
+    def require_written(self) -> None:
+        """Refuse (Truncated) a file that is zero from a weight on to its end."""
+        self._zeros.search_ends_of_files()
+
+    def search_zeros(self, name: str, expert: int | None = None) -> None:
+        """Look for zeros at the end of a weight that is read, or of one expert; see `llorch.files.zeros`."""
+        slot = self.slots[name]
+        if len(slot.shape) != 3:
+            self._zeros.search(slot.source_name)
+            return
+        for number in range(slot.shape[0]) if expert is None else [expert]:
+            self._zeros.search(slot.source_name.format(e=number), None if "{e}" in slot.source_name else number)
+
+    def _in_order(self, name: str) -> np.ndarray:
         """Read the numbers that a file has for a weight, in the order of Hugging Face."""
-        arrays = []
-        for name in slot.tensors:
-            arrays.append(self.source.array(name))
-            require_finite(arrays[-1], name, self.path)
+        slot, arrays = self.slots[name], []
+        for tensor in slot.tensors:
+            arrays.append(self.source.array(tensor))
+            require_finite(arrays[-1], tensor, self.path)
+        self.search_zeros(name)
         if slot.must_equal is not None:
             self._require_equal(slot)
         array = arrays[0] if len(arrays) == 1 else np.stack(arrays)
@@ -133,6 +149,7 @@ class Weights(Mapping):
         if self._multiplies_itself(slot):
             packed = self.expert_as_stored(name, number)
             self._matrices[key] = self._over(packed, None if self.packed else self._expert_array(name, number))
+            self.search_zeros(name, number)
             return self._matrices[key]
         array = self._expert_array(name, number).astype(self.dtype, copy=False)
         if self._keeps:
@@ -154,6 +171,7 @@ class Weights(Mapping):
         is_f32 = packed.ggml_type is GGMLType.F32
         array = np.require(packed.raw.view("<f4"), requirements="A") if is_f32 else packed.decode()
         require_finite(array.reshape(packed.shape), packed.name, self.path)
+        self.search_zeros(name, number)
         return array.reshape(packed.shape)
 
     def expert_as_stored(self, name: str, number: int) -> Packed:
@@ -289,7 +307,9 @@ class Weights(Mapping):
         if not self.packed:
             # Blocks of rounded inputs lie in the order of the file.
             decoded = self.astype(np.float32).array(name) if columns is None else packed.decode()
-        return self._over(packed, decoded, slot.interleaved_heads, None if columns is None else columns.index())
+        matrix = self._over(packed, decoded, slot.interleaved_heads, None if columns is None else columns.index())
+        self.search_zeros(name)
+        return matrix
 
     def _over(
         self, packed: Packed, decoded: np.ndarray | None, heads: int = 0, columns: np.ndarray | None = None
@@ -314,6 +334,18 @@ class Weights(Mapping):
                 f"others; set tie_word_embeddings to false in config.json, or remove {slot.must_equal} from the file"
             )
             raise FormatError("Inconsistent", message, path=self.path)
+
+
+def _never_zero(slots: Mapping[str, Slot]) -> dict[str, str]:
+    """Map the tensors that must not end with zeros to the short names of their weights."""
+    short_names = {name: name.rpartition(".")[2] for name in slots}
+    return {
+        tensor: short
+        for name, short in short_names.items()
+        if not (short.endswith("bias") or short == "decay" or slots[name].layout.form == "less_one")
+        for tensor in (*slots[name].tensors, slots[name].must_equal)
+        if tensor is not None
+    }
 
 
 class LayerWeights(Mapping[str, Any]):

@@ -28,6 +28,7 @@ from llorch.files.gguf import GGUFFile
 from llorch.files.new_file import new_file
 from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
+from llorch.files.zeros import require_adapter_written
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, names_of
@@ -70,6 +71,7 @@ def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
     """Read what llama.cpp's converter or llorch wrote, as float32; a folded scale is 1 in its configuration."""
     with GGUFFile(path) as file:
         _check_header(file, model)
+        require_adapter_written(file)
         targets = _targets_in(file, model)
         arrays = _arrays(file, targets, Fields(file.metadata, file.path).number(ALPHA, default=0.0))
         config = _config_of(file, targets, arrays, model)

@@ -25,6 +25,7 @@ from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile, tensor_bytes
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import form_of, path_alone
+from llorch.files.zeros import require_adapter_written
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some, targets_in
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, from_whole
@@ -64,6 +65,7 @@ def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
     folder = Path(folder)
     config = in_version_5(read_config(folder)[0], model, folder)
     with SafetensorsFile(tensor_file(folder)) as file:
+        require_adapter_written(file)
         config = with_tied(_of_text(config, model, file, folder), model, folder)
         targets = alone(targets_in(config, model, str(folder)))
         ours = {stored: name for name, stored in _stored_names(config, targets).items()}

@@ -83,6 +83,7 @@ def _in_turn(weights: Weights) -> Iterator[Weight]:
     n_read = 0
     for row in inventory(weights.config).values():
         yield row
+        weights.search_zeros(row.name)
         for stored in weights.all_stored(row.name):
             release_pages(stored.raw)
             n_read += stored.n_bytes

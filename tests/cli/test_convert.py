@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS
 from builders.tiny_models import random_tensors, write_folder
@@ -125,7 +124,8 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, slow_source: Path
 
 
 def test_zeros_are_converted(tmp_path: Path):
-    tensors = {name: np.zeros_like(array) for name, array in random_tensors("llama").items()}
+    tensors = random_tensors("llama")
+    tensors["model.layers.0.self_attn.q_proj.weight"][:] = 0  # a zero matrix at the end of a file would be damage
     result = invoke("convert", str(write_folder(tmp_path / "a", tensors)), str(tmp_path / "m.gguf"), "--type", "Q4_0")
     assert result.exit_code == 0
     assert not open_weights(tmp_path / "m.gguf").array("layers.0.q_proj").any()

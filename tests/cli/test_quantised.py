@@ -95,7 +95,7 @@ def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: P
         last = list(file.tensors.values())[-1]
     content = path.read_bytes()
     at = content.index(last.name.encode()) + len(last.name) + 4 + 8 * len(last.shape)  # behind the dimensions
-    grown = bytes(8 * last.shape[0] * last.shape[1])
+    grown = b"\1" * (8 * last.shape[0] * last.shape[1])  # zeros would be an interrupted download
     path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :] + grown)
     result = invoke("verify", str(path), TOKENS, *wanted)
     assert_cli_refuses(result, 2, f"llorch: {path}: Unsupported: ", last.name, kind.name, "llama.cpp")
