@@ -55,7 +55,7 @@ class Contents:
         _pairs(out, "tokenizer", self.tokenizer)
         _pairs(out, "metadata", self.metadata)
         _print_quantisation(out, self.quantisation)
-        sample = f"sampled, the last row of {self.sampled} tensors" if self.sampled else "not sampled"
+        sample = f"sampled {self.sampled} tensors by their last rows" if self.sampled else "not sampled"
         out.print(f"\nweights: {sample}; llorch run and llorch verify read them all")
         rows = table("tensors", "type", "shape", ">offset", ">bytes")
         for tensor in self.tensors:

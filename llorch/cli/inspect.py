@@ -17,8 +17,8 @@ from llorch.cli.output import to_json
 def command(*, file: str, as_json: bool) -> None:
     """Show the hyperparameters, tokenizer, metadata and tensor table of FILE, and sample its weights.
 
-    The sample is the last row of each tensor. It shows zeros that an interrupted download leaves, but not all of them:
-    `llorch run` and `llorch verify` look at the tensors that they read.
+    The sample is the last row of each tensor. It shows most of the zeros that a file has after an interrupted download.
+    `llorch run` and `llorch verify` look at all tensors that they read.
 
     For a quantised FILE, a summary counts the matrices of each type and gives their bits per weight with scales and
     zero points. The summary also names the modules of floats, and the rounding of activations and KV cache.

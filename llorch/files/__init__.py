@@ -11,7 +11,7 @@ configuration describe different models. The order to read:
                     `strict_json`, `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders;
                     `foreign` knows what a failed download leaves in place of a file
     quant           the types of ggml, decoded by `blocks/`; `packed` is a tensor as stored, `matrix` multiplies
-    zeros           the search for zeros that an interrupted download leaves
+    zeros           the search for zeros in a file whose download was interrupted
     weights         the arrays, and matrices that multiply themselves; `opening` checks that all are there
     residency       matrices decoded or packed while a model runs; `layerwise` runs passes one layer at a time
     encode          float32 to those types; `export` and `export_huggingface` write models (`export_blocks` keeps

@@ -1,4 +1,4 @@
-"""Zeros where a file must hold weights, as an interrupted download leaves them in a file that has its whole length.
+"""Zeros where a file must hold weights, as after an interrupted download in a file that has its whole length.
 
     up to the end of the file          refused when a model is opened; costs one page of a file that has none
     at the end of a tensor that is     refused if they go on in the next tensor and either end is inside a tensor; else
@@ -69,7 +69,7 @@ class ZeroSearch:
         elif not self._is_padding(tensor, n_zero, n_rows, lambda partner: zero_rows(self._rows(partner, expert))):
             got = _zeros_from(n_rows - n_zero, stored.shape)
             if self._goes_on(tensor, expert, is_whole=n_zero == n_rows):
-                got += " and at the beginning of the next tensor, as an interrupted download leaves them"
+                got += " and at the beginning of the next tensor, as after an interrupted download"
                 message = f"{label}: expected numbers, got {got}; {_REMEDY}"
                 raise FormatError("Truncated", message, path=self._source.file_of(tensor))
             self._warn(f"{label}: expected numbers, got {got}, and other numbers after them")
@@ -204,7 +204,7 @@ def refusal(entry: Entry, n_zero: int, path: Path) -> FormatError:
     n_rows, row_bytes = (n_rows, row_bytes) if n_rows > 1 else (prod(entry.shape), entry.n_bytes // prod(entry.shape))
     start = entry.n_bytes - n_zero
     got = _zeros_from(-(-start // row_bytes), (n_rows, entry.shape[-1] if len(entry.shape) > 1 else 1))
-    got += " and in the rest of the file, as an interrupted download leaves them"
+    got += " and in the rest of the file, as after an interrupted download"
     message = f"{entry.name}: expected numbers, got {got}; {_REMEDY}"
     return FormatError("Truncated", message, path=path, offset=entry.offset + start)
 
