@@ -61,7 +61,7 @@ def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bo
 
 def _require_copies(path: Path, weights: Weights) -> None:
     """Refuse an embedding or output beside its adapter that has other numbers than the base: trained or resized."""
-    for name, copy in (copies_in_peft(path) if path.is_dir() else {}).items():
+    for name, copy in (copies_in_peft(path, weights.config) if path.is_dir() else {}).items():
         stored = name if name in weights else "embed_tokens"
         if has_codes(weights.stored_type(stored)):
             continue  # rounded here, so other numbers say nothing

@@ -63,13 +63,11 @@ def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
     Unsupported for a field or tensor that changes the maths; Unsafe for a pickle.
     """
     folder = Path(folder)
-    config = in_version_5(read_config(folder)[0], model, folder)
+    config = read_config(folder)[0]
     with SafetensorsFile(tensor_file(folder)) as file:
         require_adapter_written(file)
-        config = with_tied(_of_text(config, model, file, folder), model, folder)
-        targets = alone(targets_in(config, model, str(folder)))
+        config, targets = _read_targets(config, file, folder, model)
         ours = {stored: name for name, stored in _stored_names(config, targets).items()}
-        _check_copies(file, targets)
         plain = _plain_names(file, folder)
         extra = sorted(name for name in plain if name not in ours)
         _refuse_foreign(extra, folder)
@@ -106,10 +104,16 @@ def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
     return read_config(Path(folder))[1]
 
 
-def copies_in_peft(folder: str | Path) -> Mapping[str, np.ndarray]:
-    """Read the matrices of the base, `embed_tokens` or `lm_head`, that PEFT stores next to their adapters."""
-    with SafetensorsFile(tensor_file(Path(folder))) as file:
+def copies_in_peft(folder: str | Path, model: ModelConfig) -> Mapping[str, np.ndarray]:
+    """Read the matrices of the base, `embed_tokens` or `lm_head`, that PEFT stores next to their adapters.
+
+    Their shapes are those of the model; FormatError as in `read_peft`.
+    """
+    folder = Path(folder)
+    with SafetensorsFile(tensor_file(folder)) as file:
         names = [name for name in file.tensors if name.endswith(_COPY)]
+        if names:
+            _read_targets(read_config(folder)[0], file, folder, model)
         return {name.split(".")[-3]: np.array(file.array(name)) for name in names}
 
 
@@ -194,6 +198,16 @@ def _module_of(target: LoraTarget, targets: Mapping[str, LoraTarget]) -> str:
     owner, _, name = target.stored_path.rpartition(".")
     inside = name == "gate_up_proj" and any(other.stored_path == f"{owner}.down_proj" for other in targets.values())
     return f"{owner}.base_layer" if inside else owner
+
+
+def _read_targets(
+    config: LoraConfig, file: SafetensorsFile, folder: Path, model: ModelConfig
+) -> tuple[LoraConfig, dict[str, LoraTarget]]:
+    """Return the configuration and the matrices of an adapter in llorch's names; check the copies of base matrices."""
+    config = with_tied(_of_text(in_version_5(config, model, folder), model, file, folder), model, folder)
+    targets = alone(targets_in(config, model, str(folder)))
+    _check_copies(file, targets)
+    return config, targets
 
 
 def _check_copies(file: SafetensorsFile, targets: Mapping[str, LoraTarget]) -> None:

@@ -5,7 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
 from runs.command_line import invoke
 from runs.refusals import assert_tells
@@ -102,6 +104,49 @@ def test_any_base_exists_wherever_it_is_advised(tmp_path, words):
     assert_tells(refused.output, "someone/else", "--any-base")
     assert accepted.exit_code == 0, accepted.stderr
     assert "accepted" in accepted.output
+
+
+RESIZED = {
+    "base_model.model.model.embed_tokens.base_layer.weight": "Shape",
+    "base_model.model.lm_head.weight": "Unsupported",
+}
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory):
+    """Adapters of `story`, each with one matrix of a vocabulary that has two more tokens."""
+    folder = tmp_path_factory.mktemp("resized")
+    weights = load("story").weights
+    adapter = random_adapter(weights.config, target_modules=("q_proj", "embed_tokens", "lm_head"))
+    for name in RESIZED:
+        write_peft(adapter, folder / name, base=identity_of(weights))
+        path = folder / name / "adapter_model.safetensors"
+        rows, width = weights.shape("embed_tokens")
+        container.save_file(container.load_file(path) | {name: np.ones((rows + 2, width), np.float32)}, path)
+    return folder
+
+
+@pytest.mark.plain_cases("*embed_tokens.base_layer.weight-*", "*lora merge*")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "lora merge story ADAPTER OUT", "lora export story ADAPTER OUT.gguf", "lora inspect ADAPTER --base story",
+        "lora eval story ADAPTER --data DATA", "run story x -n 4 --adapter ADAPTER",
+        "run story x -n 4 --adapter ADAPTER --any-base", "serve story --adapter grown=ADAPTER",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", RESIZED)
+def test_an_adapter_of_a_resized_vocabulary_is_refused_by_each_command_as_by_doctor(resized, tmp_path, name, words):
+    adapter = resized / name
+    (tmp_path / "data.jsonl").write_text('{"text": "Once upon a time there was a fox."}\n')
+    for place, path in {"ADAPTER": adapter, "OUT": tmp_path / "new", "DATA": tmp_path / "data.jsonl"}.items():
+        words = words.replace(place, str(path))
+    result = invoke(*words.split())
+    assert result.exit_code == 2, result.stderr
+    sentence = result.stderr.splitlines()[-1].removeprefix("llorch: ")
+    assert_tells(sentence, adapter, RESIZED[name], name)
+    doctor = invoke("lora", "doctor", str(adapter), "--base", "story", "--against", "none")
+    assert sentence in doctor.stdout
 
 
 def test_inspect_shows_a_choice_of_layers(made, tmp_path):

@@ -131,7 +131,8 @@ def test_the_base_is_recorded_beside_the_adapter(tmp_path, weights):
 def test_copies_of_base_matrices_that_peft_writes_are_found(tmp_path):
     base = tiny_base(tmp_path / "base", tied=True)
     folder = save_quietly(peft_model(base, r=2, target_modules=["embed_tokens", "lm_head"]), tmp_path / "adapter")
-    copies, embedding = copies_in_peft(folder), open_weights(base).array("embed_tokens")
+    weights = open_weights(base)
+    copies, embedding = copies_in_peft(folder, weights.config), weights.array("embed_tokens")
     assert copies.keys() == {"embed_tokens", "lm_head"}
     assert all(np.array_equal(copy, embedding) for copy in copies.values())
 
