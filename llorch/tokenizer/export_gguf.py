@@ -26,7 +26,7 @@ from llorch.tokenizer.merges import scores_of_merges
 from llorch.tokenizer.pipeline import name_of_words, read_template
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN
 from llorch.tokenizer.special import END_TEXTS
-from llorch.tokenizer.tokenizer import Tokenizer
+from llorch.tokenizer.tokenizer import Tokenizer, require_rows
 
 _MAX_TOKENIZER = 64 << 20  # bytes
 PREFIX = "tokenizer.ggml."
@@ -122,9 +122,7 @@ def _token_table(
         types[token_id] = TokenType.CONTROL if hidden else TokenType.USER_DEFINED
     if fallback and unknown is not None:
         types |= {token_id: TokenType.UNKNOWN for token_id, text in texts.items() if text == unknown}
-    if max(texts) >= rows:
-        message = f"token {max(texts)} has no row in the embedding table of {rows} rows"
-        raise FormatError("Inconsistent", message, path=path)
+    require_rows(texts, rows, path=path)
     every = range(rows)
     return [texts.get(i, f"[PAD{i}]") for i in every], [types.get(i, TokenType.UNUSED) for i in every]
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from llorch.errors import FormatError
 from llorch.files.gguf import GGUFFile
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
@@ -153,6 +154,14 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
         return self._vocabulary.piece(token_id)
+
+
+def require_rows(ids: Iterable[int], n_rows: int, *, path: str | Path) -> None:
+    """Refuse (FormatError Inconsistent) token ids of a tokenizer that are beyond the rows of the embedding table."""
+    if (largest := max(ids, default=0)) >= n_rows:
+        message = f"token {largest} has no row in the embedding table of {n_rows} rows"
+        remedy = "resize the embedding with transformers, or use the tokenizer that belongs to the model"
+        raise FormatError("Inconsistent", f"{message}; {remedy}", path=path)
 
 
 def _is_inert(text: str, first: int, last: int, inert: Sequence[int]) -> bool:

@@ -9,15 +9,18 @@ from typing import Any
 
 import click
 import pytest
-from builders.chat_models import CHATML, chat_folder
-from builders.random_adapters import tiny_base
+from builders.chat_models import CHATML, chat_folder, with_token_beyond_rows
+from builders.random_adapters import random_adapter, tiny_base
 from runs.command_line import invoke
-from runs.refusals import assert_tells, refuses
+from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.builtin import builtin_path
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it
 from llorch.convert import convert
+from llorch.files import open_weights
+from llorch.lora.base import identity_of
+from llorch.lora.peft_format import write_peft
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import FOREIGN, settings_from
 
@@ -102,6 +105,27 @@ def test_a_resumed_run_needs_nothing_but_its_folder(tmp_path: Path):
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "mine" / "log.jsonl").read_bytes() == before
     assert saved(tmp_path / "mine")["dropout"] == 0.1
+
+
+@pytest.mark.plain_cases("lora train*")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "lora train BASE --data DATA -o OUT", "lora eval BASE ADAPTER --data DATA", "data show BASE DATA",
+        "run BASE <fox> -n 2", "run BASE <fox> -n 2 --backend torch", "run BASE --chat <fox> -n 2",
+        "trace BASE <fox> -o OUT", "convert BASE OUT.gguf",
+    ],
+)  # fmt: skip
+def test_a_token_without_a_row_in_the_embedding_is_one_line_of_each_command(tmp_path: Path, words: str):
+    base, adapter, data = chat_folder(tmp_path / "base", "micro-qwen3", CHATML), tmp_path / "mine", tmp_path / "d.jsonl"
+    token_id = with_token_beyond_rows(base, "<fox>")
+    if "ADAPTER" in words:
+        weights = open_weights(base)
+        write_peft(random_adapter(weights.config), adapter, base=identity_of(weights))
+    data.write_text('{"text": "a <fox>"}\n')
+    for name, path in {"BASE": base, "ADAPTER": adapter, "DATA": data, "OUT": tmp_path / "new"}.items():
+        words = words.replace(name, str(path))
+    assert_cli_refuses(invoke(*words.split()), 2, token_id)
 
 
 @pytest.mark.parametrize(

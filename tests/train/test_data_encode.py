@@ -4,10 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builders.chat_models import CHATML, LLAMA_3, NO_END, OPENS_WITH_THINKING, THINKING, chat_model
+from builders.chat_models import (
+    CHATML,
+    LLAMA_3,
+    NO_END,
+    OPENS_WITH_THINKING,
+    THINKING,
+    chat_folder,
+    chat_model,
+    with_token_beyond_rows,
+)
 from runs.refusals import assert_tells, refuses
 
 from llorch.convert import convert
+from llorch.files import open_weights
 from llorch.model import Model, load
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data.encode import Encoder
@@ -331,6 +341,22 @@ def test_token_ids_are_taken_as_they_are():
 def test_an_id_that_the_model_does_not_have_is_refused(wrong: int):
     with refuses("OutOfRange", where=("d/train.jsonl:7", "input_ids[1]"), expected=(0, 1002), got=wrong):
         examples(load("story"), DataSettings(), input_ids=[5, wrong])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"text": "a <fox>"},
+        {"prompt": "a <fox>", "completion": "b"},
+        {"instruction": "a", "input": "", "output": "b <fox>"},
+        {"messages": chat("a", "b <fox>")},
+    ],
+)
+def test_a_token_without_a_row_in_the_embedding_is_refused(tmp_path: Path, values: dict[str, object]):
+    folder = chat_folder(tmp_path / "model", "micro-qwen3", CHATML)
+    token_id = with_token_beyond_rows(folder, "<fox>")
+    with refuses("Inconsistent", f"token {token_id}", f"{token_id} rows", where="d/train.jsonl:7"):
+        examples(Model(open_weights(folder)), DataSettings(), **values)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from llorch.errors import FormatError
 from llorch.model import Opened
 from llorch.tokenizer.chat import Message, TemplateSettings
 from llorch.tokenizer.conversation import Conversation
+from llorch.tokenizer.tokenizer import require_rows
 from llorch.tokenizer.unwritten import unwritten_call, unwritten_keys
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data.formats import Chat, Instruction, LearnedTokens, Parsed, PromptCompletion, Text
@@ -56,6 +57,8 @@ class Encoder:
         """
         try:
             texts = list(self._learned(row))
+            for tokens in texts:
+                require_rows((token_id for token_id, _ in tokens), self._model.config.vocab_size, path=record.where)
         except FormatError as error:
             raise FormatError(error.code, error.message, path=record.where) from None
         except ValueError as error:  # of the tokenizer

@@ -3,6 +3,7 @@
 The built-in vocabularies have the control tokens of their families, so ids are those of a model of that family.
 """
 
+import json
 from pathlib import Path
 
 from llorch.builtin import builtin_path
@@ -52,6 +53,16 @@ def chat_folder(folder: Path, name: str, template: str | None) -> Path:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return folder
+
+
+def with_token_beyond_rows(folder: Path, text: str) -> int:
+    """Add a token to the tokenizer of a folder that the embedding has no row for; return its id."""
+    path = folder / "tokenizer.json"
+    content, n_rows = json.loads(path.read_text()), open_weights(folder).config.vocab_size
+    added = content["added_tokens"]
+    added.append(added[-1] | {"id": n_rows, "content": text, "special": False})
+    path.write_text(json.dumps(content))
+    return n_rows
 
 
 def chat_model(folder: Path, name: str, template: str | None) -> Model:
