@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,8 @@ from llorch.files.tensor_names import inventory
 _AT_ONCE = 4  # tensors that are read and hashed at the same time
 _MAX_BYTES = 1 << 16  # of a remembered digest
 _FORMAT = 1  # of what is hashed; another number forgets everything
+_FLOATS = {"F64", "F32", "F16", "BF16"}  # types without codes
+QUANTISATION_ERROR = "differs from the trained one by the quantisation error of the base"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,10 @@ class BaseIdentity:
     def digest(self) -> str:
         """One digest of all numbers and shapes; neither name nor stored type is in it."""
         return _sha256(f"{self.config} {self.vectors} {self.matrices}".encode())
+
+    def has_vectors_of(self, other: "BaseIdentity") -> bool:
+        """Tell if shapes, constants, norms and biases equal those of another base, as quantisation leaves them."""
+        return (self.config, self.vectors) == (other.config, other.vectors)
 
     def to_json(self) -> str:
         """Write the record as one JSON object with sorted keys."""
@@ -80,8 +87,27 @@ def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
         config=_sha256(_constants(weights.config).encode()),
         vectors=_sha256("\n".join(vectors).encode()),
         matrices=_sha256("\n".join(matrices).encode()),
-        types=tuple(sorted({weights.stored_type(row.name).name for row in rows if row.is_matrix})),
+        types=matrix_types(weights),
     )
+
+
+def matrix_types(weights: Weights) -> tuple[str, ...]:
+    """List the types in which a base stores its matrices, by name."""
+    matrices = [row.name for row in inventory(weights.config).values() if row.is_matrix]
+    return tuple(sorted({weights.stored_type(name).name for name in matrices}))
+
+
+def quantised_types(types: Iterable[str]) -> list[str]:
+    """Return those types that store codes with scales, so that they hold a base with a quantisation error."""
+    return sorted({*types} - _FLOATS)
+
+
+def types_differ(trained: Collection[str], here: Collection[str]) -> str:
+    """Tell that one of two bases is quantised and the other is not, or in another way; empty where neither is."""
+    if not quantised_types({*trained} ^ {*here}):
+        return ""
+    stored = f"its matrices are {', '.join(trained)} there and {', '.join(here)} here"
+    return f"{stored}: the model {QUANTISATION_ERROR}"
 
 
 def remembered_identity(weights: Weights) -> BaseIdentity:
@@ -125,20 +151,26 @@ def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -
     parts = {"shapes and constants": "config", "norms and biases": "vectors"}
     differ = [text for text, key in parts.items() if getattr(made_for, key) != getattr(base, key)]
     if not differ and made_for.types != base.types:
-        stored = f"{', '.join(made_for.types)} there and {', '.join(base.types)} here"
-        return f"base: unknown: norms and shapes equal {made_for.name}, but its matrices are {stored}"
+        stored = f"its matrices are {', '.join(made_for.types)} there and {', '.join(base.types)} here"
+        stored = types_differ(made_for.types, base.types) or stored
+        return f"base: unknown: norms and shapes equal {made_for.name}, but {stored}"
     what = differ[0] if differ else "matrices"
     message = f"expected the base {made_for.name}, got other {what} in {base.name}; give the base of the training"
     raise FormatError("BaseMismatch", message, path=str(where))
 
 
-def require_name(made_for: str | None, base: str, *, where: object) -> str:
-    """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count."""
+def require_name(made_for: str | None, base: str, *, where: object, stored: str = "") -> str:
+    """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count.
+
+    `stored` is what `types_differ` tells of both.
+    """
     if not made_for:
         return "base: unknown, because the adapter does not name its base"
     if _name_end(made_for) == _name_end(base):
+        if stored:
+            return f"base: unknown: the name {made_for} fits, but {stored}"
         return f"base: the name {made_for} fits; the adapter has no digest to check"
-    message = f"expected the base {made_for} (by name, there is no digest), got {base}"
+    message = f"expected the base {made_for} (by name, there is no digest), got {base}{', and ' * bool(stored)}{stored}"
     raise FormatError(
         "BaseMismatch", f"{message}; if both are one model, add --any-base (any_base=True)", path=str(where)
     )

@@ -1,15 +1,28 @@
 """An adapter from whatever lies at a path: a PEFT directory or a LoRA GGUF file."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
-from llorch.files import Weights
+from llorch.files import Weights, open_weights
 from llorch.files.packed import has_codes
+from llorch.files.tensor_names import inventory
+from llorch.hub.cached import look
+from llorch.hub.reference import Reference
 from llorch.lora.adapter import Adapter
-from llorch.lora.base import BaseIdentity, remembered_identity, require_base, require_name
+from llorch.lora.base import (
+    QUANTISATION_ERROR,
+    BaseIdentity,
+    matrix_types,
+    quantised_types,
+    remembered_identity,
+    require_base,
+    require_name,
+    types_differ,
+)
 from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
 
@@ -38,13 +51,75 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
         if isinstance(recorded, BaseIdentity):
             verdict = require_base(recorded, remembered_identity(weights), where=path)
         else:
-            verdict = require_name(recorded, str(weights.path), where=path)
+            trained = _trained_base(recorded, weights)
+            stored = "" if trained is None else types_differ(matrix_types(trained), matrix_types(weights))
+            verdict = require_name(recorded, str(weights.path), where=path, stored=stored)
         _require_copies(Path(path), weights)
     except FormatError as error:
         if error.code != "BaseMismatch" or not any_base:
             raise
         return f"base: another base, accepted by --any-base; {error}"
     return verdict
+
+
+def _trained_base(recorded: BaseIdentity | str | None, weights: Weights) -> Weights | None:
+    """Open the base that an adapter records if it is on this machine, also in the cache of the hub; else None.
+
+    A base of which the adapter records only the name must have the shapes of `weights`.
+    """
+    name = recorded.name if isinstance(recorded, BaseIdentity) else recorded or ""
+    place = Path(name)
+    if not name or not place.exists():
+        reference = Reference.parse(name)
+        cached = look(reference) if reference is not None and find_spec("huggingface_hub") is not None else None
+        if cached is None:
+            return None
+        place = cached.path
+    try:
+        trained = open_weights(place)
+    except (FormatError, OSError):
+        return None
+    if isinstance(recorded, BaseIdentity):
+        return trained if remembered_identity(trained).digest == recorded.digest else None
+    return trained if inventory(trained.config) == inventory(weights.config) else None
+
+
+def check_merge(path: str | Path, weights: Weights, *, any_base: bool) -> list[str]:
+    """Refuse (BaseMismatch) to merge an adapter that was trained on a quantised base into another base.
+
+    The merged model is not the trained one then. `any_base` accepts it; returned is a note.
+    """
+    recorded = recorded_base(path)
+    trained = _trained_base(recorded, weights)
+    if isinstance(recorded, BaseIdentity):
+        name, types, identity = recorded.name, recorded.types, remembered_identity(weights)
+        is_copy = recorded.has_vectors_of(identity) and recorded.digest != identity.digest
+    else:
+        name, types, is_copy = recorded, () if trained is None else matrix_types(trained), trained is not None
+    here = matrix_types(weights)
+    if not (is_copy and quantised_types(types) and types_differ(types, here)):
+        return []
+    size = ""
+    if trained is not None:
+        if not (difference := _relative_difference(trained, weights)):
+            return []  # the decoded numbers
+        size = f" ({difference:.2%} of the norm of its matrices)"
+    message = f"the merged model {QUANTISATION_ERROR}{size}: the matrices of {name}, the base of the training, are"
+    message += f" {', '.join(types)}, those of {weights.path} {', '.join(here)}"
+    if any_base:
+        return [message]
+    remedy = "give the base of the training, or accept the difference with --any-base (any_base=True)"
+    raise FormatError("BaseMismatch", f"{message}; {remedy}", path=path)
+
+
+def _relative_difference(trained: Weights, weights: Weights) -> float:
+    """Return the norm of the difference of all matrices of two bases of one shape, relative to the first."""
+    squares = np.zeros(2)
+    for name, row in inventory(weights.config).items():
+        if row.is_matrix:
+            matrix = trained.read(name).astype(np.float64)
+            squares += np.square(weights.read(name) - matrix).sum(), np.square(matrix).sum()
+    return float(np.sqrt(squares[0] / squares[1]))
 
 
 def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bool) -> tuple[Adapter, str]:

@@ -21,7 +21,7 @@ from llorch.files.quant import GGMLType, decode
 from llorch.files.tensor_names import inventory
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
-from llorch.lora.files import adapter_for
+from llorch.lora.files import adapter_for, check_merge
 from llorch.lora.merge import MergedWeights, parts_of
 from llorch.output_paths import (
     CONFIG,
@@ -86,14 +86,15 @@ def merge(
     """Write a base with an adapter merged in: as GGUF where the target ends in .gguf, else as folder.
 
     Type None keeps a float type of the base and takes F32 for a quantised one; `logits` None compares models of
-    moderate size. Refused: BaseMismatch (unless `any_base`), a target that exists (FileExistsError, unless `force`) or
-    is a source (ValueError), a type its format lacks (ValueError). After an error nothing is left of the target.
+    moderate size. Refused: BaseMismatch, also if the adapter was trained on a quantised copy of the base (unless
+    `any_base`), a target that exists (FileExistsError, unless `force`) or is a source (ValueError), a type its format
+    lacks (ValueError). After an error nothing is left of the target.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
     check_places(adapter, base, target=target, force=force)
     with closing((weights := open_weights(base)).source):
         read, verdict = adapter_for(weights, adapter, any_base=any_base)
-        merged, notes = MergedWeights(weights, read), [verdict]
+        merged, notes = MergedWeights(weights, read), [verdict, *check_merge(adapter, weights, any_base=any_base)]
         kind = _type_for(merged, target, ggml_type, notes)
         notes += _write_merged(merged, target, kind, report)
         with closing((written := open_weights(target)).source):

@@ -10,9 +10,11 @@ import pytest
 import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
 from runs.command_line import invoke
-from runs.refusals import assert_tells
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.files import open_weights
+from llorch.files.export import write_gguf
+from llorch.files.quant import GGMLType
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.model import load
@@ -53,6 +55,18 @@ def test_merge_refuses_with_exit_codes(made):
     assert result.exit_code == 2
     assert "adapter_config.json: Malformed" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_merge_into_the_original_of_a_quantised_base_asks_for_any_base(tmp_path):
+    base, trained = tiny_base(tmp_path / "base"), tmp_path / "base.gguf"
+    write_gguf(open_weights(base), trained, ggml_type=GGMLType.Q4_0)
+    weights = open_weights(trained)
+    write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
+    words = ("lora", "merge", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert_cli_refuses(invoke(*words), 2, "BaseMismatch", "quantisation error", "Q4_0", trained, "--any-base")
+    accepted = invoke(*words, "--any-base")
+    assert accepted.exit_code == 0, accepted.stderr
+    assert_tells(accepted.stderr, "quantisation error", trained)
 
 
 def test_export_writes_both_formats(made):

@@ -4,21 +4,29 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy as container
+from builders.quantised_folders import FOLDERS
 from builders.random_adapters import EVERY, adapted_logits, plain_logits, random_adapter, tiny_base
 from builders.whole_folders import write_whole_folder
 from runs.refusals import assert_tells, refuses
 
+from llorch.convert import convert
+from llorch.doctor import examine
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import write_gguf
 from llorch.files.quant import GGMLType
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import LORA_A, Adapter, LoraTensors
 from llorch.lora.base import identity_of
+from llorch.lora.export import export
+from llorch.lora.files import adapter_for
 from llorch.lora.merge import MergedWeights
 from llorch.lora.merge_files import N_IDS, compare_logits, logits_by, merge, probe_ids
 from llorch.lora.peft_format import write_peft
@@ -186,6 +194,65 @@ def test_another_base_is_refused_unless_it_is_wanted(tmp_path, base):
         merge(other, path, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     assert_tells(merge(other, path, tmp_path / "merged", any_base=True).notes[0], "base", "another", "accepted")
+
+
+def original_of(folder: Path, trained: Path) -> Path:
+    """Write floats near the numbers of a quantised folder, with the same norms: what it might be quantised from."""
+    convert(trained, folder)
+    path = folder / "model.safetensors"
+    tensors = {
+        name: array if array.ndim == 1 else array + array.std() * np.float32(0.05) * np.sign(array)
+        for name, array in container.load_file(path).items()
+    }
+    container.save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(params=["Q4_0", "NF4", "NF4 by PEFT"])
+def of_quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, Path]:
+    """An adapter that was trained on a quantised base: the type, that base, the original, and the adapter."""
+    if request.param == "Q4_0":
+        original, trained = tiny_base(tmp_path / "original"), tmp_path / "original.gguf"
+        write_gguf(open_weights(original), trained, ggml_type=GGMLType.Q4_0)
+    else:
+        trained = Path(shutil.copytree(FOLDERS / "bnb-nf4-double", tmp_path / "four-bit" / "original"))
+        original = original_of(tmp_path / "original", trained)
+    adapter, _ = pair(tmp_path, trained, target_modules=("q_proj", "v_proj"))
+    if request.param == "NF4 by PEFT":
+        (adapter / "llorch_base.json").unlink()  # only adapter_config.json names the base then
+    return request.param.split()[0], trained, original, adapter
+
+
+def test_merging_an_adapter_of_a_quantised_base_into_the_original_is_refused(tmp_path, of_quantised):
+    kind, trained, original, adapter = of_quantised
+    with refuses("BaseMismatch", "quantisation error", trained, kind, original, "--any-base", where=adapter) as caught:
+        merge(original, adapter, tmp_path / "merged")
+    share = re.search(r"(\d+\.\d+)%", str(caught.value))
+    assert share is not None
+    assert 1 < float(share[1]) < 20
+    assert not (tmp_path / "merged").exists()
+    notes = merge(original, adapter, tmp_path / "merged", any_base=True).notes
+    assert any("quantisation error" in note and f"{share[0]} " in note for note in notes)
+    notes = merge(trained, adapter, tmp_path / "on-trained").notes
+    assert not any("quantisation error" in note for note in notes)
+
+
+def test_merging_an_adapter_of_a_quantised_base_that_is_gone_is_refused_without_a_size(tmp_path, base):
+    write_gguf(open_weights(base), tmp_path / "x.gguf", ggml_type=GGMLType.Q4_0)
+    adapter, _ = pair(tmp_path, tmp_path / "x.gguf")
+    (tmp_path / "x.gguf").unlink()
+    with refuses("BaseMismatch", "quantisation error", "Q4_0", where=adapter) as caught:
+        merge(base, adapter, tmp_path / "merged")
+    assert "%" not in str(caught.value)
+
+
+def test_each_use_of_an_adapter_of_a_quantised_base_tells_the_quantisation_error(tmp_path, of_quantised):
+    _, _, original, adapter = of_quantised
+    _, verdict = adapter_for(open_weights(original), adapter, any_base=False)
+    assert "quantisation error" in verdict
+    assert "quantisation error" in export(original, adapter, tmp_path / "x.gguf").notes[0]
+    finding = next(one for one in examine(adapter, original, against=()) if one.check == "base")
+    assert (finding.verdict, "quantisation error" in finding.text) == ("warning", True)
 
 
 @pytest.mark.parametrize("target", ["base", "adapter", "."])
