@@ -119,6 +119,7 @@ def write_model(
     to_gguf = target.suffix == ".gguf"
     blocks = find_blocks(weights) if to_gguf and ggml_type is None else Blocks()
     job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report, blocks)
+    job.notes += weights.notes_on_left_out("not written")
     _note_second_loss(job)
     from_folder = not isinstance(weights.source, GGUFFile)
     has_vocabulary = _to_gguf(job) if to_gguf else _to_floats(job) if from_folder else _to_huggingface(job)

@@ -7,7 +7,7 @@ import click
 
 from llorch.cli.dumped import DumpPlan, plan_dump
 from llorch.cli.inputs import chosen_numerics
-from llorch.cli.judged import JudgedModel
+from llorch.cli.judged import NOT_JUDGED, JudgedModel
 from llorch.cli.judging import ClaimedArithmetic, refuse_residency, refuse_scheme, reported
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
@@ -38,7 +38,8 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     with progress(f"verifying {plan.spec}") as tell:
         rows, not_run = dump_rows(plan.weights, plan.dump, model=plan.spec, say=tell)
     checkpoints = sorted({row.checkpoint for row in rows})
-    judged = JudgedModel(plan.spec, rows, not_run, checkpoints=checkpoints, dump=str(plan.path))
+    notes = plan.weights.notes_on_left_out(NOT_JUDGED)
+    judged = JudgedModel(plan.spec, rows, not_run, checkpoints=checkpoints, dump=str(plan.path), notes=notes)
     if not as_json:
         for note in plan.dump.notes:
             say(f"note: {note}")

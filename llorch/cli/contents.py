@@ -37,6 +37,7 @@ class Contents:
     quantisation: Quantisation | None  # None if every matrix is floats
     tensors: list[dict]  # name, type, shape, offset, n_bytes
     sampled: int  # tensors whose last row was read; 0 if llorch cannot open the model
+    notes: list[str]  # parts of the file that llorch does not compute with
     problems: list[str]  # why llorch would refuse to run it
 
     def plain(self) -> dict:
@@ -96,6 +97,7 @@ def read_contents(path: Path) -> Contents:
         quantisation=quantisation,
         tensors=tensors,
         sampled=sampled,
+        notes=[] if weights is None else weights.notes_on_left_out("not used"),
         problems=problems,
     )
 

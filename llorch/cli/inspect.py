@@ -3,7 +3,7 @@
 import click
 
 from llorch.cli.options import MODEL, json_option, verb
-from llorch.cli.output import to_json
+from llorch.cli.output import say, to_json
 
 
 @verb(
@@ -13,7 +13,9 @@ from llorch.cli.output import to_json
     "llorch inspect path/to/huggingface-folder",
 )
 @click.argument("file", type=MODEL)
-@json_option("One object: path, format, config, tokenizer, metadata, quantisation, tensors, sampled, problems.")
+@json_option(
+    "One object: path, format, config, tokenizer, metadata, quantisation, tensors, sampled, notes, problems."
+)
 def command(*, file: str, as_json: bool) -> None:
     """Show the hyperparameters, tokenizer, metadata and tensor table of FILE, and sample its weights.
 
@@ -34,6 +36,8 @@ def command(*, file: str, as_json: bool) -> None:
         click.echo(to_json(contents.plain(), indent=1))
     else:
         contents.print()
+    for note in contents.notes:
+        say(f"note: {note}")
     for problem in contents.problems:
         click.echo(f"llorch: {problem}", err=True)
     if contents.problems:

@@ -15,6 +15,7 @@ from llorch.verify.runners.numpy import BACKENDS
 from llorch.verify.training.goldens import TRUTH
 from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 
+NOT_JUDGED = "not judged"  # of tensors that llorch does not compute with
 KERNELS = "kernels"  # in place of a model: ours beside torch's own
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
 _MODES = ("isolated", "chained", "free", "decode", *LONG_MODES, "exact")
@@ -43,6 +44,7 @@ class JudgedModel:
     backend: str = ""  # device and dtype of the torch path, when that was judged
     dump: str = ""  # where what another engine wrote down lies, when that is the witness
     cannot_judge: Mapping[str, str] = field(default_factory=dict)  # witnesses that compute another model, and why
+    notes: Sequence[str] = ()  # parts of the model that nothing is compared of
 
     @property
     def witnesses(self) -> list[str]:
@@ -146,6 +148,7 @@ def summary(models: Sequence[JudgedModel], absent: Mapping[str, str] | None = No
             for judged in models
             for witness, reason in judged.cannot_judge.items()
         ],
+        "notes": [{"model": judged.model, "note": note} for judged in models for note in judged.notes],
         "backends": sorted({row.backend for row in rows}),
         "backends_not_run": [{"backend": backend, "reason": reason} for backend, reason in absent.items()],
         "witnesses": {judged.model: judged.witnesses for judged in models if not judged.numerics},

@@ -12,7 +12,7 @@ import click
 
 from llorch.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.judged import KERNELS, TRAINING, JudgedModel, checkpoints_of, summary
+from llorch.cli.judged import KERNELS, NOT_JUDGED, TRAINING, JudgedModel, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
@@ -125,7 +125,8 @@ def judge_all(
                         judged = _judge_on_torch(plan, backend, given, tell)
                     else:
                         judged = _judge_on_numpy(plan, arithmetic.residency, given, tell, workers)
-                done.append(judged)
+                notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_JUDGED)
+                done.append(judged := replace(judged, notes=notes))
                 if not as_json:
                     print_model(out, judged, detail=detail)
     if is_wheel() and not models:

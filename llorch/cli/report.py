@@ -78,6 +78,8 @@ def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]))
     for engine, reason in judged.cannot_judge.items():
         out.print(Text(f"{NOT_RUN}: {engine} cannot judge {judged.model}: {reason}", _STYLES[NOT_RUN]))
+    for note in judged.notes:
+        out.print(f"note: {note}", highlight=False)
     for tie in _ties(judged):
         out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
     out.print()

@@ -126,6 +126,8 @@ def command(
         else:
             loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
             say_plan(loaded)
+        for note in loaded.weights.notes_on_left_out("not used"):
+            say(f"note: {note}")
         if messages is not None:  # every rank writes the same date
             loaded.chats.settings = replace(template, time=of_first(mesh, lambda: template.time or datetime.now()))
         threads = use_threads(loaded.config)

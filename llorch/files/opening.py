@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,10 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _EYES = ("model.visual.", "visual.", "vision_model.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.")
 _IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
 _PREDICTING = ("mtp.", "model.mtp.")  # further tokens
+_PARTS_LEFT_OUT = {
+    "draft head": re.compile("|".join([*map(re.escape, _PREDICTING), r"blk\.\d+\."])),
+    "image part": re.compile("|".join(map(re.escape, _EYES))),
+}
 _BASE = ("embed_tokens.", "layers.", "norm.")  # what a base model consists of
 _SHOWN = 3  # names of one fault
 _OF_QUANTISED = (  # ends of the names of tensors that only quantised folders have
@@ -71,7 +76,7 @@ def _open_gguf(path: Path) -> Weights:
     except BaseException:
         file.close()
         raise
-    return Weights(config=config, path=path, source=file, slots=slots)
+    return Weights(config=config, path=path, source=file, slots=slots, left_out=_left_out(ignored))
 
 
 def _in_gguf(weight: Weight, file: GGUFFile) -> Slot:
@@ -144,7 +149,7 @@ def _open_huggingface(path: Path) -> Weights:
     except BaseException:
         folder.close()
         raise
-    return Weights(config=config, path=path, source=folder, slots=slots)
+    return Weights(config=config, path=path, source=folder, slots=slots, left_out=_left_out(ignored))
 
 
 def _quantised_folder(path: Path, values: Mapping[str, object]) -> QuantisedFolder:
@@ -195,6 +200,16 @@ def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> 
     if others:
         logger.info("%s: ignored %d tensors outside the text part", folder.path, len(others))
     return ignored | others
+
+
+def _left_out(ignored: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Count ignored tensors that hold trained numbers, by the part of the model and the prefix of their names."""
+    left_out: dict[str, Counter[str]] = {}
+    for name in sorted(ignored):
+        for part, pattern in _PARTS_LEFT_OUT.items():
+            if match := pattern.match(name):
+                left_out.setdefault(part, Counter())[match[0]] += 1
+    return {part: dict(counts) for part, counts in left_out.items()}
 
 
 def _refuse_mlx(config: ModelConfig, slots: Mapping[str, Slot], folder: SafetensorsFolder) -> None:

@@ -54,9 +54,19 @@ class Weights(Mapping):
     """The weights of a model by canonical name: arrays, and matrices that multiply themselves; see `open_weights`."""
 
     def __init__(
-        self, *, config: ModelConfig, path: Path, source: GGUFFile | SafetensorsFolder, slots: Mapping[str, Slot]
+        self,
+        *,
+        config: ModelConfig,
+        path: Path,
+        source: GGUFFile | SafetensorsFolder,
+        slots: Mapping[str, Slot],
+        left_out: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        """Wrap an open file that was checked against its configuration; slots by canonical name."""
+        """Wrap an open file that was checked against its configuration; slots by canonical name.
+
+        `left_out` counts tensors with trained numbers that llorch does not compute with: a part of the model to the
+        prefixes of its names, these to their counts.
+        """
         self.config = config
         self.path = path
         self.source = source
@@ -65,6 +75,7 @@ class Weights(Mapping):
         self.packed = False
         self._activations = Activations()
         self.slots = slots
+        self.left_out = {} if left_out is None else left_out
         self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
         self._matrices: dict[str, Matrix | np.ndarray] = {}
         self._keeps = False
@@ -245,6 +256,13 @@ class Weights(Mapping):
             return self.source.activations
         message = "scheme numerics: expected a quantised Hugging Face folder, got none; use exact numerics"
         raise FormatError("Unsupported", message, path=self.path)
+
+    def notes_on_left_out(self, fate: str) -> list[str]:
+        """Tell for each part that llorch leaves out how many tensors it has; `fate` is such as "not judged"."""
+        return [
+            f"{part}: {sum(counts.values())} tensors ({', '.join(f'{prefix}*' for prefix in counts)}) are {fate}"
+            for part, counts in self.left_out.items()
+        ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight, without reading it."""

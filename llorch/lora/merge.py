@@ -30,7 +30,9 @@ class MergedWeights(Weights):
         if config.tie_word_embeddings and adapter.tensors.keys() & {"embed_tokens", "lm_head"}:
             config = replace(config, tie_word_embeddings=False)
             slots["lm_head"] = slots["embed_tokens"]
-        super().__init__(config=config, path=weights.path, source=weights.source, slots=slots)
+        super().__init__(
+            config=config, path=weights.path, source=weights.source, slots=slots, left_out=weights.left_out
+        )
         self.dtype = weights.dtype
         self.adapter = adapter
 

@@ -129,7 +129,8 @@ def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, note
 def _write_merged(merged: MergedWeights, target: Path, kind: GGMLType, report: Callable[[str], None]) -> list[str]:
     """Write a folder or a GGUF file; return the notes of the writer."""
     if Path(merged.path).is_dir() and target.suffix != ".gguf":
-        return _write_merged_folder(merged, target, ggml_type=kind, report=report)
+        notes = _write_merged_folder(merged, target, ggml_type=kind, report=report)
+        return [*notes, *merged.notes_on_left_out("not written")]
     return write_model(merged, target, ggml_type=kind, report=report).notes
 
 
