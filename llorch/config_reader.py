@@ -12,6 +12,36 @@ _SCALAR = (bool, int, float, str, type(None))
 _LARGEST = sys.float_info.max  # an integer of a JSON file may be larger than any float
 
 
+class Recorded(dict[str, object]):
+    """Values that record which keys were asked for, also inside of objects; a copy records for both."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        """Copy parsed values; nothing was asked for yet."""
+        nested = {key: Recorded(value) for key, value in values.items() if isinstance(value, Mapping)}
+        super().__init__({**values, **nested})
+        self._plain = values
+        self._asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> object:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: object = None) -> object:
+        """Return a value, or the default."""
+        self._asked.add(key)
+        return super().get(key, default)
+
+    def unread(self, prefix: str = "") -> dict[str, object]:
+        """Return the values that nobody asked for, nulls left out; keys of an object inside have its key in front."""
+        unread: dict[str, object] = {}
+        for key, value in self.items():
+            if key not in self._asked and value is not None:
+                unread[prefix + key] = self._plain[key]
+            elif isinstance(value, Recorded):
+                unread |= value.unread(f"{prefix}{key}.")
+        return unread
+
+
 class Fields:
     """A mapping of unknown values; every getter returns the wanted type or raises `FormatError`."""
 
@@ -31,8 +61,7 @@ class Fields:
 
     def is_null(self, key: str) -> bool:
         """Tell if the key is there and holds null."""
-        key = self._prefix + key
-        return key in self.values and self.values[key] is None
+        return (self._prefix + key, None) in self.values.items()  # which `Recorded` does not take for reading
 
     def refuse_null(self, *keys: str) -> None:
         """Refuse an explicit null where it does not mean the default."""

@@ -1,12 +1,13 @@
 """Values of a file, read by type: every refusal by its code, its key, what was expected and what stands there."""
 
 import math
+from copy import copy
 
 import numpy as np
 import pytest
 from runs.refusals import assert_tells, refuses
 
-from llorch.config_reader import Fields
+from llorch.config_reader import Fields, Recorded
 from llorch.errors import FormatError, MissingExtra, suggestion
 
 
@@ -115,6 +116,17 @@ def test_a_format_error_is_one_line_whatever_the_file_says():
     assert str(error) == r"dir/x\n.gguf: BadMagic: got 'a\nb\x1b[31m\u2028' (byte 24)"
     assert (error.code, error.path, error.offset) == ("BadMagic", "dir/x\n.gguf", 24)
     assert isinstance(error, ValueError)
+
+
+def test_values_that_nobody_asked_for_are_unread():
+    values = Recorded({"a": 1, "b": 2, "null": None, "part": {"c": 3, "d": 4}, "whole": {"e": 5}})
+    both = Fields(values, "f.json"), Fields(copy(values), "f.json")  # a copy records for both
+    assert both[0].integer("a") == 1
+    assert not both[0].is_null("b")
+    section = both[1].section("part")
+    assert section is not None
+    assert section.integer("c") == 3
+    assert values.unread() == {"b": 2, "part.d": 4, "whole": {"e": 5}}
 
 
 def test_a_missing_package_names_the_extra_that_brings_it():

@@ -14,7 +14,7 @@ from llorch.cli.tables import console, print_table, table
 from llorch.cli.weight_types import Quantisation, of_file, of_folder, rows_of
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, SafetensorsFolder, Weights, open_gguf
-from llorch.files.opening import open_table
+from llorch.files.opening import open_table, unread_settings
 from llorch.files.quant import GGMLType
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
@@ -37,6 +37,7 @@ class Contents:
     quantisation: Quantisation | None  # None if every matrix is floats
     tensors: list[dict]  # name, type, shape, offset, n_bytes
     sampled: int  # tensors whose last row was read; 0 if llorch cannot open the model
+    unread: dict[str, object]  # settings that no rule of llorch reads, by key
     notes: list[str]  # parts of the file that llorch does not compute with
     problems: list[str]  # why llorch would refuse to run it
 
@@ -55,6 +56,8 @@ class Contents:
         _pairs(out, "config", self.config and _by_row(self.config))
         _pairs(out, "tokenizer", self.tokenizer)
         _pairs(out, "metadata", self.metadata)
+        if self.unread:
+            _pairs(out, "settings that llorch does not read", self.unread)
         _print_quantisation(out, self.quantisation)
         sample = f"sampled {self.sampled} tensors by their last rows" if self.sampled else "not sampled"
         out.print(f"\nweights: {sample}; llorch run and llorch verify read them all")
@@ -97,6 +100,7 @@ def read_contents(path: Path) -> Contents:
         quantisation=quantisation,
         tensors=tensors,
         sampled=sampled,
+        unread=_attempt(problems, lambda: _plain_values(unread_settings(path))) or {},
         notes=[] if weights is None else weights.notes_on_left_out("not used"),
         problems=problems,
     )
@@ -146,6 +150,10 @@ def _describe(tokenizer: Tokenizer) -> dict:
         "sample_text": SAMPLE,
         "sample_ids": tokenizer.encode(SAMPLE),
     }
+
+
+def _plain_values(values: Mapping[str, object]) -> dict[str, object]:
+    return {key: value if isinstance(value, list) else _metadata_value(value) for key, value in values.items()}
 
 
 def _metadata_value(value: object) -> object:

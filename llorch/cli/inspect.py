@@ -14,7 +14,7 @@ from llorch.cli.output import say, to_json
 )
 @click.argument("file", type=MODEL)
 @json_option(
-    "One object: path, format, config, tokenizer, metadata, quantisation, tensors, sampled, notes, problems."
+    "One object: path, format, config, tokenizer, metadata, unread, quantisation, tensors, sampled, notes, problems."
 )
 def command(*, file: str, as_json: bool) -> None:
     """Show the hyperparameters, tokenizer, metadata and tensor table of FILE, and sample its weights.

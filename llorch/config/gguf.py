@@ -4,6 +4,7 @@ Source: llama.cpp `src/models/*.cpp` (`load_arch_hparams`), `src/llama-model.cpp
 """
 
 from collections.abc import Container, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def _require_vocab_size(fields: Fields, n_rows: int) -> None:
 
 def _one_for_all_layers(metadata: Mapping[str, object], arch: str, path: str | Path) -> Mapping[str, object]:
     """Put one number in the place of a list that has an equal number for each layer; refuse a list of others."""
-    values, fields = dict(metadata), Fields(metadata, path, prefix=f"{arch}.")
+    values: Any = copy(metadata)
+    fields = Fields(metadata, path, prefix=f"{arch}.")
     for key in (f"{arch}.{name}" for name in _PER_LAYER):
         listed = values.get(key)
         if not isinstance(listed, np.ndarray):

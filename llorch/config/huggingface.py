@@ -7,6 +7,7 @@ Source: transformers `configuration_*.py` and `modeling_rope_utils.py`.
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,11 @@ def _text_part(whole: Fields) -> Fields:
     if kind not in BY_WHOLE:
         return whole
     text = whole.section("text_config")
-    values = dict(whole.values if text is None else text.values)  # the oldest Qwen2.5-VL have no such part
+    values: Any = copy(whole.values if text is None else text.values)  # the oldest Qwen2.5-VL have no such part
     if values.get("rope_scaling") is None and whole.has("rope_scaling"):
         values["rope_scaling"] = whole.values["rope_scaling"]
-    return Fields(values | {"model_type": f"{kind}_text"}, whole.path)
+    values["model_type"] = f"{kind}_text"
+    return Fields(values, whole.path)
 
 
 def _family(kind: str, path: str | Path) -> str:

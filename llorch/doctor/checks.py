@@ -29,6 +29,7 @@ from llorch.lora.initial import base_matrix
 from llorch.lora.merge import merged_matrix, parts_of
 from llorch.lora.summary import product_norm, stored_types
 from llorch.model import Opened
+from llorch.train.base_settings import say_dropout
 from llorch.train.data import TrainingData, read_data
 from llorch.train.data.changed import first_change
 from llorch.train.data.ends import say_unnamed, trained_ends
@@ -76,11 +77,19 @@ def embedding_and_output(adapter: Adapter, weights: Weights) -> AdapterFinding:
     return AdapterFinding("embedding and output", WARNING, f"{text}; use {_MERGE}, which writes two matrices")
 
 
+def base_dropout(adapter: Adapter, weights: Weights) -> AdapterFinding:
+    """Warn about a dropout of the base, which PEFT trains with and llorch does not."""
+    if told := say_dropout(weights):
+        return AdapterFinding("dropout of the base", WARNING, f"{told}; training elsewhere gives another adapter")
+    return AdapterFinding("dropout of the base", OK, "the base asks for none")
+
+
 READER_CHECKS: tuple[Callable[[Adapter, Weights], AdapterFinding], ...] = (
     rslora_scale,
     patterns,
     dora,
     embedding_and_output,
+    base_dropout,
 )
 
 

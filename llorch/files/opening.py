@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llorch.config import FAMILIES, ModelConfig
 from llorch.config.families import BY_WHOLE
+from llorch.config_reader import Recorded
 from llorch.errors import ErrorCode, FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
@@ -24,6 +25,10 @@ _MAX_CONFIG = 1 << 20
 _ROPE_FACTORS = "rope_freqs.weight"
 _EYES = ("model.visual.", "visual.", "vision_model.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.")
 _IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
+_READ_ELSEWHERE = {  # keys of config.json: by readers of the tokenizer, of quantised folders and of this module
+    "bos_token_id", "eos_token_id", "pad_token_id", "quantization", "quantization_config", "auto_map", *_IMAGE_KEYS,
+    "output_router_logits", "router_aux_loss_coef",
+}  # fmt: skip
 _PREDICTING = ("mtp.", "model.mtp.")  # further tokens
 _PARTS_LEFT_OUT = {
     "draft head": re.compile("|".join([*map(re.escape, _PREDICTING), r"blk\.\d+\."])),
@@ -163,6 +168,26 @@ def _quantised_folder(path: Path, values: Mapping[str, object]) -> QuantisedFold
 
 def _read_config(folder: Path) -> dict[str, object]:
     return read_json(file_inside(folder, "config.json"), limit=_MAX_CONFIG)
+
+
+def unread_settings(path: Path) -> dict[str, object]:
+    """Return the settings of a folder or GGUF file that no rule of llorch reads, by key; errors as `open_weights`.
+
+    Of a GGUF file these are the keys of the architecture.
+    """
+    if path.is_dir():
+        values = Recorded(_read_config(path))
+        ModelConfig.from_huggingface(values, path=path / "config.json")
+        return {
+            key: value
+            for key, value in values.unread().items()
+            if key.removeprefix("text_config.") not in _READ_ELSEWHERE
+        }
+    with open_gguf(path) as file:
+        file.metadata = metadata = Recorded(file.metadata)
+        _gguf_config(file)
+        prefix = f"{metadata['general.architecture']}."
+        return {key: value for key, value in metadata.unread().items() if key.startswith(prefix)}
 
 
 def ids_of_images(weights: Weights) -> dict[int, str]:

@@ -40,6 +40,33 @@ def test_json_has_config_tokenizer_and_every_tensor():
     assert found["problems"] == []
 
 
+def test_settings_that_no_rule_reads_are_listed_with_their_values(tmp_path: Path):
+    settings = {
+        "attention_dropout": 0.1,
+        "num_experts": 4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2, "x": 1},
+    }
+    folder = write_folder(tmp_path / "m", random_tensors("llama"), **settings)
+    found = json.loads(invoke("inspect", str(folder), "--json").stdout)
+    unread = {"attention_dropout": 0.1, "num_experts": 4, "rope_scaling.x": 1}
+    assert found["unread"] == {"architectures": ["LlamaForCausalLM"]} | unread
+    table = invoke("inspect", str(folder)).stdout
+    assert all(re.search(rf"^{re.escape(key)} +{value}", table, re.MULTILINE) for key, value in unread.items())
+    assert "hidden_size" not in found["unread"]
+
+
+def test_settings_of_a_whole_model_and_of_a_file_that_no_rule_reads_are_listed(tmp_path: Path):
+    whole = json.loads(invoke("inspect", "micro-qwen3-vl-moe", "--json").stdout)["unread"]
+    assert "text_config.initializer_range" in whole
+    assert not {"text_config.hidden_size", "text_config.eos_token_id", "image_token_id"} & whole.keys()
+    source = llorch.load("micro-llama").weights.source
+    metadata = {key: value for key, value in source.metadata.items() if isinstance(value, int | float | str)}
+    metadata.pop("general.architecture")
+    tensors = {name: np.array(source.array(name)) for name in source.tensors}
+    path = write_file(tmp_path / "m.gguf", tensors, metadata | {"llama.odd_scale": 3})
+    assert json.loads(invoke("inspect", str(path), "--json").stdout)["unread"] == {"llama.odd_scale": 3}
+
+
 def test_tables_name_config_tokenizer_metadata_and_tensors():
     result = invoke("inspect", "story")
     assert result.exit_code == 0

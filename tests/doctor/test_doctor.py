@@ -152,6 +152,17 @@ def test_another_base_is_wrong(tmp_path):
     assert "BaseMismatch" in text
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_dropout_of_the_base_is_a_warning(tmp_path, share):
+    adapter, base, _ = made(tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"attention_dropout": share}))
+    verdict, text = verdicts(adapter, base)["dropout of the base"]
+    assert verdict == ("warning" if share else "ok")
+    if share:
+        assert_tells(text, "attention_dropout", share)
+
+
 @pytest.mark.live
 def test_what_cannot_be_asked_is_not_run_with_the_reason(tmp_path):
     adapter, base, _ = made(tmp_path, use_dora=True)

@@ -1,11 +1,14 @@
 """The producer `peft`: what it shows is what PEFT and torch themselves say in another way."""
 
+import json
+
 import numpy as np
 import pytest
 from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.builtin import builtin_path
+from llorch.convert import convert
 from llorch.verify.training.claims import claims
 from llorch.verify.training.limits import GATE
 from llorch.verify.training.places import ISOLATED, at
@@ -32,6 +35,20 @@ def test_deltas_are_peft_s_own_delta_weight_times_the_input(producer):
         weight = layer.get_submodule(path).get_delta_weight("default").detach()
         want = torch.from_numpy(seen[at(source, 1)]) @ weight.T
         np.testing.assert_allclose(seen[at("lora_delta", 1, path.rpartition(".")[2])], want, atol=2e-6)
+
+
+def test_the_base_trains_without_the_dropout_of_its_config(tmp_path):
+    from llorch.verify.training.peft import Peft
+
+    folder = tmp_path / "base"
+    convert(builtin_path(MODEL), folder)
+    config = json.loads((folder / "config.json").read_text())
+    golden, seen = training_golden_of(MODEL), []
+    for share in (0.0, 0.5):
+        (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": share}))
+        adapter = golden.adapter_for(training_weights_of(MODEL).config)
+        seen.append(Peft(folder, n_threads=1).forward(adapter, golden.batches[0])[at("adapted_logits")])
+    np.testing.assert_array_equal(*seen)
 
 
 def test_an_adapter_with_b_zero_leaves_the_base(producer):

@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +10,6 @@ from llorch.builtin import find_data
 from llorch.config import FAMILIES
 from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
-from llorch.files.strict_json import read_settings
 from llorch.hub import find
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
@@ -22,6 +20,7 @@ from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
 from llorch.torchrun import own_device
+from llorch.train.base_settings import say_dropout, text_settings
 from llorch.train.data import TrainingData, TrainingOrder, read_data
 from llorch.train.data.ends import say_unnamed, trained_ends
 from llorch.train.resume import environment
@@ -54,6 +53,7 @@ class TrainingPlan:
         return [
             *self.data.notes,
             *_left_out(self.weights),
+            *filter(None, [say_dropout(self.weights)]),
             *_unnamed_ends(self.data, Opened(self.weights)),
             *_of_tied(self.initial, self.weights),
         ]
@@ -137,9 +137,7 @@ def _left_out(weights: Weights) -> list[str]:
     """
     if weights.config.experts is None or not FAMILIES[weights.config.family].aux_loss:
         return []
-    whole = read_settings(Path(weights.path) / "config.json")
-    text = whole.get("text_config")
-    values = text if isinstance(text, dict) else whole
+    values = text_settings(weights)
     if not values.get("output_router_logits"):
         return []
     return [

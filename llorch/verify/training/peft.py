@@ -79,9 +79,10 @@ class Peft:
         torch.set_num_threads(self._n_threads)  # its models outlive the bases that they are made of
 
     def adapted(self, adapter: Adapter) -> Any:
-        """Load a fresh base with a copy of an adapter on it, in training mode (no dropout in these recipes)."""
+        """Load a fresh base with a copy of an adapter on it, in training mode, without any dropout of the base."""
         with _quiet():
-            model = peft.get_peft_model(self._base()._model, peft.LoraConfig(**peft_settings(adapter.config)))
+            base = without_dropout(self._base()._model)
+            model = peft.get_peft_model(base, peft.LoraConfig(**peft_settings(adapter.config)))
         parameters = trained(model)
         arrays = adapter.flat()
         if parameters.keys() != arrays.keys():
@@ -199,6 +200,20 @@ def _rates(maker: Callable[..., Any]) -> np.ndarray:
         optimizer.step()
         made.step()
     return np.asarray(rates)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout of a model to 0, whatever its config.json asks for: recipes train without.
+
+    transformers copies the settings into modules when it makes them: `attention_dropout`, `resid_pdrop` and others.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, int | float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def peft_settings(lora: LoraConfig) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """A step of training: what it leaves alone, what it must not depend on, and when it is not made."""
 
+import json
 import math
+import shutil
 from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
@@ -248,6 +250,18 @@ def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_pa
     attach(module, training.adapter)
     made = batches(training.data.rows(training.data.valid), 8)
     assert mean_loss(Alone(module), made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_dropout_of_the_base_is_told_before_training(tmp_path: Path, share: float):
+    base = Path(shutil.copytree(builtin_path("micro-mistral"), tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"attention_dropout": share, "hidden_dropout": 0.5}))
+    training = trained(small_settings(tmp_path, model=str(base)), steps=0)
+    notes = [note for note in training.plan.notes if "dropout" in note]
+    assert len(notes) == bool(share)
+    if share:
+        assert_tells(notes[0], "config.json", "attention_dropout", share, "PEFT")
 
 
 @pytest.mark.parametrize(
