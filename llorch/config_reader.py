@@ -5,11 +5,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from llorch.errors import ErrorCode, FormatError, cut
 
 _REQUIRED = object()
 _SCALAR = (bool, int, float, str, type(None))
 _LARGEST = sys.float_info.max  # an integer of a JSON file may be larger than any float
+
+
+def shortest(value: float) -> float:
+    """Undo the widening of a float32 from a GGUF file: 9.999999747378752e-06 was 1e-05; other numbers stay."""
+    with np.errstate(over="ignore"):
+        narrow = np.float32(value)
+    return float(str(narrow)) if float(narrow) == value else value
 
 
 class Recorded(dict[str, object]):
@@ -70,6 +79,7 @@ class Fields:
 
     def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
         """Make the error for one key."""
+        got = shortest(got) if isinstance(got, float) else got
         return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {cut(repr(got))}", path=self.path)
 
     def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs.refusals import assert_tells, refuses
 
-from llorch.config_reader import Fields, Recorded
+from llorch.config_reader import Fields, Recorded, shortest
 from llorch.errors import FormatError, MissingExtra, suggestion
 
 
@@ -127,6 +127,18 @@ def test_values_that_nobody_asked_for_are_unread():
     assert section is not None
     assert section.integer("c") == 3
     assert values.unread() == {"b": 2, "part.d": 4, "whole": {"e": 5}}
+
+
+def test_a_float32_is_written_as_the_decimal_that_it_was():
+    assert shortest(9.999999747378752e-06) == 1e-05
+    assert shortest(1e-5) == 1e-5
+    assert shortest(500000.0) == 500000.0
+    assert shortest(0.1234567890123) == 0.1234567890123
+    assert shortest(1e300) == 1e300
+
+
+def test_an_error_tells_a_float32_as_the_decimal_that_it_was():
+    assert_tells(str(Fields({}, "f.gguf").error("Unsupported", "eps", "1", float(np.float32(1e-6)))), got=1e-06)
 
 
 def test_a_missing_package_names_the_extra_that_brings_it():

@@ -12,6 +12,7 @@ from rich.console import Console
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.tables import console, print_table, table
 from llorch.cli.weight_types import Quantisation, of_file, of_folder, rows_of
+from llorch.config_reader import shortest
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, SafetensorsFolder, Weights, open_gguf
 from llorch.files.opening import open_table, unread_settings
@@ -152,6 +153,13 @@ def _describe(tokenizer: Tokenizer) -> dict:
     }
 
 
+def _shortened(value: object) -> object:
+    """Return a value for people: a widened float32 as the shortest decimal that is equal in float32."""
+    if isinstance(value, tuple):
+        return tuple(map(_shortened, value))
+    return shortest(value) if isinstance(value, float) else value
+
+
 def _plain_values(values: Mapping[str, object]) -> dict[str, object]:
     return {key: value if isinstance(value, list) else _metadata_value(value) for key, value in values.items()}
 
@@ -219,7 +227,7 @@ def _pairs(out: Console, title: str, values: Mapping[str, object] | None) -> Non
         return
     rows = table(title, "")
     for key, value in values.items():
-        text = str(value)
+        text = str(_shortened(value))
         rows.add_row(key, repr(text[:SHOWN])[1:-1] + (" ..." if len(text) > SHOWN else ""))
     out.print()
     print_table(out, rows)

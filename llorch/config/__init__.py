@@ -22,7 +22,7 @@ from llorch.architecture import DeltaNet, Experts, Layer, Temperature
 from llorch.config import gguf, huggingface
 from llorch.config.families import FAMILIES, MOST_LAYERS, Family, FamilyName
 from llorch.config.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_gain
-from llorch.config_reader import Fields
+from llorch.config_reader import Fields, shortest
 from llorch.errors import FormatError
 
 __all__ = [
@@ -82,9 +82,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise _out_of_range(f"head_dim must be even for RoPE, got {self.head_dim}")
         if not 0 < self.rms_norm_eps < 1:
-            raise _out_of_range(f"rms_norm_eps must be between 0 and 1, got {self.rms_norm_eps}")
+            raise _out_of_range(f"rms_norm_eps must be between 0 and 1, got {shortest(self.rms_norm_eps)}")
         if not 1 < self.rope_theta < math.inf:
-            raise _out_of_range(f"rope_theta must be above 1 and finite, got {self.rope_theta}")
+            raise _out_of_range(f"rope_theta must be above 1 and finite, got {shortest(self.rope_theta)}")
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
             raise _out_of_range(f"rotary_dim must be even, at most head_dim = {self.head_dim}, got {self.rotary_dim}")
         self._check_layers()

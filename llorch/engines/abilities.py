@@ -7,6 +7,7 @@ import numpy as np
 
 from llorch.config import FAMILIES, ModelConfig
 from llorch.config.llamacpp import cannot_express
+from llorch.config_reader import shortest
 from llorch.ops.delta_rule import L2_EPS
 
 
@@ -15,7 +16,8 @@ def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
     if engine != "llamacpp":
         return ""
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
-        return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {config.rms_norm_eps}, not {L2_EPS}"
+        eps = shortest(config.rms_norm_eps)
+        return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {eps}, not {L2_EPS}"
     if not FAMILIES[config.family].reads_eps:  # a fault, not a choice: a later version of its file reads the key
         gguf = FAMILIES[config.family].gguf
         return f"llama.cpp does not read attention.layer_norm_rms_epsilon for {gguf}, so its norms use an epsilon of 0"

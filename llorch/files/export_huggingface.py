@@ -17,6 +17,7 @@ import numpy as np
 from llorch.architecture import Experts
 from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.config.families import Family
+from llorch.config_reader import shortest
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
@@ -158,12 +159,6 @@ def _positions(config: ModelConfig, family: Family) -> dict[str, object]:
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a JSON file as transformers does: indented, not escaped, with a line end."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def shortest(value: float) -> float:
-    """Undo the widening of a float32 from a GGUF file: 9.999999747378752e-06 was 1e-05; other numbers stay."""
-    narrow = np.float32(value)
-    return float(str(narrow)) if float(narrow) == value else value
 
 
 def _shards(config: ModelConfig, ggml_type: GGMLType, shard_bytes: int) -> list[list[Tensor]]:

@@ -67,6 +67,14 @@ def test_settings_of_a_whole_model_and_of_a_file_that_no_rule_reads_are_listed(t
     assert json.loads(invoke("inspect", str(path), "--json").stdout)["unread"] == {"llama.odd_scale": 3}
 
 
+def test_tables_show_a_float32_of_a_file_as_the_decimal_that_it_was():
+    table = invoke("inspect", "micro-qwen3.5").stdout
+    assert re.search(r"^rms_norm_eps +1e-06\b", table, re.MULTILINE)
+    assert re.search(r"^qwen35.attention.layer_norm_rms_epsilon +1e-06\b", table, re.MULTILINE)
+    metadata = json.loads(invoke("inspect", "micro-qwen3.5", "--json").stdout)["metadata"]
+    assert metadata["qwen35.attention.layer_norm_rms_epsilon"] == float(np.float32(1e-6))
+
+
 def test_tables_name_config_tokenizer_metadata_and_tensors():
     result = invoke("inspect", "story")
     assert result.exit_code == 0

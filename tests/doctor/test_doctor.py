@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
 from runs.command_line import invoke
-from runs.refusals import assert_tells
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.builtin import builtin_path
 from llorch.doctor import examine
@@ -203,6 +203,22 @@ def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
         theirs = ours + wrong * (np.arange(ours.size).reshape(ours.shape) == 7)
         monkeypatch.setitem(_RUNS, "peft", lambda *_, theirs=theirs: theirs)
         assert verdicts(adapter, base, ("peft",))["logits in PEFT"][0] == verdict
+
+
+@pytest.mark.parametrize("form", [["BASE", "ADAPTER"], ["ADAPTER", "--base", "BASE"], ["--base", "BASE", "ADAPTER"]])
+def test_doctor_takes_the_base_as_argument_or_as_option(tmp_path, form):
+    adapter, base, _ = made(tmp_path)
+    places = {"ADAPTER": str(adapter), "BASE": str(base)}
+    result = invoke("lora", "doctor", *(places.get(word, word) for word in form), "--against", "none", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "base" in {finding["check"] for finding in json.loads(result.stdout)}
+
+
+@pytest.mark.parametrize("form", [["ADAPTER"], ["BASE", "ADAPTER", "--base", "BASE"], ["BASE", "BASE", "ADAPTER"]])
+def test_doctor_refuses_no_base_and_two_bases(tmp_path, form):
+    places = {"ADAPTER": str(tmp_path / "a"), "BASE": "story"}
+    result = invoke("lora", "doctor", *(places.get(word, word) for word in form))
+    assert_cli_refuses(result, 2, "--base", "BASE ADAPTER", got=0 if form == ["ADAPTER"] else 2)
 
 
 def test_every_check_has_a_name_of_its_own(tmp_path):

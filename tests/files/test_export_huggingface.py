@@ -12,7 +12,7 @@ from runs.refusals import Refusal, refuses, row
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_safetensors, open_weights
-from llorch.files.export_huggingface import huggingface_config, huggingface_size, shortest, write_safetensors
+from llorch.files.export_huggingface import huggingface_config, huggingface_size, write_safetensors
 from llorch.files.quant import GGMLType
 from llorch.ops.rope import frequencies, llama3_factors
 
@@ -155,10 +155,3 @@ def test_what_transformers_cannot_have_is_refused(config: ModelConfig, refusal: 
 
 def test_biases_of_all_four_matrices_are_one_setting(config: ModelConfig):
     assert written_config(llama(config, qkv_bias=True, o_bias=True))["attention_bias"] is True
-
-
-def test_a_float32_is_written_as_the_decimal_that_it_was():
-    assert shortest(9.999999747378752e-06) == 1e-05
-    assert shortest(1e-5) == 1e-5
-    assert shortest(500000.0) == 500000.0
-    assert shortest(0.1234567890123) == 0.1234567890123

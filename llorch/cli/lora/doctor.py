@@ -12,16 +12,16 @@ from llorch.cli.output import progress, to_json
 
 @verb(
     "Check an adapter for silent faults.",
-    "llorch lora doctor path/to/adapter --base path/to/base",
-    "llorch lora doctor path/to/adapter --base story --against none",
+    "llorch lora doctor path/to/base path/to/adapter",
+    "llorch lora doctor story path/to/adapter --against none",
     "llorch lora doctor adapter.gguf --base model.gguf --against llamacpp --json",
     page="lora.md",
 )
-@click.argument("adapter", type=click.Path(path_type=Path))
+@click.argument("paths", type=MODEL, nargs=-1, required=True, metavar="[BASE] ADAPTER")
 @group(
     "Input",
     page_option(
-        "--base", type=MODEL, required=True, help="Model of the adapter: GGUF file, Hugging Face folder, built-in name."
+        "--base", type=MODEL, help="Model of the adapter, where it is no argument: GGUF file, folder, built-in name."
     ),
     any_base_option,
 )
@@ -33,9 +33,10 @@ from llorch.cli.output import progress, to_json
     ),
 )  # fmt: skip
 @json_option("A list of objects: check, verdict (ok, warning, WRONG, NOT RUN), text.")
-def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as_json: bool) -> None:
+def command(*, paths: tuple[str, ...], base: str | None, against: str | None, any_base: bool, as_json: bool) -> None:
     """Check ADAPTER, a PEFT directory or a LoRA GGUF file, for faults that no program reports.
 
+    BASE is a GGUF file, a Hugging Face folder or a built-in model; --base gives it, too.
     Each line is one check. WRONG: the adapter computes something else than you expect. Warning: it does in some
     programs. NOT RUN: something is missing.
 
@@ -45,8 +46,9 @@ def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as
     from llorch.doctor import ENGINES, WRONG, examine
 
     engines = _engines(against, ENGINES)
+    model, adapter = _base_and_adapter(paths, base)
     with progress(f"examining {adapter}") as report:
-        findings = examine(adapter, model_path(base), against=engines, any_base=any_base, report=report)
+        findings = examine(adapter, model_path(model), against=engines, any_base=any_base, report=report)
     if as_json:
         click.echo(to_json([asdict(finding) for finding in findings], indent=1))
     else:
@@ -55,6 +57,15 @@ def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as
             click.echo(f"{finding.verdict:8}{finding.check:{width}}  {finding.text}")
     if any(finding.verdict == WRONG for finding in findings):
         raise click.exceptions.Exit(1)
+
+
+def _base_and_adapter(paths: tuple[str, ...], base: str | None) -> tuple[str, Path]:
+    """Return base and adapter of either form: BASE ADAPTER, or ADAPTER --base BASE."""
+    *first, adapter = paths
+    bases = [*first, *([] if base is None else [base])]
+    if len(bases) != 1:
+        raise click.UsageError(f"expected one base, as BASE ADAPTER or ADAPTER --base BASE, got {len(bases)}")
+    return bases[0], Path(adapter)
 
 
 def _engines(text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
