@@ -37,12 +37,12 @@ class MeshType(click.ParamType):
     name = "dp=N,tp=M"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Mapping[str, int]:
-        """Read the number of ranks of both axes; an axis that is not given has 1."""
+        """Read the number of ranks of both axes, in any case, as the help spells DP=N; an axis left out has 1."""
         if is_rank():
             only_first_speaks()
         if isinstance(value, Mapping):
             return value
-        found = [re.fullmatch(r"(dp|tp)=([1-9]\d{0,3})", part) for part in str(value).split(",")]
+        found = [re.fullmatch(r"(dp|tp)=([1-9]\d{0,3})", part) for part in str(value).lower().split(",")]
         given = {match[1]: int(match[2]) for match in found if match}
         if len(given) < len(found):
             self.fail(f"expected dp=N, tp=M or dp=N,tp=M, such as dp=2,tp=2, got {value!r}", param, ctx)

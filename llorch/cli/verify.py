@@ -29,7 +29,11 @@ GOLDEN = "golden"
 class Witness(click.ParamType):
     """What to compare with: goldens, an engine, or the path of a dump."""
 
-    name = "|".join((GOLDEN, *ENGINES, "dump"))
+    name = "|".join((GOLDEN, *ENGINES, "DUMP"))
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Spell the words as they are read; click would write capitals."""
+        return f"[{self.name}]"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         """Return a word as it is, or the path of a file or folder that exists."""

@@ -1,11 +1,16 @@
 """`--mesh` of `llorch run` and `llorch bench`: one voice, one stdin, and what it cannot do in one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses
+
+from llorch.cli.mesh import MeshType
+from llorch.cli.options import ENGINES
+from llorch.cli.verify import GOLDEN, Witness
 
 START = "Once upon a time"
 
@@ -56,3 +61,21 @@ def test_without_a_prompt_all_ranks_end_at_once(tmp_path: Path):
 )
 def test_what_cannot_run_on_a_mesh_is_refused_before_ranks_are_started(arguments: tuple[str, ...], fact: str):
     assert_cli_refuses(invoke(*arguments), 2, fact)
+
+
+@pytest.mark.parametrize("text", ["DP=2,TP=3", "dp=2,tp=3", "tP=3,Dp=2"])
+def test_mesh_is_read_in_any_case(text: str):
+    assert MeshType().convert(text, None, None) == {"dp": 2, "tp": 3}
+
+
+def spelled(option: str) -> str:
+    """The values of an option as the help page writes them."""
+    (text,) = re.findall(rf"^  {option}\s+(\S+)", invoke("verify", "--help").stdout, re.MULTILINE)
+    return text
+
+
+def test_values_are_read_as_the_help_page_spells_them():
+    sizes = spelled("--mesh").replace("N", "2").replace("M", "3")
+    assert MeshType().convert(sizes, None, None) == {"dp": 2, "tp": 3}
+    *words, _ = spelled("--against").strip("[]").split("|")
+    assert [Witness().convert(word, None, None) for word in words] == [GOLDEN, *ENGINES]
