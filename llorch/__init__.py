@@ -100,6 +100,6 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(f"llorch.{_WHERE[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtra("torch", "torch") from None
+        from llorch.machine.packages import missing_extra
+
+        raise missing_extra(error) or error from None

@@ -1,5 +1,16 @@
 """`python -m llorch` is the command `llorch`."""
 
-from llorch.cli import main
+import sys
+
+try:
+    from llorch.cli import main
+except ModuleNotFoundError as error:  # click prints every other error
+    from llorch.machine.packages import missing_extra
+
+    missing = missing_extra(error)
+    if missing is None:
+        raise
+    print(f"llorch: {missing}", file=sys.stderr)
+    sys.exit(3)
 
 main(prog_name="llorch")

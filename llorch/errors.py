@@ -88,13 +88,14 @@ class LearnerFault(Exception):
 
 
 class MissingExtra(ImportError):
-    """An optional package that the command needs and that is not installed."""
+    """A package that the command needs and that is not installed."""
 
     def __init__(self, extra: str, package: str) -> None:
-        """Name the extra of llorch that brings a package which could not be imported."""
+        """Name the extra of llorch that brings a package which could not be imported; "" if llorch alone brings it."""
+        name, clone = (f"'llorch[{extra}]'", f"'.[{extra}]'") if extra else ("llorch", ".")
         super().__init__(
-            f"{package} is not installed; get it with: pip install 'llorch[{extra}]', "
-            f"or in a clone: pip install -c constraints.txt -e '.[{extra}]'"
+            f"{package} is not installed; get it with: pip install {name}, "
+            f"or in a clone: pip install -c constraints.txt -e {clone}"
         )
         self.extra = extra
         self.package = package

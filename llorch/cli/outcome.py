@@ -72,6 +72,8 @@ def exit_code(error: BaseException) -> int:
         return NO_MEMORY
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         return DISK
+    if isinstance(error, ModuleNotFoundError):
+        return MISSING if _missing_extra(error) else BUG
     if isinstance(error, RankFailed):
         return MISSING if error.exit_code is None else error.exit_code
     if isinstance(error, GuardFailed):
@@ -79,6 +81,13 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, ValueError) and not isinstance(error, FormatError) and not _is_raised_by_us(error):
         return BUG
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
+
+
+def _missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """Name what brings the module; imported on an error only, because the import would slow every start."""
+    from llorch.machine.packages import missing_extra
+
+    return missing_extra(error)
 
 
 def _is_raised_by_us(error: BaseException) -> bool:
@@ -96,6 +105,8 @@ def error_line(error: BaseException) -> str:
     """Format an error as one printable line for a person."""
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
+    elif isinstance(error, ModuleNotFoundError) and (missing := _missing_extra(error)) is not None:
+        text = str(missing)
     elif isinstance(error, OSError) and error.errno in _OF_FILES:
         text = f"{error.filename or 'open'}: {error.strerror}; {_OF_FILES[error.errno]}"
     elif isinstance(error, OSError) and error.filename is not None:

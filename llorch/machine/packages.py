@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from importlib.metadata import PackageNotFoundError, version
 
+from llorch.errors import MissingExtra
 from llorch.machine.child import imported_by
 from llorch.machine.finding import HealthCheck
 
@@ -46,6 +47,14 @@ def module_of(requirement: str) -> str:
     """Name the module that the package of a requirement brings."""
     name = package_name(requirement)
     return _MODULES.get(name, name.replace("-", "_"))
+
+
+def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """Name what brings a module that could not be imported; None for a module of no package of llorch's."""
+    module = (error.name or "").partition(".")[0]
+    extras = {"": NEEDED, **EXTRAS}
+    extra = next((extra for extra, wanted in extras.items() if module in map(module_of, wanted)), None)
+    return None if extra is None else MissingExtra(extra, module)
 
 
 def installed_version(package: str) -> str | None:

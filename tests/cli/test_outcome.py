@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from runs.command_line import REPOSITORY
-from runs.refusals import assert_tells
+from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli import main
 from llorch.cli.outcome import error_line, reported
@@ -53,6 +53,8 @@ def errors() -> list[tuple[BaseException, int]]:
         (PermissionError(13, "Permission denied", "a.gguf"), 2),
         (OSError(errno.ENOENT, os.strerror(errno.ENOENT), "a.gguf"), 3),
         (MissingExtra("golden", "llama_cpp"), 3),
+        (ModuleNotFoundError("no such module", name="rich.console"), 3),
+        (ModuleNotFoundError("no such module", name="none_of_ours"), 70),
         (EngineDied("llamacpp: SIGSEGV in trace"), 3),
         (MemoryError(), 4),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 4),
@@ -63,7 +65,7 @@ def errors() -> list[tuple[BaseException, int]]:
     ]
 
 
-@pytest.mark.parametrize("place", range(21 + len(OF_DISKS)))
+@pytest.mark.parametrize("place", range(23 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code
@@ -215,3 +217,29 @@ def test_a_character_that_the_locale_lacks_is_escaped_on_stdout():
     result = CliRunner(charset="ascii").invoke(main, ["run", "story", "x", "-t", "50", "-n", "40"])
     assert (result.exit_code, result.exception) == (0, None)
     assert "\\ufffd" in result.stdout
+
+
+WITHOUT_PACKAGES = (sys.executable, "-S")  # a clone that is not installed
+
+
+def test_clone_without_its_packages_tells_the_command_that_installs_them():
+    command = [*WITHOUT_PACKAGES, "-m", "llorch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
+    assert_cli_refuses(done, 3, "click", "pip install -c constraints.txt -e .")
+    assert done.stderr.count("\n") == 1
+
+
+def test_python_without_the_packages_tells_the_command_that_installs_them():
+    code = "import llorch\ntry:\n    llorch.load\nexcept llorch.MissingExtra as error:\n    print(error)"
+    command = [*WITHOUT_PACKAGES, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=True)
+    assert_tells(done.stdout, "pip install -c constraints.txt -e .")
+
+
+@pytest.mark.parametrize("module", ["gguf", "jaxtyping", "numpy", "regex", "tokenizers"])
+def test_package_that_a_verb_lacks_is_told_in_one_line(module: str):
+    code = f"import sys; sys.modules[{module!r}] = None; from llorch.cli import main; main(['run', 'story', 'x'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False
+    )
+    assert_cli_refuses(done, 3, module, "pip install -c constraints.txt -e .")

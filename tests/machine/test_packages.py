@@ -9,7 +9,7 @@ from runs.command_line import REPOSITORY
 from runs.refusals import assert_tells
 
 from llorch.machine.child import imported_by, said_by
-from llorch.machine.packages import EXTRAS, NEEDED, imported, of_packages
+from llorch.machine.packages import EXTRAS, NEEDED, imported, missing_extra, of_packages
 
 Make = Callable[..., None]
 
@@ -37,6 +37,14 @@ def test_the_extras_are_those_of_the_project():
     assert {extra: list(all) for extra, all in EXTRAS.items()} == {
         extra: all for extra, all in wanted.items() if extra not in ("dev", "docs")
     }
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("jinja2", ""), ("rich.console", ""), ("yaml", "train"), ("llama_cpp", "golden"), ("x", None)]
+)
+def test_module_that_is_not_found_is_brought_by_the_first_extra_that_has_it(module: str, extra: str | None):
+    missing = missing_extra(ModuleNotFoundError(name=module))
+    assert (missing and missing.extra) == extra
 
 
 def test_what_a_process_says_is_heard_and_what_it_prints_is_not():

@@ -32,7 +32,10 @@ OPTIONAL = (
     "prometheus_client", "llguidance", "peft", "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/sandbox.py", "llorch/atlas/engines/")
+PRINTING = (
+    "llorch/__main__.py", "llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/sandbox.py",
+    "llorch/atlas/engines/",
+)  # fmt: skip
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 
