@@ -276,7 +276,7 @@ print("rounded twice", off(theirs))
 # Such a tolerance lets a factor of 1.01 pass, because a whole tensor may be off by one per cent in random directions.
 # Therefore an isolated stage in half precision is also judged by its *common factor*: the projection of the actual
 # array on the golden. It is 1, up to independent roundings
-# ([`limits_of_factors.py`](../../llorch/verify/tolerances/factors.py)). `--json` has it as `common_factor` and
+# ([`factors.py`](../../llorch/verify/tolerances/factors.py)). `--json` has it as `common_factor` and
 # `tolerance_factor`.
 #
 # Argmax (10) and text (12) of a run in half precision must equal the golden. A different token is a TIE if rounding

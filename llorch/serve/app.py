@@ -1,14 +1,14 @@
 """The app: every route of the server, and what becomes of errors.
 
-chat, completions, responses, tokens, tracing     the routes
-http, events                                      bodies in; answers out, whole and as streams
-requests, replies (.._of_responses), lacking      what is asked and answered, as pydantic models: `openapi`
-api_errors                                        what is said instead
-service, grammar, thinking                        names and limits; prompts and forms become jobs
-answering, work, engine                           a request, what lies between, the thread that owns the batch
-turns                                             a batch on the NumPy path
-metrics, counts, logprobs                         what is counted, and told
-connection, listening, guard, refusal, request_id    what lies between the app and its clients
+chat, completions, responses, tokens, tracing, page        the routes
+http, events                                               bodies in; answers out, whole and as streams
+requests, replies (.._of_responses), unsupported_fields    pydantic models of requests and answers: `openapi`
+api_errors                                                 errors of the OpenAI interface
+service, grammar, thinking                                 names and limits; prompts and forms become jobs
+response_stream, work, engine                              an answer, its job, the thread that owns the batch
+scheduler                                                  a batch on the NumPy path
+metrics, usage, logprobs                                   counts and log probabilities
+connection, server, watchdog, guard, refusal, request_id   connections, their limits, checks of each request
 """
 
 import re

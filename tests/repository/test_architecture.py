@@ -1,7 +1,11 @@
 """ARCHITECTURE.md: every package of llorch has one sentence, in the order of imports; its picture names modules."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.repository.test_layers import ROOMS
 
@@ -36,3 +40,28 @@ def test_a_missing_package_or_sentence_is_found():
     assert described(row + row.replace("(llorch/ops)", "(llorch/op)") + "| `files/` | Reads. |\n") == [
         ("ops", "Computes.")
     ]
+
+
+MAPS = [*sorted((ROOT / "llorch").rglob("__init__.py")), ROOT / "llorch/serve/app.py"]
+
+
+def mapped_modules(docstring: str) -> Iterator[str]:
+    """Yield the modules in the left column of a module map; lines without two columns hold none."""
+    for line in docstring.splitlines():
+        left, gap, _ = re.sub(r"\(.*?\)", "", line.strip()).partition("  ")
+        words = re.split(r",? ", left.strip())
+        if gap and all(re.fullmatch(r"[a-z_0-9]+/?", word) for word in words):
+            yield from words
+
+
+@pytest.mark.parametrize("path", MAPS, ids=lambda path: path.relative_to(ROOT / "llorch").as_posix())
+def test_module_map_of_a_docstring_names_existing_modules(path: Path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    names = [*mapped_modules(docstring)]
+    assert [name for name in names if not any((path.parent / f"{name}{end}").exists() for end in ("", ".py"))] == []
+
+
+def test_module_map_of_the_server_names_all_its_modules():
+    docstring = ast.get_docstring(ast.parse((ROOT / "llorch/serve/app.py").read_text(encoding="utf-8"))) or ""
+    modules = {file.stem for file in (ROOT / "llorch/serve").glob("*.py")} - {"__init__", "app"}
+    assert modules - {*mapped_modules(docstring)} == {"openapi", "replies_of_responses", "requests_of_responses"}

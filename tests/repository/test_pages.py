@@ -28,6 +28,28 @@ def test_there_is_one_folder_for_each_number():
     assert {path.name for path in FOLDER.glob("[0-9]*")} == {path.parent.name for path in ALL[1:]}
 
 
+def test_label_of_a_link_is_the_name_of_the_file_that_it_leads_to():
+    links = [
+        (path, label, target)
+        for path in (*FOLDER.parent.glob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.glob("*/lesson.py"))
+        for label, target in re.findall(r"\[`([\w./]+\.py)`\]\(([^)#]+)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 20
+    assert [link for link in links if not link[2].endswith(link[1])] == []
+
+
+def lesson_rows(path):
+    """Number to idea and minutes, of the table of lessons of a page."""
+    rows = re.findall(r"^\| (\d\d\w?) \| \[.*?\]\(.*?\) \| (.*?) \|.*?(\d+) \|$", path.read_text(), re.MULTILINE)
+    return {number: (idea, minutes) for number, idea, minutes in rows if "`" not in idea}
+
+
+def test_both_tables_of_lessons_agree():
+    index, guide = (lesson_rows(FOLDER / name) for name in ("README.md", "guide/learning.md"))
+    assert index == guide
+    assert {*guide} == {*CHECKPOINTS}
+
+
 @every_page()
 def test_links_lead_somewhere(path):
     prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ token among others. *Arithmetic*: in every other dtype a stage is granted the la
   - what rounding may cost, derived from the numbers of the golden alone, and
   - 4 times the producers' own distance from the truth (of the stage, in all layers), as far as rounding explains that.
 
-In half precision an isolated stage is granted a common factor, too: see `limits_of_factors`.
+In half precision an isolated stage is granted a common factor, too: see `factors`.
 
 Derived: every stage adds an error of its own (a sum in another order, a few roundings, a float32 angle) and passes on
 what its inputs are off. Errors of single elements are small and taken as independent, so *variances* go through the
