@@ -45,11 +45,24 @@ class JudgedModel:
     dump: str = ""  # where what another engine wrote down lies, when that is the witness
     cannot_judge: Mapping[str, str] = field(default_factory=dict)  # witnesses that compute another model, and why
     notes: Sequence[str] = ()  # parts of the model that nothing is compared of
+    seconds: float = math.nan  # of judging by goldens or on torch
+    is_users: bool = False  # a file or folder of the user's, no built-in model
 
     @property
     def witnesses(self) -> list[str]:
         """The producers that stages were compared with."""
         return sorted({row.producer for row in self.rows if row.stage in BY_NAME} - {WITNESS})
+
+    @property
+    def n_not_run(self) -> int:
+        """Number of checkpoints without a comparison, and of engines that cannot judge the model."""
+        return len(_not_run(self)) + len(self.cannot_judge)
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of the rows; NOT RUN is worse than TIE, because it changes the exit code."""
+        worst = max((row.verdict for row in self.rows), key=_SEVERITY.__getitem__, default=NOT_RUN)
+        return NOT_RUN if worst != FAIL and (self.not_run or _not_run(self)) else worst
 
 
 @dataclass(frozen=True)

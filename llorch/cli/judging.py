@@ -6,6 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, get_args
 
 import click
@@ -16,7 +17,7 @@ from llorch.cli.judged import KERNELS, NOT_JUDGED, TRAINING, JudgedModel, checkp
 from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
-from llorch.cli.report import print_end, print_model
+from llorch.cli.report import print_brief_end, print_end, print_line, print_model
 from llorch.cli.tables import console
 from llorch.cli.workers import Workers
 from llorch.config import ModelConfig
@@ -50,6 +51,7 @@ AT_ONCE = 4  # of the micro models of checkpoint 13: one job
 MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
 
 Say = Callable[[str], None]
+TimedRows = tuple[list[Comparison], float]  # the comparisons of a job, and its seconds
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,13 @@ class ModelPlan:
 
 def judge_all(
     models: Sequence[str], against: Sequence[str], arithmetic: ClaimedArithmetic, *, prompt: str | None,
-    tokens: list[int] | None, as_json: bool, strict: bool, detail: bool,
+    tokens: list[int] | None, as_json: bool, strict: bool, detail: bool, verbose: bool,
 ) -> int:  # fmt: skip
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
 
-    No models stand for all built-in ones; `against` is `golden` or producers, none for goldens of built-in models and
-    all producers of others. `prompt` and `tokens` are for live engines.
+    No models stand for all built-in ones, of which each has one line, and a table with `verbose` or `detail`; `against`
+    is `golden` or producers, none for goldens of built-in models and all producers of others. `prompt` and `tokens` are
+    for live engines.
     """
     given = LiveInput(prompt, tokens)
     on_torch, absent = _torch_backends(arithmetic)
@@ -112,28 +115,46 @@ def judge_all(
         specs = {spec: None for spec in specs if spec not in unsplit}
     plans = [_plan(spec, against, arithmetic, has_input=given != LiveInput(None, None)) for spec in specs]
     threads = use_threads(*(plan.config for plan in plans))
-    out = console()
-    done = [judged for backend in on_torch if (judged := _kernels(backend)).rows]
-    for judged in () if as_json else done:
-        print_model(out, judged, detail=detail)
+    out, done = console(), []
+    is_brief = not (models or verbose or detail or as_json)
     alone = bool(on_torch) or any(plan.engines for plan in plans)
     with Workers(_verify_jobs(plans), 1 if alone else allowed_cores()) as workers:
-        for plan in plans:
-            for backend in on_torch or [None]:
-                with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
-                    if backend is not None:
-                        judged = _judge_on_torch(plan, backend, given, tell)
-                    else:
-                        judged = _judge_on_numpy(plan, arithmetic.residency, given, tell, workers)
-                notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_JUDGED)
-                done.append(judged := replace(judged, notes=notes))
-                if not as_json:
-                    print_model(out, judged, detail=detail)
+        for judged in _judge_plans(plans, on_torch, arithmetic.residency, given, workers):
+            done.append(judged)
+            if is_brief:
+                print_line(out, judged, max(map(len, (KERNELS, *specs))))
+            elif not as_json:
+                print_model(out, judged, detail=detail)
     if is_wheel() and not models:
         judged_here = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
         say(f"note: {LeftOut(judged_here)}")
+    if is_brief:
+        counts = summary(done, absent, strict=strict)
+        print_brief_end(out, done, absent, counts)
+        return _exit_code(counts)
     used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
     return reported(done, absent, used, strict=strict, as_json=as_json)
+
+
+def _judge_plans(
+    plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, given: LiveInput,
+    workers: Workers[TimedRows],
+) -> Iterator[JudgedModel]:  # fmt: skip
+    """Judge each model on each backend, after the kernels of the backends; show progress."""
+    for backend in on_torch:
+        start = perf_counter()
+        if (judged := _kernels(backend)).rows:
+            yield replace(judged, seconds=perf_counter() - start)
+    for plan in plans:
+        for backend in on_torch or [None]:
+            start = perf_counter()
+            with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
+                if backend is not None:
+                    judged = replace(_judge_on_torch(plan, backend, given, tell), seconds=perf_counter() - start)
+                else:
+                    judged = _judge_on_numpy(plan, residency, given, tell, workers)
+            notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_JUDGED)
+            yield replace(judged, is_users=not _is_builtin(plan.spec), notes=notes)
 
 
 def reported(done: Sequence[JudgedModel], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
@@ -177,7 +198,7 @@ def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, 
 
     reasons: dict[str, str] = {}
     for spec in specs:
-        packed = spec == QUANTISED and not Path(spec).exists()
+        packed = spec == QUANTISED and _is_builtin(spec)
         reason = "packed matrices" if packed else cannot_split(open_weights(model_path(spec)).config, n_ranks)
         if reason and given:
             raise ValueError(f"{spec}: --mesh tp={n_ranks}: {reason}")
@@ -190,10 +211,16 @@ def _kernels(backend: "TorchBackend") -> JudgedModel:
     return JudgedModel(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
-def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], list[Comparison]]]:
+def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], TimedRows]]:
     """Split the judging of built-in models on NumPy into independent parts."""
     parts = {(plan.spec, at): part for plan in plans for at, part in enumerate(_stored_checks(plan))}
-    return {name: lambda part=part: list(part()) for name, part in parts.items()}
+    return {name: partial(_timed, part) for name, part in parts.items()}
+
+
+def _timed(part: Callable[[], Iterable[Comparison]]) -> TimedRows:
+    """Collect the comparisons of a part, and the seconds that they take in the process that makes them."""
+    start = perf_counter()
+    return list(part()), perf_counter() - start
 
 
 def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
@@ -207,7 +234,7 @@ def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison
 
 
 def _judge_on_numpy(
-    plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say, workers: Workers[list[Comparison]]
+    plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say, workers: Workers[TimedRows]
 ) -> JudgedModel:
     """Judge a model on NumPy: by goldens, by live engines in exact numerics, or by llama.cpp in ggml numerics."""
     if not plan.engines:
@@ -234,7 +261,7 @@ def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, 
 
 def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_input: bool) -> ModelPlan:
     """Choose the engines that judge a model, and its numerics; no engine means stored goldens."""
-    stored = spec in (*EVERY, QUANTISED) and not Path(spec).exists()
+    stored = _is_builtin(spec)
     if "golden" in against and not stored:
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
     weights = None if stored and spec == QUANTISED else open_weights(model_path(spec))
@@ -259,10 +286,23 @@ def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_i
     return ModelPlan(spec, engines, weights, numerics)
 
 
-def _judge_by_goldens(plan: ModelPlan, workers: Workers[list[Comparison]]) -> JudgedModel:
+def _is_builtin(spec: str) -> bool:
+    """Tell whether a word names what llorch has goldens of, and no file that has the same name."""
+    return spec in (*EVERY, QUANTISED) and not Path(spec).exists()
+
+
+def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> JudgedModel:
     """Collect the comparisons of a built-in model with its goldens, from the processes that made them."""
     jobs = [job for job in workers.jobs if job[0] == plan.spec]
-    judged = _from_goldens(plan.spec, lambda: chain(*(workers.result(job) for job in jobs)))
+    times: list[float] = []
+
+    def collect_rows() -> Iterator[Comparison]:
+        for job in jobs:
+            rows, seconds = workers.result(job)
+            times.append(seconds)
+            yield from rows
+
+    judged = replace(_from_goldens(plan.spec, collect_rows), seconds=sum(times))
     if plan.weights is None:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
         return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))

@@ -1,8 +1,8 @@
-"""The report of `llorch verify` for a person: a table per model, the first failures, one closing line."""
+"""The report of `llorch verify` for a person: a line or a table per model, the first failures, one closing line."""
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -15,9 +15,11 @@ from llorch.engines import LoadPath
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import BY_NAME, CHECKPOINTS
 from llorch.verify.expectations.long_contexts import IN_PARTS
+from llorch.verify.float64_reference import WITNESS
 from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import Comparison
 from llorch.verify.runners.numpy import BACKENDS
+from llorch.verify.training.goldens import TRUTH
 
 _ROWS = (
     "rows: three runs of llorch: in float32, in float32 with every sum in float32 (as in larger models), and\n"
@@ -51,9 +53,50 @@ _DUMP = (
     "tolerance: largest error that the engine's arithmetic explains\n"
     "to find the mistake behind a failure, run llorch diagnose"
 )
+_ABOUT_FILE = "this compares engines that all load this file; it cannot show that the file was converted correctly"
 TRAINING_PRODUCERS = ("llamacpp", "peft")
+ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "peft": "PEFT"}
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
+
+
+def print_line(out: Console, judged: JudgedModel, name_width: int) -> None:
+    """Print one line: name, verdict, how many comparisons pass, what llorch was compared with, seconds, exceptions."""
+    counts = Counter(row.verdict for row in judged.rows)
+    producers = {row.producer for row in judged.rows}
+    engines = [name for producer, name in ENGINES.items() if producer in producers]
+    engines += ["float64"] if producers & {WITNESS, TRUTH} else []
+    exceptions = {**{verdict: counts[verdict] for verdict in (FAIL, TIE)}, NOT_RUN: judged.n_not_run}
+    cells = (
+        f"{judged.model:<{name_width}}", judged.backend, f"{judged.verdict:<7}",
+        f"{f'{counts[PASS]:,} of {len(judged.rows):,}':>16}", f"{', '.join(engines):<38}", f"{judged.seconds:>5.1f} s",
+        ", ".join(_format_counts(exceptions)),
+    )  # fmt: skip
+    line = Text("   ".join(cell for cell in cells if cell))
+    line.highlight_words([judged.verdict], _STYLES[judged.verdict])
+    out.print(line)
+
+
+def print_brief_end(out: Console, models: Sequence[JudgedModel], absent: Mapping[str, str], counts: Mapping) -> None:
+    """Print the table of each model that failed, the reasons of those that did not run, and one line that counts."""
+    failing = (FAIL, TIE) if counts["strict"] else (FAIL,)
+    for judged in models:
+        if judged.verdict in failing:
+            out.print()
+            print_model(out, judged, detail=False)
+            _print_failure(out, judged)
+        elif judged.verdict == NOT_RUN:
+            _print_reasons(out, judged)
+    _print_absent(out, absent)
+    n_not_run = counts["checkpoints_not_run"] + len(counts["cannot_judge"]) + len(absent)
+    exceptions = {FAIL: counts["failed"], TIE: counts["ties"], NOT_RUN: n_not_run}
+    passed = f"{counts['passed']:,} of {counts['comparisons']:,} comparisons {PASS}"
+    text = ", ".join([_count(counts["models"], "model"), passed, *_format_counts(exceptions)])
+    out.print(f"{text}; llorch verify -v prints all tables and reasons")
+
+
+def _format_counts(counts: Mapping[str, int]) -> list[str]:
+    return [f"{n:,} {verdict}" for verdict, n in counts.items() if n]
 
 
 def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
@@ -74,15 +117,22 @@ def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
     for row in judged.rows:
         if row.note and row.verdict == PASS and row.model == judged.model:
             out.print(f"{row.stage}, {row.case}: {row.note}")
+    _print_reasons(out, judged)
+    for tie in _ties(judged):
+        out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
+    if judged.is_users and judged.rows:
+        out.print(_ABOUT_FILE)
+    out.print()
+
+
+def _print_reasons(out: Console, judged: JudgedModel) -> None:
+    """Print what was not run, and why."""
     for reason in judged.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]))
     for engine, reason in judged.cannot_judge.items():
         out.print(Text(f"{NOT_RUN}: {engine} cannot judge {judged.model}: {reason}", _STYLES[NOT_RUN]))
     for note in judged.notes:
         out.print(f"note: {note}", highlight=False)
-    for tie in _ties(judged):
-        out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
-    out.print()
 
 
 def routes(judged: JudgedModel) -> list[str]:
@@ -139,13 +189,23 @@ def print_end(out: Console, models: Sequence[JudgedModel], absent: Mapping[str, 
     """Print the legend, what failed first in each model, the backends that nothing ran on, and the closing line."""
     out.print(legend(models))
     for judged in models:
-        for line in failure_report(judged):
-            out.print(Text(line, _STYLES[FAIL]))
-    for backend, reason in absent.items():
-        out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]))
+        _print_failure(out, judged)
+    _print_absent(out, absent)
     if counts["float64"]:
         out.print(float64_line(counts["float64"]))
     out.print(closing_line(counts))
+
+
+def _print_failure(out: Console, judged: JudgedModel) -> None:
+    """Print what failed first, if anything did."""
+    for line in failure_report(judged):
+        out.print(Text(line, _STYLES[FAIL]))
+
+
+def _print_absent(out: Console, absent: Mapping[str, str]) -> None:
+    """Print the backends that nothing ran on, and why."""
+    for backend, reason in absent.items():
+        out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]))
 
 
 def float64_line(worst: Mapping) -> str:

@@ -74,18 +74,19 @@ class Witness(click.ParamType):
 @group(
     "Output",
     page_option("--detail", is_flag=True, help="One line per stage, not per checkpoint."),
+    page_option("-v", "--verbose", is_flag=True, help="Tables of all models, also without MODEL."),
     json_option("One object {version, rows, summary}; NaN and infinity become null."),
 )
 def command(
     *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,
     tokens: list[int] | None, numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None,
     dtype: str | None, kernels: Any, axes: Mapping[str, int] | None, rank_timeout: float, as_json: bool, strict: bool,
-    detail: bool,
+    detail: bool, verbose: bool,
 ) -> None:  # fmt: skip
     """Check every stage of the forward pass against llama.cpp and transformers.
 
-    MODEL is a file, a folder or a name (default: all built-in models). To check another engine, give its dump to
-    llorch diagnose.
+    MODEL is a file, a folder or a name (default: all built-in models, one line each). To check another engine, give
+    its dump to llorch diagnose.
 
     Exit codes: 0 all pass, 1 numbers differ, 3 an engine, a golden or the device is missing.
     """
@@ -113,5 +114,5 @@ def command(
 
             code = judge_dump(plan_check(models, dumps[0], mapping, arithmetic, **given), **shown)
         else:
-            code = judge_all(models, against, arithmetic, strict=strict, **given, **shown)
+            code = judge_all(models, against, arithmetic, strict=strict, verbose=verbose, **given, **shown)
     raise click.exceptions.Exit(code)

@@ -1,15 +1,18 @@
 """Grouping and counting of verification rows."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from runs.refusals import assert_tells
 
 from llorch.builtin import builtin_path
 from llorch.cli.judged import EXACT, JudgedModel, checkpoints_of, closer_to_truth, first_failure, lines, summary
 from llorch.cli.judging import _exit_code
-from llorch.cli.report import closing_line, failure_report
+from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line
+from llorch.cli.tables import console
 from llorch.comparison import NOT_RUN
 from llorch.files import open_weights
 from llorch.verify.judge import Comparison
@@ -222,3 +225,53 @@ def test_a_line_that_did_not_run_counts_where_it_was_asked_for(other: dict, abse
     counts = summary([judged(row(), **({"checkpoints": ("05",)} | other))], absent)
     assert _exit_code(counts) == code
     assert len(counts["backends_not_run"]) == len(absent)
+
+
+EVERY_CHECKPOINT = tuple(row(checkpoint=number) for number in EXACT)
+
+
+@pytest.mark.parametrize(
+    ("model", "verdict", "exceptions"),
+    [
+        (judged(*EVERY_CHECKPOINT), "PASS", ""),
+        (judged(*EVERY_CHECKPOINT, row(verdict="TIE")), "TIE", "1 TIE"),
+        (judged(*EVERY_CHECKPOINT, row(verdict="TIE"), row(verdict="FAIL")), "FAIL", "1 FAIL, 1 TIE"),
+        (judged(*EVERY_CHECKPOINT[1:], row(verdict="TIE")), "NOT RUN", "1 TIE, 1 NOT RUN"),
+        (judged(not_run=["no golden"], checkpoints=("00", "01")), "NOT RUN", "2 NOT RUN"),
+        (judged(*EVERY_CHECKPOINT, cannot_judge={"llamacpp": "a window"}), "PASS", "1 NOT RUN"),
+    ],
+)
+def test_line_of_a_model_has_its_verdict_and_counts_what_did_not_pass(
+    model: JudgedModel, verdict: str, exceptions: str, capsys: pytest.CaptureFixture[str]
+):
+    print_line(console(), replace(model, seconds=1.23), 4)
+    line = capsys.readouterr().out.rstrip("\n")
+    n_passed = sum(row.verdict == "PASS" for row in model.rows)
+    assert re.match(rf"m +{verdict} +{n_passed} of {len(model.rows)} ", line)
+    assert line.partition(" s")[0].endswith(" 1.2")
+    assert line.rpartition(" s")[2].strip() == exceptions
+
+
+def test_line_of_a_model_names_what_it_was_compared_with(capsys: pytest.CaptureFixture[str]):
+    producers = ("peft-float64", "transformers", "peft", "llamacpp", "reader")
+    print_line(console(), judged(*(row(producer=name) for name in producers)), 4)
+    assert " llama.cpp, transformers, PEFT, float64 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_near_tie_has_a_table_if_it_fails_the_run(strict: bool, capsys: pytest.CaptureFixture[str]):
+    models = [judged(*EVERY_CHECKPOINT, row(verdict="TIE", note="both"))]
+    print_brief_end(console(), models, {}, summary(models, strict=strict))
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("TIE: attn_out" in line for line in table) == bool(table) == strict
+    assert "1 TIE" in last
+
+
+def test_last_line_has_few_words_also_if_nothing_is_right(capsys: pytest.CaptureFixture[str]):
+    models = [judged(row(verdict=verdict)) for verdict in ("PASS", "TIE", "FAIL")]
+    print_brief_end(console(), models, {"torch-cuda": "no device"}, summary(models, {"torch-cuda": "no device"}))
+    *_, absent, last = capsys.readouterr().out.splitlines()
+    assert "torch-cuda" in absent
+    assert len(last.split()) <= 25
+    n_not_run = 3 * (len(EXACT) - 1) + 1
+    assert_tells(last, "1 of 3", "1 FAIL", "1 TIE", f"{n_not_run} NOT RUN")

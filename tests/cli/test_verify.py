@@ -102,30 +102,67 @@ def what_verify_prints() -> str:
 
 @pytest.mark.slow  # README's first command; the plain test of each comparison is tests/verify/test_checkpoints.py
 def test_every_built_in_model_agrees_with_its_goldens():
-    from llorch.builtin import EVERY, builtin_path
+    from runs.stored_goldens import golden_of
+
+    from llorch.builtin import EVERY
+
+    *lines, last = what_verify_prints().splitlines()
+    passed = [re.fullmatch(r"(\S+) +PASS +([\d,]+) of \2 .* \d+\.\d s(   1 NOT RUN)?", line) for line in lines]
+    assert [line and line[1] for line in passed] == [*EVERY, "quantised"]
+    assert [line[1] for line in passed if line and line[3]] == ["micro-mistral"]
+    n_rows = sum(int(line[2].replace(",", "")) for line in passed if line)
+    assert last.startswith(f"{len(EVERY) + 1} models, {n_rows:,} of {n_rows:,} ")
+    figures = (REPOSITORY / "benchmarks/README.md").read_text()
+    assert f"{n_rows} comparisons, all pass" in figures
+    traces = [trace for name in EVERY for trace in golden_of(name).truth.evidence.traces.values()]
+    n_places = sum(map(len, traces)) + len(EVERY)  # of each model the selected logits, too
+    assert f"{n_places} (stage, layer, model) rows" in figures
+
+
+@pytest.fixture
+def two_models(judged_once: None, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """A model with a changed weight, in place of the built-in one, and another: all that `verify` has to judge."""
+    names = (CHANGED, "micro-llama3")
+    monkeypatch.setattr("llorch.cli.judging.is_wheel", lambda: True)
+    monkeypatch.setattr("llorch.cli.judging.IN_WHEEL", names)
+    return names
+
+
+def test_verify_without_a_model_prints_a_line_a_model_and_the_table_of_the_one_that_fails(
+    changed_weight: str, two_models: tuple[str, str]
+):
+    result = invoke("verify", *ALONE)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 1
+    changed, missing = (line.split() for line in lines[:2])
+    assert changed[:2] == [CHANGED, "FAIL"]
+    assert missing[:4] == ["micro-llama3", "NOT", "RUN", "0"]  # the changed goldens have none of it
+    assert [line for line in lines if line.startswith("checkpoint ")] == [lines[4]]
+    assert "micro-llama3/golden.json" in result.stdout
+    assert re.search(rf" {CHANGED}: .* 00 foundation: tensors, near, exact, numpy against reader\n", result.stdout)
+    assert len(lines[-1].split()) <= 25
+    n_failed = len([row for row in rows_of(CHANGED) if row.verdict == "FAIL"])
+    assert_tells(lines[-1], f"{n_failed:,} FAIL", f"{changed[2]} of {changed[4]}", "14 NOT RUN", "llorch verify -v")
+
+
+@pytest.mark.parametrize("option", ["-v", "--verbose", "--detail"])
+def test_verbose_prints_the_table_of_each_model(option: str, changed_weight: str, two_models: tuple[str, str]):
+    every, alone = invoke("verify", option, *ALONE), invoke("verify", *two_models, *ALONE)
+    assert [line for line in every.stdout.splitlines() if line in two_models] == [*two_models]
+    if option != "--detail":
+        assert every.stdout == alone.stdout
+
+
+@pytest.mark.usefixtures("judged_once")
+def test_table_of_a_model_has_a_line_for_each_checkpoint():
+    from llorch.builtin import builtin_path
     from llorch.cli.judged import TRAINING, checkpoints_of
     from llorch.files import open_weights
     from llorch.stages import CHECKPOINTS
-    from llorch.verify.training.goldens import MODELS
 
-    printed = what_verify_prints()
-    for name in EVERY:
-        text = re.split(rf"^{name}(?:   one reference engine: transformers)?\n", printed, flags=re.MULTILINE)[1]
-        lines = text.split("\n\n")[0].splitlines()
-        table = [line for line in lines if line[:2].isdigit()]
-        config = open_weights(builtin_path(name)).config
-        numbers = (*checkpoints_of(config), *(TRAINING if name in MODELS else ()))
-        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
-        assert all(line.rstrip().endswith("PASS") for line in table)
-    assert "13  quantised" in printed.split("quantised   one reference engine: llamacpp\n")[1]
-    last = printed.splitlines()[-1]
-    assert last.startswith(f"{len(EVERY) + 1} models, ")
-    assert re.search(r" 0 failed, 1 reference engine ", last)
-    assert "float32" in last
-    figures = (REPOSITORY / "benchmarks/README.md").read_text()
-    (n_rows, n_places) = re.findall(r"(\d+) comparisons.* of (\d+) chained \(stage, layer, model\) rows", last)[0]
-    assert f"{n_rows} comparisons, all pass" in figures
-    assert f"{n_places} (stage, layer, model) rows" in figures
+    numbers = (*checkpoints_of(open_weights(builtin_path("micro-qwen3")).config), *TRAINING)
+    table = [line for line in invoke("verify", "micro-qwen3", *ALONE).stdout.splitlines() if line[:2].isdigit()]
+    assert [line[:20].rstrip() for line in table if " PASS" in line] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
 
 
 @pytest.mark.usefixtures("judged_once")

@@ -118,7 +118,7 @@ def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_th
     monkeypatch.setattr("llorch.cli.judging.IN_WHEEL", ("micro-llama",))  # the other two: .ci/installed
     result = invoke("verify")
     assert result.exit_code == 0, result.stderr
-    assert re.search(r"1 model, \d{3,} comparisons: (\d+) passed, 0 failed", result.stdout)
+    assert re.search(r"1 model, ([\d,]{3,}) of \1 comparisons PASS;", result.stdout)
     (note,) = [line for line in result.stderr.splitlines() if line.startswith("note:")]
     assert_tells(note, "wheel", "micro-llama", "sdist", "clone", "pip install -e")
 
