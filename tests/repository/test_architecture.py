@@ -48,7 +48,7 @@ MAPS = [*sorted((ROOT / "llorch").rglob("__init__.py")), ROOT / "llorch/serve/ap
 def mapped_modules(docstring: str) -> Iterator[str]:
     """Yield the modules in the left column of a module map; lines without two columns hold none."""
     for line in docstring.splitlines():
-        left, gap, _ = re.sub(r"\(.*?\)", "", line.strip()).partition("  ")
+        left, gap, _ = re.sub(r" ?\(.*?\)", "", line.strip()).partition("  ")
         words = re.split(r",? ", left.strip())
         if gap and all(re.fullmatch(r"[a-z_0-9]+/?", word) for word in words):
             yield from words
