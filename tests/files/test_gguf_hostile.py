@@ -5,7 +5,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from builders.gguf_bytes import (
 )
 from runs.refusals import Refusal, refuses
 from runs.refusals import row as refusal_row
+from runs.work_limit import work_limit
 
 from llorch.files import open_gguf
 from llorch.files.gguf import MetadataLimits
@@ -137,17 +137,16 @@ TENSORS: dict[str, tuple[str, bytes]] = {
 }
 
 EXPECTED = HEADER | METADATA | TENSORS
+MOST_LINES = 1_000_000  # of Python; the costliest file takes a sixth of it
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str):
+def test_a_bad_file_is_refused_by_code_with_little_work(tmp_path: Path, name: str):
     code, data = EXPECTED[name]
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
-    start = time.process_time()
-    with refuses(code, where=path) as caught:
+    with work_limit(MOST_LINES), refuses(code, where=path) as caught:
         open_gguf(path)
-    assert time.process_time() - start < 1
     assert "\n" not in str(caught.value)
 
 
@@ -239,7 +238,7 @@ HUNGRY = (
 )  # fmt: skip
 
 MEASURE = """
-import json, resource, sys, time
+import json, resource, sys
 from llorch.errors import FormatError
 from llorch.files import open_gguf
 from llorch.files.gguf import MetadataLimits
@@ -248,18 +247,17 @@ resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 peak = lambda: int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 before = peak()
 for path in sys.argv[1:]:
-    start = time.process_time()
     try:
         open_gguf(path)
         code = "accepted"
     except FormatError as error:
         code = error.code
-    print(json.dumps([code, time.process_time() - start, peak() - before]))
+    print(json.dumps([code, peak() - before]))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: memory is read from /proc")
-def test_the_hungry_files_cost_no_memory_and_no_time(tmp_path: Path):
+def test_the_hungry_files_cost_no_memory(tmp_path: Path):
     paths = [tmp_path / f"{index}.gguf" for index in range(len(HUNGRY))]
     for path, name in zip(paths, HUNGRY, strict=True):
         path.write_bytes(EXPECTED[name][1])
@@ -268,7 +266,6 @@ def test_the_hungry_files_cost_no_memory_and_no_time(tmp_path: Path):
         [sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True, env=limited, timeout=300
     )
     for name, line in zip(HUNGRY, ran.stdout.splitlines(), strict=True):
-        code, seconds, kilobytes = json.loads(line)
+        code, kilobytes = json.loads(line)
         assert code == EXPECTED[name][0], name
-        assert seconds < 1, name
         assert kilobytes < 16 * 1024, name

@@ -1,7 +1,6 @@
 """Table 2c of the reliability page: each row is a file, the code it is refused with, and a second at most."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from builders.safetensors_bytes import safetensors_bytes, tensor
 from runs.refusals import refuses
+from runs.work_limit import work_limit
 
 from llorch.errors import FormatError
 from llorch.files import open_safetensors
@@ -103,17 +103,17 @@ EXPECTED: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {  # large files 
     "two million empty lists": ("TooLarge", lambda: safetensors_bytes(b"[" + b"[]," * 2_000_000 + b"[]]")),
 }
 
+MOST_LINES = 2_000_000  # of Python; the costliest file takes a third of it
+
 
 @pytest.mark.slow_cases("70,000 entries of something else", "70,000 tensors")
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str):
+def test_a_bad_file_is_refused_by_code_with_little_work(tmp_path: Path, name: str):
     code, data = EXPECTED[name]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data() if callable(data) else data)
-    start = time.process_time()
-    with refuses(code, where=path) as caught:
+    with work_limit(MOST_LINES), refuses(code, where=path) as caught:
         open_safetensors(path)
-    assert time.process_time() - start < 1
     assert "\n" not in str(caught.value)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,18 +172,34 @@ def test_a_leaf_that_takes_longer_counts_where_speed_is_asked_for():
     assert_tells(found.fault(timed=True), "1.5")
 
 
+def n_launches(kind: str, launch: Callable[[], object]) -> int:
+    """Count how often the host launches a kernel while its time on a CUDA device is taken."""
+    launches = []
+    kernel_check.seconds(torch.device("cuda"), kind)(lambda: launches.append(launch()))
+    return len(launches)
+
+
 @pytest.mark.gpu
-def test_what_the_host_takes_to_launch_is_no_time_of_a_leaf():
+def test_the_time_of_a_kernel_on_a_device_holds_no_launch_by_the_host():
     if not torch.cuda.is_available():
         pytest.skip("NOT RUN: torch finds no CUDA device")
-    at = target("cuda")
-    x = torch.zeros(1, device=at.device)
+    x = torch.zeros(1, device="cuda")
+    assert n_launches("norm", lambda: x.add_(1)) == 2  # a warm-up and the recording; replays are timed
+    assert n_launches("graph", lambda: x.add_(1)) > 2
 
-    def many() -> None:
-        for _ in range(200):
-            x.add_(1)
 
-    assert kernel_check.seconds(at.device, "norm")(many) < 0.7 * kernel_check.seconds(at.device, "graph")(many)
+@pytest.mark.parametrize(("kind", "n"), [("norm", 2), ("graph", 20), (f"{TRAINED}norm", 20)])
+def test_a_recorded_kernel_is_timed_without_launches_of_the_host(monkeypatch: pytest.MonkeyPatch, kind: str, n: int):
+    testing = pytest.importorskip("triton.testing", reason="NOT RUN: triton is not installed")
+
+    def record(call: Callable[[], object], *, warm_up: Callable[[], object]) -> SimpleNamespace:
+        warm_up()
+        call()
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr("llorch.pytorch.kernels.triton.graph.recorded", record)
+    monkeypatch.setattr(testing, "do_bench", lambda call, **_: sum(call() is None for _ in range(20)))
+    assert n_launches(kind, lambda: None) == n
 
 
 def test_a_leaf_that_ends_its_process_is_named_and_the_others_are_tried_all_the_same():
