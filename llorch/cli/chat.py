@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,12 +191,15 @@ def _remembered_lines() -> Iterator[None]:
         return
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     file = Path(os.environ.get("LLORCH_STATE") or Path(home) / "llorch") / "chat_history"
-    if file.exists():
+    with suppress(OSError):  # there is none yet, or it cannot be read
         readline.read_history_file(file)
     readline.set_history_length(1000)
     try:
         yield
     finally:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        readline.write_history_file(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)
+        except OSError as error:
+            say(f"note: the lines of this conversation are not kept: {file}: {error.strerror}; set LLORCH_STATE")

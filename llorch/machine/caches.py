@@ -23,7 +23,7 @@ def _cache(name: str, folder: Path) -> HealthCheck:
     free = shutil.disk_usage(place).free
     taken = f"{_folder_size(folder) / 1e6:.1f} MB" if folder.exists() else "not created yet"
     text = f"{folder}: {taken}; {free / 1e9:.1f} GB free"
-    if not os.access(place, os.W_OK):
+    if not (place.is_dir() and os.access(place, os.W_OK)):
         return HealthCheck("caches", name, "note", f"{text}; not writable")
     return HealthCheck("caches", name, "ok" if free >= _LITTLE else "note", text)
 

@@ -15,7 +15,7 @@ from runs.command_line import REPOSITORY, invoke
 from runs.interrupts import heed_interrupts
 from runs.refusals import assert_cli_refuses, assert_tells
 
-from llorch.cli.chat import _harmless
+from llorch.cli.chat import _harmless, _remembered_lines
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,17 @@ def test_lines_of_earlier_conversations_come_back(folder: Path, tmp_path: Path):
             screen.until("> ")
             screen.type("\x04")
             assert screen.process.wait(timeout=60) == 0
+
+
+def test_lines_that_cannot_be_kept_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    pytest.importorskip("readline", reason="NOT RUN: Python has no readline")
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("LLORCH_STATE", str(tmp_path / "home" / "state"))
+    with _remembered_lines():
+        pass
+    out, note = capsys.readouterr()
+    assert out == ""
+    assert_tells(note, tmp_path / "home", "chat_history", "LLORCH_STATE")
 
 
 def test_a_line_that_ends_with_a_backslash_goes_on_and_two_slashes_are_said(folder: Path):

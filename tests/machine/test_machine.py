@@ -93,8 +93,6 @@ def test_witnesses_are_compared_with_those_that_made_the_goldens(monkeypatch: py
 
 def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("HF_HOME", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
     blobs = tmp_path / "huggingface/hub/models--a--b/blobs"
     blobs.mkdir(parents=True)
     (blobs / "1").write_bytes(bytes(2_500_000))
@@ -104,6 +102,12 @@ def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Pa
     assert_tells(own.text, f"{tmp_path}/llorch: not")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
     assert_tells(next(iter(of_caches())).text, f"{tmp_path}/elsewhere/hub: not")
+
+
+def test_a_cache_below_a_file_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    assert [cache.state for cache in of_caches()] == ["note", "note"]
 
 
 def test_the_cache_is_where_huggingface_hub_keeps_it(monkeypatch: pytest.MonkeyPatch):
