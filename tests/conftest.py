@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from runs import shape_checks
+from runs.clean_environment import clean_environment
 from runs.processor_time import ProcessorTime
 from runs.sample import Sample
 from runs.shared_folder import shared_folder
@@ -36,7 +37,6 @@ shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
 threadpool_limits(int(os.environ["OPENBLAS_NUM_THREADS"]), "blas")  # NumPy is loaded already: a plugin imports it
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub asks nobody but the server of a test
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter where there is no device
 
@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Sample(config.option.sample))
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.markexpr = f"not ({LEFT_OUT})"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts workers; pytest's own colours are chosen by now
+def pytest_sessionstart() -> None:
+    """Remove the variables of the user's shell that tests must not see."""
+    clean_environment(os.environ)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

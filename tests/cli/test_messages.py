@@ -19,7 +19,6 @@ TABLE = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encodi
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with files that cannot be used."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLORCH_IMPL", raising=False)
     (tmp_path / "cut.gguf").write_bytes(builtin_path("micro-llama").read_bytes()[:3000])
     (tmp_path / "text.gguf").write_text("this is no model")
     (tmp_path / "model.bin").write_bytes(b"\x80\x04")

@@ -18,8 +18,7 @@ OURS = "from llorch.learn.lessons import PARTS\ndef {0}(**given):\n    return PA
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("LLORCH_IMPL", raising=False)
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine").mkdir()
     return tmp_path / "mine"
 

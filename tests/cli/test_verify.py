@@ -281,8 +281,6 @@ def test_color_is_for_terminals_and_on_request_only(monkeypatch: pytest.MonkeyPa
     from llorch.verify.models import verify_stored
 
     monkeypatch.setattr("llorch.cli.judging.verify_stored", lambda name: islice(verify_stored(name), 2))
-    for name in ("FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
     for name, colored in (("", False), ("FORCE_COLOR", True), ("NO_COLOR", False)):  # each added to those before
         monkeypatch.setenv(name or "_", "1")
         assert ("\x1b[32m" in invoke("verify", "micro-llama3").stdout) == colored

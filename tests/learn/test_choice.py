@@ -13,7 +13,6 @@ from llorch.learn.materials import stub_of
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("LLORCH_IMPL", raising=False)
     (tmp_path / "a b" / "deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a b" / "deep")
     return tmp_path / "a b"

@@ -1,7 +1,12 @@
 """What `conftest.py` promises each test."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,6 +15,7 @@ import pytest
 import torch
 from beartype import beartype
 from jaxtyping import Float, TypeCheckError
+from runs.clean_environment import clean_environment
 from runs.refusals import refuses
 from runs.shape_checks import checked
 
@@ -259,3 +265,40 @@ def test_a_checked_function_is_compiled_as_if_it_were_not():
         doubled(torch.ones(2))
     compiled = torch.compile(doubled, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+ROOT = Path(__file__).parents[2]
+SHELL = {
+    "NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "40", "LC_ALL": "C", "PYTHONWARNINGS": "error",
+    "HF_HOME": "/nowhere", "XDG_STATE_HOME": "/nowhere", "https_proxy": "http://nowhere", "GIT_DIR": "/nowhere",
+    "LLORCH_IMPL": "/nowhere", "LLORCH_RUN_MAX_TOKENS": "1", "RANK": "1", "TRANSFORMERS_CACHE": "/nowhere",
+}  # fmt: skip
+
+
+def test_no_test_sees_the_settings_of_a_users_shell():
+    assert {*SHELL, "PYTEST_ADDOPTS"}.isdisjoint(os.environ)
+    environment = SHELL | {"TZ": "Asia/Kathmandu", "LANG": "de_DE", "PATH": "/bin", "OMP_NUM_THREADS": "2"}
+    clean_environment(environment)
+    assert environment == {
+        "LANG": "C.UTF-8", "TZ": "UTC", "HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "2"
+    }  # fmt: skip
+
+
+def test_variables_by_which_ci_steers_the_tests_stay():
+    text = "".join((ROOT / ".ci" / name).read_text(encoding="utf-8") for name in ("run", "installed", "variants.py"))
+    names = {*re.findall(r"LLORCH_[A-Z_]+|\bPYTHONPATH|[A-Z]+_CORETYPE|[A-Z]+_NUM_THREADS", text)}
+    environment = dict.fromkeys(names, "1")
+    clean_environment(environment)
+    assert "LLORCH_TESTS_CACHE" in names
+    assert environment.keys() >= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_workers", ["0", "1"])
+def test_a_test_of_colours_passes_whatever_the_shell_says(n_workers: str):
+    test = "tests/cli/test_data.py::test_a_terminal_gets_colours_unless_it_does_not_want_any"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", n_workers, test]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"}
+    )
+    assert done.returncode == 0, done.stdout
