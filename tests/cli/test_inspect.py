@@ -278,6 +278,14 @@ def test_inspect_reads_the_rounding_of_activations_of_a_torchao_config(kind: str
     assert re.search(f"^activations[^:]*: {wanted}", text, re.MULTILINE), text
 
 
+def test_inspect_names_an_unexpected_tensor_of_integers_and_blames_no_dtype(tmp_path: Path):
+    extra = {"model.extra": ("I32", [1], b"\0\0\0\0")}
+    folder = changed(tmp_path, "gptq-4bit", tensors=lambda tensors: tensors.update(extra))
+    result = invoke("inspect", str(folder), "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert_tells(problem, "1 Unexpected: model.extra")
+
+
 def test_inspect_float_folder_has_no_quantisation(tmp_path: Path):
     convert(FOLDERS / "gptq-4bit", tmp_path / "floats")
     assert summary_of(tmp_path / "floats") is None
