@@ -214,3 +214,17 @@ def test_a_process_that_cuts_no_tensor_imports_no_dtensor():
     modules = done.stdout.split()
     assert "torch" in modules
     assert "torch.distributed.tensor" not in modules
+
+
+@pytest.mark.parametrize("load", [load_dense, load_packed])
+def test_zeros_across_two_tensors_are_refused_however_the_matrices_are_read(load: Callable, tmp_path: Path):
+    path = write_model("Q8_0", tmp_path)
+    source = open_weights(path).source
+    entries = source.entries_by_file()[0]
+    gate = next(entry for entry in entries if entry.name == "blk.1.ffn_gate.weight")
+    data, end = bytearray(path.read_bytes()), gate.offset + gate.n_bytes
+    row_bytes = gate.n_bytes // gate.shape[0]
+    data[end - 9 * row_bytes : end + 2 * row_bytes] = bytes(11 * row_bytes)
+    path.write_bytes(data)
+    with refuses("Truncated", gate.name, gate.shape[0] - 9, where=path):
+        load(open_weights(path), dtype=torch.bfloat16, device=CPU)
