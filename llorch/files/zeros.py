@@ -8,7 +8,7 @@ Biases, zero points, gains that are stored less one and the logarithm of a decay
 no text has, and neurons that pad a layer, whose rows are zero in gate and up projection alike. Fewer than 32 bytes, or
 an eighth of a row, prove nothing at the end of a file: sparse models have such rows.
 
-Source: aria2 and huggingface_hub write parts of a download to their places in a file of the whole length.
+Source: aria2 manual, `--file-allocation` (a file gets its whole length first, and `--split` fills it in parts).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
