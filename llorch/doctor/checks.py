@@ -80,8 +80,8 @@ def embedding_and_output(adapter: Adapter, weights: Weights) -> AdapterFinding:
 def base_dropout(adapter: Adapter, weights: Weights) -> AdapterFinding:
     """Warn about a dropout of the base, which PEFT trains with and llorch does not."""
     if told := say_dropout(weights):
-        return AdapterFinding("dropout of the base", WARNING, f"{told}; training elsewhere gives another adapter")
-    return AdapterFinding("dropout of the base", OK, "the base asks for none")
+        return AdapterFinding("base dropout", WARNING, f"{told}; training elsewhere gives another adapter")
+    return AdapterFinding("base dropout", OK, "the base asks for none")
 
 
 READER_CHECKS: tuple[Callable[[Adapter, Weights], AdapterFinding], ...] = (

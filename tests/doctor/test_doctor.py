@@ -157,7 +157,7 @@ def test_a_dropout_of_the_base_is_a_warning(tmp_path, share):
     adapter, base, _ = made(tmp_path)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"attention_dropout": share}))
-    verdict, text = verdicts(adapter, base)["dropout of the base"]
+    verdict, text = verdicts(adapter, base)["base dropout"]
     assert verdict == ("warning" if share else "ok")
     if share:
         assert_tells(text, "attention_dropout", share)
