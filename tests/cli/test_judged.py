@@ -11,7 +11,7 @@ from runs.refusals import assert_tells
 from llorch.builtin import builtin_path
 from llorch.cli.judged import EXACT, JudgedModel, checkpoints_of, closer_to_truth, first_failure, lines, summary
 from llorch.cli.judging import _exit_code
-from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line
+from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line, print_model
 from llorch.cli.tables import console
 from llorch.comparison import NOT_RUN
 from llorch.files import open_weights
@@ -275,3 +275,9 @@ def test_last_line_has_few_words_also_if_nothing_is_right(capsys: pytest.Capture
     assert len(last.split()) <= 25
     n_not_run = 3 * (len(EXACT) - 1) + 1
     assert_tells(last, "1 of 3", "1 FAIL", "1 TIE", f"{n_not_run} NOT RUN")
+
+
+@pytest.mark.parametrize("is_users", [False, True])
+def test_table_of_a_users_file_ends_with_what_it_cannot_show(is_users: bool, capsys: pytest.CaptureFixture[str]):
+    print_model(console(), judged(*EVERY_CHECKPOINT, is_users=is_users), detail=False)
+    assert ("converted" in capsys.readouterr().out.splitlines()[-2]) == is_users

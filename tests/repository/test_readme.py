@@ -57,9 +57,40 @@ def test_the_table_of_the_atlas_is_the_one_that_was_made():
 
 def test_the_first_two_blocks_are_the_two_commands():
     first, second = (readme_block(name) for name in ("install", "test"))
-    assert [block for _, block in BLOCK.findall(README)][:2] == [first, second]
-    assert first.splitlines() == ['pip install -c constraints.txt -e ".[serve]"', "llorch verify"]
-    assert second.splitlines() == ['pip install -c constraints.txt -e ".[dev]"', "pytest"]
+    clone, *blocks = [block for _, block in BLOCK.findall(README)][:3]
+    assert re.fullmatch(r"git clone <[a-z ]+> llorch && cd llorch\n", clone)  # until there is a public address
+    assert blocks == [first, second]
+    assert first.splitlines() == ["pip install -c constraints.txt -e .", "llorch verify"]
+    install, tests = second.splitlines()
+    assert (install, tests.split()[0]) == ('pip install -c constraints.txt -e ".[dev]"', "pytest")
+    assert tests.endswith("pytest -k checkpoint")
+
+
+def test_forward_has_the_lines_that_the_readme_counts_and_every_stage_is_judged_three_times():
+    from runs.stored_goldens import golden_of
+
+    from llorch.builtin import EVERY
+    from llorch.verify.goldens import PRODUCERS
+
+    source = (ROOT / "llorch/forward.py").read_text()
+    counts = re.findall(r"forward pass in (\d+) lines.*? for (\d+) models, (\d+) of them", README, re.DOTALL)[0]
+    n_both = sum({*PRODUCERS} <= golden_of(name).evidence.keys() for name in EVERY)
+    assert [int(count) for count in counts] == [source.count("\n"), len(EVERY) + 1, n_both]
+    golden = golden_of("micro-qwen3")
+    stages = {*re.findall(r'keep\("(\w+)"', source)}
+    assert len(stages) > 20
+    for output in (*(golden.evidence[producer] for producer in PRODUCERS), golden.truth.evidence):
+        assert stages <= {name.rpartition(".")[2] for trace in output.traces.values() for name in trace}
+
+
+def test_models_whose_weights_llorch_decodes_for_transformers_are_those_of_the_readme():
+    from runs.stored_goldens import golden_of
+
+    from llorch.builtin import EVERY
+
+    (names,) = re.findall(r"transformers does so for (.*?) and quantised folders", README, re.DOTALL)
+    decoded = [name for name in EVERY if golden_of(name).evidence["transformers"].route.decoded == "llorch"]
+    assert re.split(r",\s+", names) == decoded
 
 
 @pytest.mark.parametrize("before", ["", "<!-- run: some -->\n```\nx\n```\n"])

@@ -1,33 +1,24 @@
-"""The picture of README.md shows the tables of a run, and loads nothing."""
+"""The picture of README.md shows a run of `llorch verify`, and loads nothing."""
 
 import re
 
-from checkpoints.terminal import MODEL, PICTURE, picture, tables
-from llorch.stages import CHECKPOINTS
+from checkpoints.terminal import PICTURE, picture
+from llorch.builtin import EVERY
 
-PRINTED = [
-    "some-model", "a note about an engine", "checkpoint   rows error limit verdict", "06  swiglu   3  1e-7 5e-7 PASS  ",
-    "18 parameters: a note", "", "1 model, 3 comparisons: 3 passed, 0 failed; a note",
-]  # fmt: skip
-
-
-def test_tables_keeps_rows_with_a_verdict_and_the_counts():
-    kept = [PRINTED[2], PRINTED[3].rstrip(), "", "1 model, 3 comparisons: 3 passed, 0 failed"]
-    assert [*tables(PRINTED)] == kept
+PRINTED = ["$ command", "some-model   PASS   3 of 3   llama.cpp   0.1 s", "1 model, 3 of 3 comparisons PASS"]
 
 
 def test_picture_of_equal_lines_is_equal_and_loads_no_font():
-    drawn = picture(["$ command", *tables(PRINTED)])
-    assert drawn == picture(["$ command", *tables(PRINTED)])
+    drawn = picture(PRINTED)
+    assert drawn == picture(PRINTED)
     assert "url(http" not in drawn
-    assert drawn.count("PASS") == 1
+    assert drawn.count("PASS") == 2
 
 
-def test_stored_picture_shows_a_pass_for_each_dense_checkpoint_and_no_failure():
+def test_stored_picture_shows_the_command_and_a_pass_for_each_model_and_no_failure():
     texts = [text.replace("&#160;", " ") for text in re.findall(r"<text [^>]*>(.*?)</text>", PICTURE.read_text())]
     words = " ".join(texts).split()
-    assert f"llorch verify {MODEL}" in " ".join(words)
-    without = {"05b", "06b", "13", "14"}  # delta nets, experts, quantised files, torch
-    assert {*CHECKPOINTS.values()} - {CHECKPOINTS[number] for number in without} <= {*words}
-    assert words.count("PASS") == len(CHECKPOINTS) - len(without)
+    assert "$ llorch verify " in " ".join(words)
+    assert {*EVERY, "quantised"} <= {*words}
+    assert words.count("PASS") == len(EVERY) + 2  # one in the last line
     assert not {"FAIL", "TIE"} & {*words}
