@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llorch.config import FAMILIES, ModelConfig
 from llorch.config.families import BY_WHOLE
@@ -184,7 +185,8 @@ def unread_settings(path: Path) -> dict[str, object]:
             if key.removeprefix("text_config.") not in _READ_ELSEWHERE
         }
     with open_gguf(path) as file:
-        file.metadata = metadata = Recorded(file.metadata)
+        metadata: Any = Recorded(file.metadata)
+        file.metadata = metadata
         _gguf_config(file)
         prefix = f"{metadata['general.architecture']}."
         return {key: value for key, value in metadata.unread().items() if key.startswith(prefix)}
