@@ -45,6 +45,7 @@ _EVER = 600.0  # the same of a check, whoever takes the time
 _READS = 256  # of 64 KiB, before something else is looked at
 _LINES, _COLUMNS = 20, 300  # of what is printed during one lesson; the rest is counted
 _FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # of a crash, as Python prints it
+_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # faulthandler's, of characters beyond ASCII
 Say = Callable[[str], None]
 
 
@@ -198,7 +199,7 @@ class _Printed:
 
     def _line(self, line: bytes) -> None:
         """Report a line up to the limit of lines; leave out traceback lines of code that is not the learner's."""
-        if (frame := _FRAME.match(line)) and not is_own(frame[1].decode("utf-8", "replace")):
+        if (frame := _FRAME.match(line)) and not is_own(_unescaped(frame[1])):
             return
         self._n += 1
         if self._n <= _LINES:
@@ -210,6 +211,11 @@ class _Printed:
             self._line(self._part)
         if self._n > _LINES:
             self._say(f"{self._number} prints: ({self._n - _LINES} more lines)")
+
+
+def _unescaped(path: bytes) -> str:
+    """Decode a path as a traceback of faulthandler has it."""
+    return _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), path.decode("utf-8", "replace"))
 
 
 def _status(code: int | None) -> str:

@@ -12,7 +12,7 @@ from runs.refusals import assert_tells
 
 from llorch.learn import folder
 from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.sandbox import Outcome, outcomes
+from llorch.learn.sandbox import Outcome, _Printed, outcomes
 
 HEAD = "import ctypes, os, signal, sys, time\nimport numpy as np\n\n\ndef rms_norm(x, weight, eps):\n"
 RIGHT = "    return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * weight\n"
@@ -115,6 +115,16 @@ def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path
     assert {line.split(":")[0] for line in said} == {"03 prints"}
     assert f'03 prints:   File "{tmp_path}/l03_kv_cache.py", line 5 in append' in said
     assert not [line for line in said if "guard.py" in line]
+
+
+@pytest.mark.parametrize("name", ["a b", "\xfc", "\u4f60", "\U0001f98a"])
+def test_a_frame_below_a_folder_beyond_ascii_is_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.learn.frames._OF_OTHERS", (tmp_path / name,))
+    escaped = str(tmp_path / name / "guard.py").encode("ascii", "backslashreplace")
+    said: list[str] = []
+    printed = _Printed("03", said.append)
+    printed.write(b'  File "' + escaped + b'", line 41 in call\n  File "l03.py", line 5 in append\n')
+    assert said == ['03 prints:   File "l03.py", line 5 in append']
 
 
 def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path):
