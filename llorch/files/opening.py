@@ -136,14 +136,17 @@ def _open_huggingface(path: Path) -> Weights:
         logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
     folder = _quantised_folder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
-    for note in folder.source.notes if isinstance(folder, QuantisedFolder) else []:
-        logger.warning("note: %s: %s", folder.source.settings.path, note)
+    unused: set[str] = set()
+    if isinstance(folder, QuantisedFolder):
+        unused = folder.source.unused
+        for note in folder.source.notes:
+            logger.warning("note: %s: %s", folder.source.settings.path, note)
     try:
         plain = _by_path(folder)
         shapes = {path: folder.tensors[name].shape for path, name in plain.items()}
         slots = {name: _in_folder(weight, plain) for name, weight in found_in(shapes, config).items()}
         ignored = _not_text(folder, config, sees="text_config" in values or values["model_type"] in BY_WHOLE)
-        folder.require_listed(ignored | (folder.source.unused if isinstance(folder, QuantisedFolder) else set()))
+        folder.require_listed(ignored | unused)
         head = plain.get("lm_head.weight")
         if config.tie_word_embeddings and head is not None:
             embedding = slots["embed_tokens"]

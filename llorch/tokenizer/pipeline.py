@@ -142,9 +142,9 @@ def _first_difference(part: object, known: Sequence[Json | None]) -> tuple[str, 
     if "" in nearest or not fields:  # expected is no part; or a key of the file looks like a path
         return "", "nothing" if "" in nearest else "other keys", cut(repr(part))
     field = fields[0]
-    both = nearest.get(field, _ABSENT), got.get(field, _ABSENT)
-    place = _common_start(*both)
-    return field, *(_excerpt(value, place) for value in both)
+    expected, actual = nearest.get(field, _ABSENT), got.get(field, _ABSENT)
+    place = _common_start(expected, actual)
+    return field, _excerpt(expected, place), _excerpt(actual, place)
 
 
 def _common_start(one: object, other: object) -> int:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def in_folder(folder: Path) -> Path:
 
 def in_file(path: Path) -> Path:
     with open_gguf(builtin_path("micro-qwen3.5")) as source:
-        metadata = {
+        metadata: dict[str, Any] = {
             key: value.tolist() if isinstance(value, np.ndarray) else value
             for key, value in source.metadata.items()
             if not key.startswith(("tokenizer.", "general.architecture"))

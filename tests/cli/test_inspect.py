@@ -18,6 +18,7 @@ from runs.refusals import assert_tells
 import llorch
 from llorch.cli.weight_types import in_short
 from llorch.convert import convert
+from llorch.files import GGUFFile
 from llorch.files.metadata import Cursor, StringArray, read_metadata
 from llorch.files.quant import GGMLType
 
@@ -60,7 +61,10 @@ def test_settings_of_a_whole_model_and_of_a_file_that_no_rule_reads_are_listed(t
     assert "text_config.initializer_range" in whole
     assert not {"text_config.hidden_size", "text_config.eos_token_id", "image_token_id"} & whole.keys()
     source = llorch.load("micro-llama").weights.source
-    metadata = {key: value for key, value in source.metadata.items() if isinstance(value, int | float | str)}
+    assert isinstance(source, GGUFFile)
+    metadata: dict[str, object] = {
+        key: value for key, value in source.metadata.items() if isinstance(value, int | float | str)
+    }
     metadata.pop("general.architecture")
     tensors = {name: np.array(source.array(name)) for name in source.tensors}
     path = write_file(tmp_path / "m.gguf", tensors, metadata | {"llama.odd_scale": 3})

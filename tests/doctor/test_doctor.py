@@ -206,7 +206,7 @@ def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", [["BASE", "ADAPTER"], ["ADAPTER", "--base", "BASE"], ["--base", "BASE", "ADAPTER"]])
-def test_doctor_takes_the_base_as_argument_or_as_option(tmp_path, form):
+def test_doctor_takes_the_base_as_argument_or_as_option(tmp_path: Path, form: list[str]):
     adapter, base, _ = made(tmp_path)
     places = {"ADAPTER": str(adapter), "BASE": str(base)}
     result = invoke("lora", "doctor", *(places.get(word, word) for word in form), "--against", "none", "--json")
@@ -215,7 +215,7 @@ def test_doctor_takes_the_base_as_argument_or_as_option(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", [["ADAPTER"], ["BASE", "ADAPTER", "--base", "BASE"], ["BASE", "BASE", "ADAPTER"]])
-def test_doctor_refuses_no_base_and_two_bases(tmp_path, form):
+def test_doctor_refuses_no_base_and_two_bases(tmp_path: Path, form: list[str]):
     places = {"ADAPTER": str(tmp_path / "a"), "BASE": "story"}
     result = invoke("lora", "doctor", *(places.get(word, word) for word in form))
     assert_cli_refuses(result, 2, "--base", "BASE ADAPTER", got=0 if form == ["ADAPTER"] else 2)

@@ -195,7 +195,7 @@ def test_a_number_that_is_not_finite_is_found_far_behind_the_start(tmp_path: Pat
     tensors = random_tensors("llama")
     wide = {f"model.layers.{i}.mlp.{part}_proj.weight": (16384, HIDDEN) for i in range(2) for part in ("gate", "up")}
     wide |= {f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, 16384) for i in range(2)}
-    tensors |= {name: np.resize(np.float32([1, -2, 3]), shape) for name, shape in wide.items()}
+    tensors |= {name: np.resize(np.array([1, -2, 3], np.float32), shape) for name, shape in wide.items()}
     tensors["model.layers.1.mlp.up_proj.weight"].reshape(-1)[place] = wrong
     write_folder(tmp_path, tensors, intermediate_size=16384)
     with refuses("NonFinite", f"has {wrong}", f"at {divmod(place, HIDDEN)}", where="model.layers.1.mlp.up_proj.weight"):

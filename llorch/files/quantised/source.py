@@ -43,7 +43,7 @@ class Source:
 
         A module that lost one of its tensors is still known by the others, so that `take` can name the missing one.
         """
-        ends = {f".{suffix}": self.tensors for suffix in suffixes}
+        ends: dict[str, Iterable[str]] = {f".{suffix}": self.tensors for suffix in suffixes}
         ends[".weight"] = [name for name, info in self.tensors.items() if info.dtype in dtypes]
         return [*dict.fromkeys(name.removesuffix(end) for end in ends for name in ends[end] if name.endswith(end))]
 
