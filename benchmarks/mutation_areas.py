@@ -100,7 +100,6 @@ AREAS = (
     Area("report", "diagnosis/report/*", "diagnosis/report/*"),
     Area("producers", "engines/*", "engines/* verify/evidence", live=True),
     Area("serve", "serve/*", "serve/*"),
-    Area("atlas", "atlas/* atlas/engines/*", "atlas/*", live=True),
     Area("cli", "__init__ __main__ torchrun threads channel worker cli/*", "cli/* repository/layers worker channel"),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run pytorch/train/verify_resume"),

@@ -28,14 +28,15 @@ MESH = "checkpoints/mesh/README.md"
 GUIDE = [
     f"checkpoints/guide/{name}.md"
     for name in (
-        "verify", "diagnosis", "atlas", "learning", "fine_tuning", "serving",
+        "verify", "diagnosis", "learning", "fine_tuning", "serving",
         "families", "files", "quantised", "torch", "cuda", "machine",
     )
 ]  # fmt: skip
 MORE = [
     MESH,
-    "checkpoints/atlas/README.md",
-    "checkpoints/atlas/quantised/README.md",
+    "benchmarks/atlas/README.md",
+    "benchmarks/atlas/results/README.md",
+    "benchmarks/atlas/results/quantised/README.md",
     "checkpoints/honest_differences.md",
     "benchmarks/README.md",
     "benchmarks/by_hand.md",

@@ -32,7 +32,6 @@ The packages, in the order to read. Each imports only those above it. Its `__ini
     machine/                packages, processor, engines and caches of this machine, and the repair of each fault
     learn/                  lessons: a learner's function replaces llorch's and is judged as llorch's is
     serve/                  an OpenAI-compatible server for one model
-    atlas/                  engines of others, each in an environment of its own, judged by their dumps
     cli/                    the verbs, one a file
 
 `llorch verify` finds a wrong line of llorch by the checkpoint of its stage. `llorch diagnose` finds the wrong stage of

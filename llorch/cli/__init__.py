@@ -10,7 +10,6 @@ verb checks which options go together, calls the package that does the work, and
     learn/            the verbs
     chat              `chat_session` is the conversation, `slash_commands` its commands
     diagnose, diff    values of other engines: `dumped` reads them, `diagnosed` prints the findings
-    atlas             engines of others, each in an environment of its own
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them; `against` judges by a dump
 """
@@ -26,7 +25,7 @@ from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
 
 VERBS = {
-    "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace", "atlas"),
+    "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace"),
     "Learn": ("learn",),
     "Fine-tune": ("lora", "data"),
     "Run and serve": ("run", "chat", "serve"),

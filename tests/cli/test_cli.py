@@ -20,7 +20,7 @@ from llorch.cli import main
 from llorch.cli.tables import console
 
 VERBS = (
-    "verify", "diagnose", "diff", "dump-writer", "trace", "atlas", "learn", "lora", "data", "run", "chat", "serve",
+    "verify", "diagnose", "diff", "dump-writer", "trace", "learn", "lora", "data", "run", "chat", "serve",
     "inspect", "convert", "tokenize", "quality", "bench", "doctor", "completion",
 )  # fmt: skip
 GROUPS = ("learn", "lora", "data")
@@ -89,7 +89,7 @@ def run_example(line: str) -> None:
 
 @pytest.mark.nightly_cases("lora verify-resume*")  # the next test runs the same examples, with ranks
 @pytest.mark.parametrize(
-    "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "atlas", "doctor")]
+    "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "doctor")]
 )  # see their own tests, and test_verify_torch and test_learn_verbs
 def test_examples_of_the_help_pages_run(verb: str, cheap: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "README.md").write_text("Once upon a time\n")

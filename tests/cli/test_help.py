@@ -142,7 +142,7 @@ def test_verbs_stand_below_their_headings():
     assert headings["Run and serve:"] == ["run", "chat", "serve"]
     listed = [verb for heading in main.headings for verb in headings[f"{heading}:"]]
     assert listed == main.list_commands(TOP)
-    assert len(listed) == 19
+    assert len(listed) == 18
 
 
 def test_every_page_is_named_by_a_help_page():

@@ -19,23 +19,19 @@ ROOMS = (  # each may import those before it, at the top of a file or in a funct
     "config", "builtin", "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward",
     "families", "sampling", "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate",
     "train", "bench", "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve",
-    "atlas", "__init__", "cli", "__main__",
+    "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top
     "llorch/pytorch/", "llorch/engines/", "llorch/verify/runners/torch", "llorch/verify/expectations/packed",
     "llorch/verify/training/torch_", "llorch/verify/training/peft", "llorch/learn/on_torch/", "llorch/serve/",
-    "llorch/atlas/engines/",
 )  # fmt: skip
 OPTIONAL = (
     "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "uvicorn", "pydantic",
     "prometheus_client", "llguidance", "peft", "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = (
-    "llorch/__main__.py", "llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/sandbox.py",
-    "llorch/atlas/engines/",
-)  # fmt: skip
+PRINTING = ("llorch/__main__.py", "llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/sandbox.py")
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 

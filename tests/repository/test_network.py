@@ -1,4 +1,4 @@
-"""Only the hub, the server, and pip for the atlas after a yes use the network."""
+"""Only the hub and the server use the network."""
 
 import ast
 import re
@@ -85,26 +85,10 @@ def test_a_command_on_a_model_that_is_here_opens_no_socket(line: str):
     assert f"did: {line}\n" in done.stdout, done.stderr
 
 
-@pytest.mark.live
-def test_atlas_starts_no_installer_in_a_script_without_yes(tmp_path: Path):
-    done = watched(f"atlas tinygrad --input llama --home {tmp_path}/home")
-    assert "--yes" in done.stderr
-    assert "asked the network" not in done.stderr
-    assert not (tmp_path / "home").exists()
-
-
-@pytest.mark.live
-@pytest.mark.slow
-def test_an_installer_would_be_seen(tmp_path: Path):
-    done = watched(f"atlas tinygrad --input llama --home {tmp_path}/home --yes")
-    assert "asked the network: subprocess.Popen" in done.stderr
-    assert "install" in done.stderr
-
-
-def test_only_the_atlas_names_an_installer():
+def test_installer_is_named_by_no_module():
     named = re.compile(rf"[\"'](?:{'|'.join(PROGRAMS)})[\"']")
     found = [file.relative_to(ROOT).as_posix() for file in FILES if named.search(file.read_text())]
-    assert found == ["llorch/atlas/environments.py", "llorch/machine/identity.py"]
+    assert found == ["llorch/machine/identity.py"]
     assert identity._COMMAND[:2] == ("git", "describe")  # reads the checkout, for llorch --version
 
 

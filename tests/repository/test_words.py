@@ -38,7 +38,7 @@ WEB_FILES = sorted(  # the chat page, the report of a diagnosis, the pictures of
 )
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "chat", "atlas", "doctor", "completion", "lora", "data", "learn",
+    "serve", "chat", "doctor", "completion", "lora", "data", "learn",
 )  # fmt: skip
 SPELLED_SO = ("fo",)  # pieces of tokens in a lesson
 

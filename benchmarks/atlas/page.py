@@ -1,0 +1,244 @@
+"""The atlas as it is read: a table of engines, one of what they were fed, the bugs, and a picture of every stage."""
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle, groupby, product
+
+from benchmarks.atlas.inputs import AtlasInput
+from benchmarks.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, AtlasVerdict
+from llorch.errors import MissingExtra
+from llorch.stages import BY_NAME
+
+WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", UNREADABLE)
+_QUOTED = ("refused", "crashed")  # their texts are the engines' messages
+_LARGEST = "largest right distance"
+_LEGEND = """\
+Every engine ran unmodified, with its own loader, in a separate environment. A number is the distance of the engine's
+logits from the float64 reference, |engine - reference| / |reference|. The float64 reference is transformers in float64.
+
+- **right**: every stage that the engine shows is within the tolerance of the engine's arithmetic (tolerances:
+  `llorch/verify/tolerances/forward.py`).
+- **honest difference**: a stage differs by more than float32 explains, but [the engine's
+  arithmetic](../../../checkpoints/honest_differences.md) explains it. The end of the page names this arithmetic.
+- **bug**: the difference is larger, and one named correction from outside made the engine right.
+- **wrong**: the difference is larger, and no known correction makes the engine agree.
+- **refused**: the engine reports that it does not support this model.
+- **crashed**: the engine raised another error, or its process ended.
+- **unreadable**: the adapter wrote data that do not fit their description.
+
+The top of each adapter in `benchmarks/atlas/engines/` says what the adapter changes. A mistake of the adapter may cause
+a **wrong**. Three causes have no correction by an input. They were found in the source of keras-hub and shown by a run:
+[weights of Mistral in float16](reports/by_cause/keras-hub-mistral-weights-in-float16.md),
+[an eps of Qwen3](reports/by_cause/keras-hub-qwen3-layer-norm-epsilon.md) and
+[the output matrix of SmolLM3](reports/by_cause/keras-hub-smollm3-lm-head-not-loaded.md). The file
+`benchmarks/atlas/inputs.py` explains the styles of configurations and the changes of each feature.
+"""
+
+
+def readme(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
+    """Render the page: `facts` say where and when, `reports` map titles of bugs to the names of their files."""
+    ran = [each for each in verdicts if each.word != NOT_RUN]
+    parts = [
+        "# Atlas: popular engines, judged stage by stage",
+        "Made by `python -m benchmarks.atlas`: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        _LEGEND,
+        engines_table(ran),
+        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
+        "![The distance of every stage from the float64 reference](stages.svg)",
+        "## Bugs\n\n" + (bugs_table(ran, reports) or "No bug was confirmed."),
+        "## Hugging Face folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
+        "## GGUF files\n\n" + inputs_table([each for each in ran if each.input.gguf]),
+        "## Messages and causes\n\n" + "\n".join(_sayings(ran)),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+_QUANTISED = """\
+Small folders of [`reference_outputs/quantised_folders`](../../../../reference_outputs/quantised_folders/README.md), one
+of each format. transformers and mlx-lm read the folders by their own loaders. llama.cpp reads the GGUF files that
+`llorch convert` makes of them. A number is the distance of the engine's logits from the float64 reference. The
+reference is transformers in float64 on the weights that llorch decoded. Goldens of other libraries check these weights,
+bit by bit.
+
+- **right**: every stage is within the tolerance of float32.
+- **honest difference**: the engine rounds more than float32 does, and the end of the page names the rounding.
+- **wrong**: more than rounding. The end of the page names the first stage and, if it is known, the mistake.
+- **refused**, **crashed**: the message of the engine is at the end of the page.
+
+transformers ran with compressed-tensors and bitsandbytes, without the packages that it wants for the other methods.
+gptqmodel 7.7.0 installs only with `pip install --no-deps`, because it asks for torch with CUDA. With it, transformers
+loads a GPTQ folder on a CPU, but gave no logits within 120 s: NOT RUN."""
+_IN_SOURCES = """\
+Causes that were found in the source of the engines:
+
+- transformers, `fp8-*`: it dequantises to bfloat16, the dtype of config.json, whatever dtype the caller asks for.
+- transformers, `fp8-block-partial`: it divides the shape by the number of scales to get the size of a block.
+- transformers, `ct-w4a16-asym`: compressed-tensors expects unpacked zero points, which it never writes.
+- transformers, `ct-nvfp4`, `ct-mxfp4`, `ct-mxfp8`: compressed-tensors decompresses to bfloat16.
+- transformers, `bnb-nf4`: the CPU code of bitsandbytes takes only rows whose length 64 divides.
+- transformers, `modelopt-nvfp4`: the method is unknown to it, so it loads the tensors as if they were floats.
+- mlx-lm, `gptq-*`: it reads tensors of GPTQ in the layout of AWQ (`_transform_awq_weights`), which fits no such matrix.
+- mlx-lm, `awq-gemm`: it keeps the product of zero point and scale in float16. The weights with that rounding give the
+  same distance, 4.5e-05."""
+
+
+def quantised_page(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -> str:
+    """Render the page of quantised folders; `facts` say where and when."""
+    ran = [each for each in verdicts if each.word != NOT_RUN]
+    parts = [
+        "# Atlas: quantised Hugging Face folders",
+        "Made by `python -m benchmarks.atlas transformers llama.cpp mlx-lm --input quantised "
+        "--output benchmarks/atlas/results/quantised`: "
+        + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        _QUANTISED,
+        engines_table(ran),
+        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
+        "## Folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
+        "## GGUF files made of them\n\n" + inputs_table([each for each in ran if each.input.gguf]),
+        "## Messages and causes\n\n" + _IN_SOURCES + "\n\nMessages and diagnoses:\n\n" + "\n".join(_sayings(ran)),
+    ]  # fmt: skip
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
+    """Count the inputs of each engine by verdict, as a table."""
+    rows = []
+    for name, own in _by_engine(verdicts):
+        count = Counter(each.word for each in own)
+        version = next((each.version for each in own if each.version), "")
+        rights = [each.judged.error for each in own if each.judged and each.word == RIGHT]
+        largest = f"{max(rights):.0e}" if rights else ""
+        rows.append([name, version, *(str(count[word] or "") for word in WORDS), largest])
+    return _markdown_table(["engine", "version", *WORDS, _LARGEST], rows)
+
+
+def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
+    """Render a table with a row for each input and a column for each engine."""
+    engines = [name for name, _ in _by_engine(verdicts)]
+    by_place = {(_name(each), each.input): each for each in verdicts}
+    rows = [
+        [f"`{this.name}`", *(_cell(by_place.get((engine, this))) for engine in engines)]
+        for this in dict.fromkeys(each.input for each in verdicts)
+    ]
+    return _markdown_table(["input", *engines], rows)
+
+
+def _cell(verdict: AtlasVerdict | None) -> str:
+    """Format the table cell of a verdict: the error alone if the engine is right, else its word and any error."""
+    if verdict is None:
+        return ""
+    size = f"{verdict.judged.error:.0e}" if verdict.judged else ""
+    return size if verdict.word == RIGHT else f"**{verdict.word}** {size}" if size else verdict.word
+
+
+def bugs_table(verdicts: Sequence[AtlasVerdict], reports: Mapping[str, str]) -> str:
+    """Render a table of confirmed bugs: where, what, how far, and what makes the engine agree."""
+    rows = []
+    for title, own in bugs(verdicts):
+        first = own[0]
+        assert first.judged
+        assert first.agreed
+        where = ", ".join(dict.fromkeys(f"`{each.input.name}`" for each in own))
+        rows.append([
+            f"[{first.engine} {first.version}]({reports[title]})", where, first.judged.key,
+            first.judged.mistake or "not in the catalogue",
+            f"{max(each.judged.error for each in own if each.judged):.0e}",
+            f"{first.correction}: {first.agreed.error:.0e}",
+        ])  # fmt: skip
+    return (
+        _markdown_table(["engine", "inputs", "first wrong stage", "mistake", "distance", "correction"], rows)
+        if rows
+        else ""
+    )
+
+
+def bugs(verdicts: Iterable[AtlasVerdict]) -> Iterator[tuple[str, list[AtlasVerdict]]]:
+    """Group confirmed ones by way, mistake and correction, under a title.
+
+    A bug of an engine's own way is not told again for its other ways.
+    """
+
+    def title(verdict: AtlasVerdict) -> str:
+        mistake = verdict.judged.mistake if verdict.judged else ""
+        what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
+        return f"{_name(verdict)}: {what}; right with {verdict.correction}"
+
+    every = [each for each in verdicts if each.word == BUG]
+    plain = {(each.engine, each.input) for each in every if not each.way}
+    found = sorted((each for each in every if not each.way or (each.engine, each.input) not in plain), key=title)
+    return ((name, list(own)) for name, own in groupby(found, key=title))
+
+
+def _sayings(verdicts: Sequence[AtlasVerdict]) -> Iterator[str]:
+    """Yield the messages of engines, and the known causes of results that are not right, once each."""
+    said: dict[tuple[str, str, str], list[AtlasInput]] = {}
+    for each in verdicts:
+        if each.said:
+            said.setdefault((_name(each), each.word, each.said), []).append(each.input)
+    for (name, word, text), inputs in said.items():
+        shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
+            f" and {len(inputs) - 4} more" if len(inputs) > 4 else ""
+        )
+        yield f"- {name}, {word}: {shown}: {_quoted(text) if word in _QUOTED else ' '.join(text.split())}"
+
+
+def _quoted(text: str) -> str:
+    """Format a message of an engine as a code span."""
+    text = " ".join(text.split())
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def picture(verdicts: Sequence[AtlasVerdict]) -> str:
+    """Draw the largest distance of every stage over all inputs on which an engine is right, as SVG.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("train", "matplotlib") from None
+    shown = {row.stage for each in verdicts if each.judged for row in each.judged.stages}
+    names = [name for name in BY_NAME if name in shown]
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.subplots()
+    marks = cycle(product("os^vD", [f"C{colour}" for colour in range(7)]))
+    for name, largest in _largest(verdicts):
+        at, (mark, colour) = [names.index(stage) for stage in largest], next(marks)
+        axes.plot(at, [*largest.values()], marker=mark, color=colour, ms=4, lw=0.6, label=name)
+    axes.set(yscale="log", ylabel="largest distance from the float64 reference", xticks=range(len(names)))
+    axes.set_xticklabels(names, rotation=90)
+    figure.legend(fontsize="small", loc="outside right upper")
+    with rc_context({"svg.hashsalt": "llorch"}):
+        FigureCanvasSVG(figure).print_svg(drawn := io.StringIO(), metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def _largest(verdicts: Sequence[AtlasVerdict]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Find the largest distance of each stage, for engines that are right on some input, in the order of the table."""
+    for name, own in _by_engine(verdicts):
+        rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
+        largest = {stage: max((row.error for row in rows if row.stage == stage), default=0.0) for stage in BY_NAME}
+        if rows:
+            yield name, {stage: error for stage, error in largest.items() if error > 0}
+
+
+def _name(verdict: AtlasVerdict) -> str:
+    """Return the engine's name, followed by the way it was run if one is named."""
+    return f"{verdict.engine}, {verdict.way}" if verdict.way else verdict.engine
+
+
+def _by_engine(verdicts: Iterable[AtlasVerdict]) -> list[tuple[str, list[AtlasVerdict]]]:
+    """Group verdicts by engine and way, in order of first appearance."""
+    made: dict[str, list[AtlasVerdict]] = {}
+    for each in verdicts:
+        made.setdefault(_name(each), []).append(each)
+    return list(made.items())
+
+
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

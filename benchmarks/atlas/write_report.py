@@ -1,0 +1,77 @@
+"""The files of a filled table: a page, a picture, JSON, and a report for each bug."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.atlas.catalogue import BY_NAME
+from benchmarks.atlas.environments import python_of
+from benchmarks.atlas.page import bugs, picture, quantised_page, readme
+from benchmarks.atlas.reports import report
+from benchmarks.atlas.repro_scripts import ProgramOutput, shown
+from benchmarks.atlas.verdicts import AtlasVerdict
+from llorch.files.new_file import new_file
+
+
+def write_atlas(
+    verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], home: Path, folder: Path,
+    to_json: Callable[[object], str], say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write all of them into a folder; reports of an earlier table go away.
+
+    Args:
+        verdicts: Verdicts of the whole table.
+        facts: Place and time of the runs.
+        home: Folder with the inputs and environments; the programs of reports run there.
+        folder: Folder for the files.
+        to_json: Writes the record.
+        say: Told what is being done.
+
+    Raises:
+        OSError: It cannot be written.
+        MissingExtra: There is nothing to draw with.
+    """
+    drawn, found = picture(verdicts), dict(bugs(verdicts))
+    names = {title: f"reports/{at:02}-{_slug(title.partition(';')[0])}.md" for at, title in enumerate(found, 1)}
+    (folder / "reports").mkdir(parents=True, exist_ok=True)
+    for old in (folder / "reports").glob("*.md"):
+        old.unlink()
+    texts: dict[str, str] = {}
+    for title, own in found.items():
+        say(f"{names[title]}: its program")
+        texts[names[title]] = report(title, own, _first_program(own, home))
+    texts |= {"stages.svg": drawn, "README.md": readme(verdicts, facts, names)}
+    texts |= {"atlas.json": to_json(record(verdicts, facts)) + "\n"}
+    for name, text in texts.items():
+        with new_file(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def write_quantised(
+    verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], folder: Path, to_json: Callable[[object], str]
+) -> None:
+    """Write page and JSON of the quantised folders; OSError if they cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"README.md": quantised_page(verdicts, facts), "atlas.json": to_json(record(verdicts, facts)) + "\n"}
+    for name, text in texts.items():
+        with new_file(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def _first_program(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | None:
+    """Find the first program that shows the bug, among all inputs that have it; None if there is none."""
+    engine = BY_NAME[own[0].engine]
+    for each in own:
+        assert each.confirmed_by
+        if made := shown(each.input, each.confirmed_by, engine, python_of(engine, home), home):
+            return made
+    return None
+
+
+def record(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -> dict[str, object]:
+    """Collect the verdicts as plain values, for a program."""
+    return {"version": 1, **facts, "verdicts": [each.record() for each in verdicts]}
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")

@@ -1,0 +1,137 @@
+"""The judge of one dump. What stands for the truth here is a run of ours: its rules are tried, not numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders.quantised_folders import FOLDERS
+from runs.refusals import assert_tells, refuses
+
+import llorch
+from benchmarks.atlas.judging import JudgedRun, StageRow, Trace, judge
+from benchmarks.atlas.verdicts import word_of
+from llorch.builtin import builtin_path
+from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.files import open_weights
+from llorch.model import Model
+from llorch.numerics import SCHEME, Numerics
+
+MODEL = builtin_path("micro-qwen3-moe")
+IDS = [5, 9, 33, 120, 7, 64, 9, 200]
+FEW = [5, 9, 23, 12, 7, 6, 9, 20]  # of the quantised folders
+
+
+@pytest.fixture(scope="module")
+def truth() -> Trace:
+    trace: dict[str, np.ndarray] = {}
+    Model(open_weights(MODEL).astype(np.float64)).forward(IDS, trace=trace)
+    return trace
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Trace:
+    trace: dict[str, np.ndarray] = {}
+    llorch.load(MODEL).forward(IDS, trace=trace)
+    return trace
+
+
+def judged(folder: Path, trace: Trace, truth: Trace, dtype: str = "float32") -> JudgedRun:
+    with DumpWriter(folder, dtype=dtype) as dump:
+        dump.begin(IDS)
+        for key, array in trace.items():
+            layer, _, name = key.rpartition(".")
+            dump.add(name, array, layer=int(layer[1:]) if layer else None)
+    return judge(MODEL, folder, truth)
+
+
+def test_a_right_run_is_right_in_every_stage(theirs: Trace, truth: Trace, tmp_path: Path):
+    found = judged(tmp_path, theirs, truth)
+    assert found.is_right
+    assert word_of(found) == ("right", "")
+    assert {row.stage for row in found.stages} == {key.rpartition(".")[2] for key in truth}
+    assert 0 < found.error < 1e-5
+
+
+def test_logits_that_are_off_are_wrong_and_the_stage_is_named(theirs: Trace, truth: Trace, tmp_path: Path):
+    last = [key for key in theirs if key.endswith(".block_out")][-1]
+    found = judged(tmp_path, {last: theirs[last], "logits": 1.01 * theirs["logits"]}, truth)
+    assert word_of(found)[0] == "wrong"
+    assert found.key == "logits"
+
+
+def test_a_stage_of_which_nothing_came_is_the_adapters(theirs: Trace, truth: Trace, tmp_path: Path):
+    found = judged(tmp_path, {**theirs, "l1.q_rope": 2 * theirs["l1.q_rope"]}, truth)
+    word, said = word_of(found)
+    assert word == "unreadable"
+    assert_tells(said, "q_rope")
+
+
+def exchanged(theirs: Trace, truth: Trace) -> tuple[np.ndarray, int, int]:
+    """Ids with another expert for the first token, that one, and which it replaces."""
+    ids = theirs["l0.topk_ids"].copy()
+    other = next(each for each in range(truth["l0.router_probs"].shape[1]) if each not in ids[0])
+    replaced = int(ids[0, -1])
+    ids[0, -1] = other
+    return ids, other, replaced
+
+
+def test_another_expert_is_wrong(theirs: Trace, truth: Trace, tmp_path: Path):
+    ids, *_ = exchanged(theirs, truth)
+    assert not judged(tmp_path, {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}, truth).is_right
+
+
+def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace, truth: Trace, tmp_path: Path):
+    ids, other, replaced = exchanged(theirs, truth)
+    scores = truth["l0.router_probs"].copy()
+    scores[0, other] = scores[0, replaced]
+    shown = {"l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
+    found = judged(tmp_path, shown, {**truth, "l0.router_probs": scores})
+    assert f"expected [{replaced}], got [{other}]" in found.tie
+    assert word_of(found)[0] == "honest difference"
+    before = {**theirs, "l0.q_proj": 1.01 * theirs["l0.q_proj"], **shown}
+    assert not judged(tmp_path, before, {**truth, "l0.router_probs": scores}).is_right
+
+
+def test_a_dump_without_logits_says_so(theirs: Trace, truth: Trace, tmp_path: Path):
+    with refuses(ValueError, tmp_path, expected="logits", got=1):
+        judged(tmp_path, {"embed": theirs["embed"]}, truth)
+
+
+def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.ndarray]:
+    """Every stage of a quantised folder in float32."""
+    trace: dict[str, np.ndarray] = {}
+    Model(open_weights(FOLDERS / name).using(numerics=numerics)).forward(FEW, trace=trace)
+    return {key: array * np.float32(change if key == "l0.ffn_gate" else 1) for key, array in trace.items()}
+
+
+def judged_folder(name: str, shown: Trace, folder: Path) -> JudgedRun:
+    exact: dict[str, np.ndarray] = {}
+    Model(open_weights(FOLDERS / name).astype(np.float64)).forward(FEW, trace=exact)
+    with DumpWriter(folder, dtype="float32") as dump:
+        dump.begin(FEW)
+        for key, array in shown.items():
+            layer, _, stage = key.rpartition(".")
+            dump.add(stage, array, layer=int(layer[1:]) if layer else None)
+    return judge(FOLDERS / name, folder, exact)
+
+
+@pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static-kv"])
+def test_engine_that_rounds_activations_as_the_folder_says_is_honest(name: str, tmp_path: Path):
+    found = judged_folder(name, run_of(name, SCHEME), tmp_path)
+    assert not found.is_right
+    word, said = word_of(found)
+    assert word == "honest difference"
+    assert_tells(said, "scheme")
+
+
+def test_engine_that_rounds_activations_and_errs_is_wrong(tmp_path: Path):
+    found = judged_folder("ct-w8a8", run_of("ct-w8a8", SCHEME, 1.1), tmp_path)
+    assert word_of(found)[0] == "wrong"
+
+
+def test_mistake_of_reading_is_wrong_although_the_logits_are_within_their_tolerance():
+    stages = [StageRow("ffn_gate", 1e-2, 1e-3, 10.0), StageRow("logits", 1e-3, 2e-3, 0.5)]
+    found = JudgedRun(stages, 10.0, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
+    assert word_of(found)[0] == "unreadable"
+    assert word_of(replace(found, mistake="fp8-blocks-of-equal-size"))[0] == "wrong"
