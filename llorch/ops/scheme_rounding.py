@@ -116,9 +116,9 @@ def _to_minifloat(x: np.ndarray, *, mantissa_bits: int, least_exponent: int) -> 
 
 CODES: Mapping[CodesName, Codes] = MappingProxyType(
     {
-        "int4": Codes(-8, 7, 2, np.rint),
-        "int8": Codes(-128, 127, 6, np.rint),
-        "E2M1": Codes(-6, 6, 2, to_e2m1),
-        "E4M3": Codes(-448, 448, 8, to_e4m3),
+        "int4": Codes(-8.0, 7.0, 2, np.rint),
+        "int8": Codes(-128.0, 127.0, 6, np.rint),
+        "E2M1": Codes(-6.0, 6.0, 2, to_e2m1),
+        "E4M3": Codes(-448.0, 448.0, 8, to_e4m3),
     }
 )
