@@ -1,4 +1,4 @@
-"""What `llorch inspect` shows: read with a sample of each tensor, also from a file that llorch cannot run."""
+"""Read what `llorch inspect` shows, with a sample of each tensor, also from a file that llorch cannot run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
