@@ -164,9 +164,9 @@ def model_file(shape: str) -> Iterator[Path]:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from llorch.builtin import builtin_path
-    from llorch.config import ModelConfig
-    from llorch.convert import convert
+    from llorch.families.config import ModelConfig
+    from llorch.files.builtin import builtin_path
+    from llorch.files.convert import convert
     from llorch.files.tensor_names import huggingface_tensors
 
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as name:

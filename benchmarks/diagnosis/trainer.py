@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.lora.adapter import Adapter
 
 SETTINGS = {

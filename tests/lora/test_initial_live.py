@@ -7,8 +7,8 @@ import pytest
 import torch
 from runs.training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters

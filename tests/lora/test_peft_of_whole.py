@@ -14,9 +14,9 @@ from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter, same_tensors
 from runs.refusals import refuses
 
-from llorch.builtin import EVERY, builtin_path
-from llorch.config import FAMILIES, ModelConfig
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files import open_weights
+from llorch.files.builtin import EVERY, builtin_path
 from llorch.files.tensor_names import path_alone, path_in_whole
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity

@@ -42,7 +42,7 @@ def test_a_missing_package_or_sentence_is_found():
     ]
 
 
-MAPS = [*sorted((ROOT / "llorch").rglob("__init__.py")), ROOT / "llorch/serve/app.py"]
+MAPS = [*sorted((ROOT / "llorch").rglob("__init__.py")), ROOT / "llorch/apps/serve/app.py"]
 
 
 def mapped_modules(docstring: str) -> Iterator[str]:
@@ -62,6 +62,6 @@ def test_module_map_of_a_docstring_names_existing_modules(path: Path):
 
 
 def test_module_map_of_the_server_names_all_its_modules():
-    docstring = ast.get_docstring(ast.parse((ROOT / "llorch/serve/app.py").read_text(encoding="utf-8"))) or ""
-    modules = {file.stem for file in (ROOT / "llorch/serve").glob("*.py")} - {"__init__", "app"}
+    docstring = ast.get_docstring(ast.parse((ROOT / "llorch/apps/serve/app.py").read_text(encoding="utf-8"))) or ""
+    modules = {file.stem for file in (ROOT / "llorch/apps/serve").glob("*.py")} - {"__init__", "app"}
     assert modules - {*mapped_modules(docstring)} == {"openapi", "replies_of_responses", "requests_of_responses"}

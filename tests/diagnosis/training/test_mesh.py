@@ -10,11 +10,11 @@ from runs.refusals import assert_tells
 from runs.training_runs import small_settings
 from runs.without_gaps import without_gaps
 
-from llorch.builtin import builtin_path
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis
-from llorch.dumps.index import open_raw
+from llorch.engines.dumps.index import open_raw
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.distributed.launch import on_ranks
 

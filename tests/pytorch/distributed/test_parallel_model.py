@@ -9,8 +9,8 @@ from runs.command_line import spawn
 from runs.refusals import assert_tells, refuses
 from runs.split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.files.quant import GGMLType
 from llorch.pytorch import memory
 from llorch.pytorch.device import target

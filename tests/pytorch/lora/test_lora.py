@@ -12,8 +12,8 @@ from runs.refusals import refuses
 from runs.training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
 from torch import Tensor, nn
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.lora.merge import MergedWeights
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.table import leaves_for, put_leaves

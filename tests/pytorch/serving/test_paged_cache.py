@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.pytorch.cache import Cache, State
 from llorch.pytorch.kernels.cpu.layer import CpuRotate
 from llorch.pytorch.kernels.cpu.library import library

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, target

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs.mesh_training import judged_live
 
-from llorch.builtin import goldens_folder
+from llorch.files.builtin import goldens_folder
 from llorch.pytorch.distributed.launch import on_ranks
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]

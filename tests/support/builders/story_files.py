@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llorch.builtin import builtin_path
+from llorch.files.builtin import builtin_path
 from llorch.files.gguf import open_gguf
 
 CORPUS = Path(__file__).parents[3] / "reference_outputs"

@@ -8,8 +8,8 @@ import torch
 from runs.refusals import refuses
 from torch import nn
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.files.builtin import builtin_path
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import attention, keep_nothing, rms_norm, rotate_and_cache, swiglu
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
