@@ -5,8 +5,8 @@
     python benchmarks/missed_factors.py --factor 1.005
 
 Each stage is multiplied as it is shown and rounded to the dtype of the run, so each comparison sees a factor of its
-own. Isolated comparisons judge the factor (`llorch/judging/tolerances/factors.py`). Chained ones and gradients judge the
-error alone. Exit code 1: less than 90 % of the isolated comparisons fail.
+own. Isolated comparisons judge the factor (`llorch/judging/tolerances/factors.py`). Chained ones and gradients judge
+the error alone. Exit code 1: less than 90 % of the isolated comparisons fail.
 """
 
 import sys
@@ -19,7 +19,6 @@ import click
 import numpy as np
 import torch
 
-from llorch.files.builtin import EVERY
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.training import claims, rows
 from llorch.judging.expectations.training import stored as stored_training
@@ -33,6 +32,7 @@ from llorch.judging.runners.training_torch import TorchTrainingRunner
 from llorch.judging.tolerances.training import NUMPY_ALONE
 from llorch.judging.verify import stored
 from llorch.pytorch.device import Target, target
+from llorch.runtime.builtin import EVERY
 from llorch.stages.comparison import FAIL
 from llorch.stages.table import BY_NAME
 

@@ -165,9 +165,9 @@ def model_file(shape: str) -> Iterator[Path]:
     from safetensors.numpy import save_file
 
     from llorch.families.config import ModelConfig
-    from llorch.files.builtin import builtin_path
     from llorch.files.convert import convert
     from llorch.files.tensor_names import huggingface_tensors
+    from llorch.runtime.builtin import builtin_path
 
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as name:
         folder, file = Path(name) / "model", Path(name) / "model.gguf"

@@ -9,22 +9,27 @@ print(llorch.compare(trace, other_trace))         first divergence
 model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 
-The packages, in the order to read. A package imports only those above it. Its `__init__` names its input and its output.
+The packages, in the order to read. A package imports only those above it.
 
-    runtime/      errors, child processes, memory, threads
-    families/     facts of each family, hyperparameters of a file: `config`
-    stages/       the table of what is computed, the place of an array in a run, the difference of two arrays
-    ops/          one operation a file, its gradient below it; `sampling`, `numerics`
-    files/        bytes to arrays and back: GGUF, folders, quantised blocks, `tokenizer/`, `hub/`, `convert`
-    lora/         adapters as arrays and files
-    model/        the model in NumPy: `forward`, `backward`, `blocks/`, `cache`, `generate`, `model`
-    training/     data, loss, update and snapshots of a training run, without torch
-    pytorch/      the model on torch: kernels in C and Triton, batches, LoRA, the training loop
-    engines/      other people's engines, each in its own process; `capture/` hooks them, `dumps/` reads their arrays
-    judging/      goldens, expectations, tolerances, runners, and the comparison of every stage
-    diagnosis/    the first wrong stage of an engine that gave only a dump, and its cause
-    apps/         `learn/`, `serve/`, `evaluate/`, `bench/`, `doctor/`; none imports another
-    cli/          the command line, one verb a file
+    llorch/
+      runtime/            errors, child processes, memory, threads
+      families/           facts of each family; hyperparameters of a file: config.py
+      stages/             the stage table, the place of an array in a run, differences
+      ops/                one operation a file, its gradient below it
+      files/              GGUF, Hugging Face folders, quantised blocks; tokenizer/, hub/, convert.py
+      lora/               adapters as arrays and files
+      model/              the model in NumPy: forward.py, backward.py, blocks/, cache.py, generate.py
+      training/           data, loss, update and snapshots of a training run, without torch
+      pytorch/            the model on torch: models/, kernels/, distributed/, serving/, train/
+      engines/            llama.cpp, transformers, PEFT, each in its own process; capture/, dumps/
+      judging/            goldens/, expectations/, tolerances/, runners/: every stage compared
+      diagnosis/          the first wrong stage of another engine, and its cause
+      apps/               learn/, serve/, evaluate/, bench/, doctor/
+      cli/                the command line, one verb a file
+    checkpoints/          lessons and guides; how_to/ adds a family, a stage, a mistake
+    reference_outputs/    goldens, and the scripts that make them
+    tests/                llorch/ops/rope.py is tested by tests/ops/test_rope.py
+    benchmarks/           figures, the atlas of other engines, injected bugs
 
 `llorch verify` finds a wrong line of llorch by the checkpoint of its stage. `llorch diagnose` finds the wrong stage of
 another engine by its dump.

@@ -21,7 +21,7 @@ from small_models.training import train
 from small_models.vocabulary import train_vocabulary
 
 from llorch.families.config import FAMILIES
-from llorch.files.builtin import FOLDERS, OTHERS
+from llorch.runtime.builtin import FOLDERS, OTHERS
 
 MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
 VOCABULARY_STORIES = 8000

@@ -16,7 +16,6 @@ import numpy as np
 from llorch.engines import ProducerName, open_producer
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.expectations.adapter_files import EXPORTS, export_all, file_tables, safetensors_table
 from llorch.judging.expectations.training import errors, refuse_far_witnesses, tolerances, unit
 from llorch.judging.expectations.training_places import (
@@ -57,6 +56,7 @@ from llorch.judging.tolerances.training import FROM_FILES, amplification, wide_l
 from llorch.lora.adapter import Adapter
 from llorch.model.model import Model
 from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import EXACT, Difference, Tolerance, measure, measure_in
 from llorch.stages.stage_ref import StageRef
 from llorch.training.batch import Batch

@@ -25,7 +25,6 @@ import numpy as np
 
 from llorch.engines import Producer, open_producer
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import EVERY, OTHERS, builtin_path
 from llorch.judging.expectations.files import foreign_tensors
 from llorch.judging.goldens.float64_reference import take_truth
 from llorch.judging.goldens.forward import (
@@ -52,6 +51,7 @@ from llorch.judging.goldens.training import save as save_training
 from llorch.judging.tolerances.forward import MATHEMATICS, Limits, limit_of_softmax
 from llorch.judging.verify import unable_for
 from llorch.model.model import Model
+from llorch.runtime.builtin import EVERY, OTHERS, builtin_path
 from llorch.stages.comparison import EXACT, FLOOR, Difference, Tolerance, measure
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import keys

@@ -17,9 +17,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from llorch.families.config import ModelConfig
-from llorch.files.builtin import EVERY, builtin_path, goldens_folder
 from llorch.files.convert import convert
 from llorch.files.tensor_names import huggingface_tensors
+from llorch.runtime.builtin import EVERY, builtin_path, goldens_folder
 
 Keys = Mapping[str, Any]
 Style = Literal["new", "old"]

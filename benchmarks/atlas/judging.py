@@ -1,7 +1,7 @@
 """Comparison of one run of an engine with the float64 reference of its input: errors and tolerances of every stage.
 
-The float64 reference is transformers, see `llorch.judging.goldens.float64_reference`. Tolerances are derived from its numbers
-and the arithmetic that the engine declares or shows, see `llorch.judging.tolerances.forward`. If a run is
+The float64 reference is transformers, see `llorch.judging.goldens.float64_reference`. Tolerances are derived from its
+numbers and the arithmetic that the engine declares or shows, see `llorch.judging.tolerances.forward`. If a run is
 beyond them, the diagnosis names the stage and the mistake.
 """
 

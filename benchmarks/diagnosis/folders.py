@@ -17,7 +17,7 @@ from benchmarks.diagnosis.cases import NOTICED, ROUNDED, Truth, farthest_token
 from benchmarks.diagnosis.folder_readers import Matrices, Stored, opened
 from benchmarks.diagnosis.port import MATRICES, Port
 from benchmarks.diagnosis.styles import Tape, Written, shown, stage_keys, write
-from llorch.files.builtin import goldens_folder
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import forward_order, key
 

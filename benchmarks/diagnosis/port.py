@@ -17,10 +17,10 @@ import numpy as np
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
 from llorch.model.model import find
+from llorch.runtime.builtin import builtin_path
 
 OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is in a layer
     "embed": "tok", "attn_norm": "xn", "q_proj": "q_lin", "k_proj": "k_lin", "v_proj": "v_lin", "q_norm": "q_unit",

@@ -22,8 +22,8 @@ from llorch.diagnosis.verdict import Diagnosis
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
 
 STYLES = {  # what is written of a step
     "whole": ("micro", "loss", "grad", "exp_avg", "param"),

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from benchmarks.diagnosis.trainer import SETTINGS
-from llorch.files.builtin import builtin_path
 from llorch.lora.adapter import Adapter
+from llorch.runtime.builtin import builtin_path
 from reference_outputs.peft_reference import Peft
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.diagnosis.honest import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown, prompt
 from benchmarks.diagnosis.styles import Written
-from llorch.files.builtin import builtin_path, goldens_folder
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.store import SUFFIX, read_arrays
+from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.stages.stage_ref import Tokens
 
 QUANTISED = {

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 import llorch
 from llorch.apps.learn.exercises.foundation import InMemory, merge
 from llorch.apps.learn.implementation import Implementation
-from llorch.files.builtin import builtin_path
 from llorch.files.gguf import read_head, read_tensor_table
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor
+from llorch.runtime.builtin import builtin_path
 
 GREY, BLUE, AMBER, GREEN = "#8b949e", "#2f81f7", "#d29922", "#2f9e6e"
 FIXED, WORD = 24, " littlest"  # bytes of magic, version and counts

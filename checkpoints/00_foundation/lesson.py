@@ -22,7 +22,7 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.files.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 
 micro = llorch.load("micro-llama")
 data = np.fromfile(builtin_path("micro-llama"), np.uint8)
@@ -223,8 +223,8 @@ print(check_functions("00", merge=from_the_left))
 # Nothing is computed here, so the engines must agree exactly, and they do:
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 near = np.array(golden.cases["near"].ids)
@@ -259,8 +259,8 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 #
 # Tensors are read by [`files/gguf.py`](../../llorch/files/gguf.py) and
 # [`files/safetensors.py`](../../llorch/files/safetensors.py), text by
-# [`tokenizer/`](../../llorch/files/tokenizer/tokenizer.py). The suite [`files.py`](../../llorch/judging/expectations/files.py)
-# compares both. One stage belongs here:
+# [`tokenizer/`](../../llorch/files/tokenizer/tokenizer.py). The suite
+# [`files.py`](../../llorch/judging/expectations/files.py) compares both. One stage belongs here:
 #
 # <!-- generated: stages -->
 # <!-- end -->

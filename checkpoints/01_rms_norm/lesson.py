@@ -102,8 +102,8 @@ print(rms_norm(1000 * x, gain, eps=1e-5))
 # embeddings:
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 micro = llorch.load("micro-llama")
 golden = read(goldens_folder() / "micro-llama")

@@ -30,9 +30,9 @@
 import numpy as np
 
 import llorch
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.ops.rope import rope, rope_tables
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 micro, trace = llorch.load("micro-llama"), {}

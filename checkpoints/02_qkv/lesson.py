@@ -73,9 +73,9 @@ for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
 # ## Run it
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 truth = golden.truth.evidence.traces["near"]

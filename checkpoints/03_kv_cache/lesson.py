@@ -168,8 +168,8 @@ print(check_functions("03", append=wrong))
 # bit by bit.
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
     trace = shown.traces["near"]

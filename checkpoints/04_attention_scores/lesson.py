@@ -121,8 +121,8 @@ print(attention_probs(np.array([[[1, 3, -2], [300, 299, -np.inf]]], np.float32))
 # largest share of a row on average, with the scale and without?
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]

@@ -99,9 +99,9 @@ print(attention_context(probs, v))
 # stream 96. In a test model whose widths all differ, a transposed matrix raises an error.
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]

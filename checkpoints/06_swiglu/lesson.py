@@ -98,9 +98,9 @@ print(swiglu(gate, up).round(3))
 # Here is layer 0 of `micro-llama`, from the normalised rows that llama.cpp stored:
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]

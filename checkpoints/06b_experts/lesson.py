@@ -27,8 +27,8 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 model, golden = llorch.load("micro-qwen3-moe"), read(goldens_folder() / "micro-qwen3-moe")
 config, ids = model.config, golden.cases["near"].ids

@@ -111,9 +111,9 @@ for layer in range(5):
 
 # %%
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.ops.rope import rope_tables
+from llorch.runtime.builtin import goldens_folder
 
 block = PARTS["block"].reference
 micro = llorch.load("micro-llama")

@@ -78,9 +78,9 @@ for at in (1, 4, 9):
 # llama.cpp stored:
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
+from llorch.runtime.builtin import goldens_folder
 
 print(linear(np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)))
 

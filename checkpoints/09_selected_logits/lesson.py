@@ -55,8 +55,8 @@ for i, row in zip(ids, logits, strict=True):
 #
 # ## The reference
 #
-# In [`forward`](../../llorch/model/forward.py) this is `x[-1:]` before the final norm: unused rows are not normalised and
-# not multiplied by the largest matrix of the model. For a prompt of 500 tokens this saves 499 of 500 parts of the
+# In [`forward`](../../llorch/model/forward.py) this is `x[-1:]` before the final norm: unused rows are not normalised
+# and not multiplied by the largest matrix of the model. For a prompt of 500 tokens this saves 499 of 500 parts of the
 # work of `lm_head`.
 #
 # <!-- source: llorch.model.forward.logits -->
@@ -108,8 +108,8 @@ print(check_functions("09", last_row=wrong))
 # ## Where the engines differ
 
 # %%
-from llorch.files.builtin import BUILTIN, goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)

@@ -4,8 +4,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from llorch.apps.learn.checks.forward import suite_of
-from llorch.files.builtin import BUILTIN, goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 GREY, BLUE = "#8b949e", "#2f81f7"
 

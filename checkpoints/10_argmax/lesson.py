@@ -115,8 +115,8 @@ print({each.row.case: sum(other.row.case == each.row.case for other in found.wro
 # Both engines make the same choice in every built-in model, by leads that are larger than rounding:
 
 # %%
-from llorch.files.builtin import BUILTIN, goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)

@@ -152,8 +152,8 @@ for part, name in (
 # ## Where the engines differ
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "story")
 for name, a in golden.evidence["llamacpp"].probabilities.items():

@@ -85,8 +85,8 @@ for token in text[:10]:
 # The goldens hold the texts of llama.cpp and transformers, each written with the engine's loop and cache.
 
 # %%
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "story")
 near = golden.cases["near"].ids
@@ -158,7 +158,7 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 # ## Where the engines differ
 
 # %%
-from llorch.files.builtin import BUILTIN
+from llorch.runtime.builtin import BUILTIN
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
@@ -192,7 +192,7 @@ for name in BUILTIN:
 #
 # | stage | shape | llorch's function | llama.cpp | transformers |
 # | --- | --- | --- | --- | --- |
-# | `generation` | (24) | [`sample_ids`](../../llorch/model/generate.py) | `llama_sampler_sample` in a loop | `generate` |
+# | `generation` | (24) | [`sample_ids`](../../llorch/model/generate.py) | `llama_sampler_sample` loop | `generate` |
 #
 # Streaming text, stop strings, end tokens and characters split over tokens are tested in
 # [`tests/model/test_generate.py`](../../tests/model/test_generate.py). No golden covers them.

@@ -24,8 +24,8 @@ import inspect
 
 import numpy as np
 
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.quantised import FOLDER, read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / FOLDER)
 blocks, values = golden.blocks["Q4_0.blocks"], golden.blocks["Q4_0.values"]

@@ -86,9 +86,9 @@ for dtype in DTYPES:
 
 # %%
 import llorch
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.pytorch.causal_lm import rms_norm
+from llorch.runtime.builtin import goldens_folder
 
 golden, model = read(goldens_folder() / "micro-llama"), llorch.load("micro-llama")
 rows = torch.tensor(golden.evidence["llamacpp"].traces["near"]["embed"])

@@ -17,8 +17,8 @@
 # You need not derive the whole model. You derive each op alone and pass the result on: this is the chain rule. On the
 # way back, an op gets `grad`, which says how the loss changes with each number that the op *returned*. It returns how
 # the loss changes with each number that the op *was given*. Read `forward.py` from its last line to its first,
-# replace each op by its backward function, and you have [`backward.py`](../../llorch/model/backward.py). There are three
-# rules:
+# replace each op by its backward function, and you have [`backward.py`](../../llorch/model/backward.py). There are
+# three rules:
 #
 # - $y = f(x)$: send `grad` back through $f$.
 # - $y = a + b$: both get `grad` as it is. So the residual stream carries it past every block unchanged.

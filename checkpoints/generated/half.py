@@ -6,12 +6,12 @@ from checkpoints.generated.tables import Blocks, roughly, short, table
 from llorch.diagnosis.mistakes import STAGE_MISTAKES
 from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.goldens.forward import PRODUCERS, Golden
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import run
 from llorch.judging.tolerances.rounding import ARITHMETICS
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import measure
 from llorch.stages.stage_ref import part_of
 from llorch.stages.table import STAGES, key

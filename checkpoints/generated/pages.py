@@ -15,7 +15,6 @@ from checkpoints.generated.quantised import exact_errors, quantised_blocks
 from checkpoints.generated.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from checkpoints.generated.training import trainers, training_blocks
 from llorch.files import Weights
-from llorch.files.builtin import BUILTIN, goldens_folder
 from llorch.judging.expectations.quantised import CHECKPOINT as QUANTISED
 from llorch.judging.expectations.quantised import verify_quantised_stored
 from llorch.judging.expectations.training import verify_training_stored
@@ -26,6 +25,7 @@ from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner, numpy_runners
 from llorch.judging.tolerances.rounding import ARITHMETICS
 from llorch.judging.verify import verify_stored
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 from llorch.stages.table import CHECKPOINTS
 
 FOLDER = Path(__file__).resolve().parents[1]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from checkpoints.generated.tables import Blocks, mistakes, short, table
 from llorch.files import open_weights
-from llorch.files.builtin import goldens_folder
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.judging.expectations.quantised import BACKENDS
 from llorch.judging.expectations.quantised_models import MODELS, write_model
@@ -15,6 +14,7 @@ from llorch.judging.goldens.quantised import FOLDER, read
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import GGML as BACKEND
 from llorch.judging.runners.numpy import run
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import PASS, measure
 
 MEANINGS = {

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llorch.diagnosis.mistakes import MISTAKES, checkpoint_of, of_checkpoint
-from llorch.files.builtin import EVERY, goldens_folder
 from llorch.judging.goldens.float64_reference import WITNESS
 from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, Golden
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
 from llorch.judging.goldens.training import TRUTH
 from llorch.judging.judge import Comparison
+from llorch.runtime.builtin import EVERY, goldens_folder
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import BY_NAME, STAGES, Stage
 

@@ -22,7 +22,7 @@ import llorch
 from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
-from llorch.files.builtin import EVERY
+from llorch.runtime.builtin import EVERY
 
 VERBS = {
     "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace"),

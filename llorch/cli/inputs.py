@@ -22,7 +22,7 @@ IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins
 
 
 def model_path(spec: str) -> Path:
-    """Find the file or folder of a MODEL argument, see `llorch.files.hub.find`; print the commit of a repository of the hub.
+    """Find the file or folder of a MODEL argument, see `llorch.files.hub.find`; print the commit of a hub repository.
 
     Before a download its size is said. Who sits at a terminal is asked; a script goes on.
     """

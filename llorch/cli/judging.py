@@ -23,7 +23,6 @@ from llorch.engines import ProducerName
 from llorch.engines.abilities import cannot_judge
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.files.residency import Residency
 from llorch.judging.expectations.files import undecoded
 from llorch.judging.expectations.quantised import CHECKPOINT, block_rows, model_rows
@@ -36,6 +35,7 @@ from llorch.judging.runners.numpy import emulated
 from llorch.judging.verify import plan_live, verify_as_stored, verify_live, verify_stored
 from llorch.model.model import Model, load
 from llorch.ops.numerics import EXACT, GGML, Numerics
+from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.runtime.errors import LeftOut, MissingExtra
 
 if TYPE_CHECKING:

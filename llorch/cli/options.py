@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from llorch.cli.verbs import Verb, page_option
-from llorch.files.builtin import EVERY
+from llorch.runtime.builtin import EVERY
 from llorch.runtime.errors import decode_utf8
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What a layer can contain beyond the dense one: experts, a delta net, windows, layers without RoPE.
 
-Data alone: `llorch.families.config` reads it from a file, the pages of `llorch.model.blocks` compute it, the stage table and the
+Data alone: `llorch.families.config` reads it from a file, `llorch.model.blocks` computes it, the stage table and the
 table of weights ask for it by *trait*, one word for each thing that a layer has.
 
 Source: transformers `configuration_{qwen2_moe,qwen3_moe,qwen3_next,qwen3_5,llama4,smollm3,ministral3}.py`.

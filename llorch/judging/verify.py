@@ -15,7 +15,6 @@ from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import start
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path, goldens_folder, is_wheel
 from llorch.files.layerwise import largest_part
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.residency import plan as plan_residency
@@ -50,6 +49,7 @@ from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import GgmlRunner, numpy_runners
 from llorch.judging.runners.shared import SharedWeights
 from llorch.model.model import Model
+from llorch.runtime.builtin import builtin_path, goldens_folder, is_wheel
 from llorch.runtime.memory import available_memory
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import keys

@@ -34,8 +34,9 @@ def dense_only(config: ModelConfig, layer: int, *_: Any) -> Mapping[str, Any]:
     if config.layer(layer).is_dense and not config.attention_gate and not config.adjacent_pairs:
         return {}
     raise ValueError(
-        f"llorch.model.forward: expected dense layers, got layer {layer} of a {config.family} model; call llorch.load(...)"
-        ".forward or llorch.model.blocks.forward (gradients: llorch.model.blocks.backward.backward, torch: llorch.load_torch "
+        f"llorch.model.forward: expected dense layers, got layer {layer} of a {config.family} model; "
+        "call llorch.load(...).forward or llorch.model.blocks.forward "
+        "(gradients: llorch.model.blocks.backward.backward, torch: llorch.load_torch "
         "or llorch.pytorch.models.families.build)"
     )
 

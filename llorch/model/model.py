@@ -388,8 +388,8 @@ def load(
     Args:
         path_or_name: A .gguf file, a Hugging Face folder, the name of a built-in model, or one of the Hugging Face
             hub, `org/name[:QUANT][@REVISION]`, which is downloaded where it is not in the cache.
-        numerics: `EXACT`, `GGML` or `SCHEME` of `llorch.ops.numerics`, or another `Numerics`, not a name. `EXACT`: what the
-            weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does. `SCHEME`: with activations
+        numerics: `EXACT`, `GGML` or `SCHEME` of `llorch.ops.numerics`, or another `Numerics`, not a name. `EXACT`: what
+            the weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does. `SCHEME`: with activations
             rounded as the settings of a quantised Hugging Face folder say.
         residency: `decoded`: matrices are decoded to float32 once. `packed`: at every use, which needs little more
             memory than the file. `auto`: decoded if that fits.

@@ -119,7 +119,8 @@ class TorchModel(AdaptedModules):
     ) -> Iterator[Token]:
         """Continue a prompt or answer a conversation, token by token.
 
-        Arguments, tokens and errors are those of `llorch.model.model.Model.generate`; a seed draws what it draws in NumPy.
+        Arguments, tokens and errors are those of `llorch.model.model.Model.generate`; a seed draws the tokens that it
+        draws in NumPy.
         """
         how = {"settings": settings, "ignore_eos": ignore_eos, "adapter": adapter}
         job = self.job(given(prompt, messages), max_tokens=max_tokens, **how)

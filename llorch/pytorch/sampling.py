@@ -1,4 +1,4 @@
-"""`llorch.ops.sampling` for a batch and on its device: the same filters in the same order, nothing read back by the host.
+"""`llorch.ops.sampling` for a batch, on its device: the same filters in the same order, nothing read by the host.
 
     penalties -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
 

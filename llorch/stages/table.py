@@ -1,8 +1,8 @@
 """The stage table: every named point of the forward pass, in order, and all that belongs to it.
 
 One row says which checkpoint a stage is part of, what goes in, the op that makes it, its shape in named axes, and
-where llama.cpp and transformers show it; what computes it is `llorch.model.forward`. Tests, `verify`, the checkpoint pages
-and the known mistakes read this table.
+where llama.cpp and transformers show it; what computes it is `llorch.model.forward`. Tests, `verify`, the checkpoint
+pages and the known mistakes read this table.
 """
 
 import math
@@ -166,12 +166,14 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="q_head_norm", checkpoint="02", axes="seq heads head_dim", inputs=("q_rope",), needs=("head_norm",),
-        formula="x / sqrt(mean(x * x) + eps) of every rotated query head", function="llorch.model.blocks.llama4.attention",
+        formula="x / sqrt(mean(x * x) + eps) of every rotated query head",
+        function="llorch.model.blocks.llama4.attention",
         llamacpp="Qcur_normed-{i} (RMS_NORM)", transformers="query given to the attention function of layer {i}",
     ),
     Stage(
         name="k_head_norm", checkpoint="02", axes="seq kv_heads head_dim", inputs=("k_rope",), needs=("head_norm",),
-        formula="x / sqrt(mean(x * x) + eps) of every rotated key head", function="llorch.model.blocks.llama4.attention",
+        formula="x / sqrt(mean(x * x) + eps) of every rotated key head",
+        function="llorch.model.blocks.llama4.attention",
         llamacpp="Kcur_normed-{i} (RMS_NORM)", transformers="newest keys given to the attention function of layer {i}",
     ),
     Stage(

@@ -17,7 +17,7 @@ import llorch
 from llorch.apps.bench import measure as bench
 from llorch.cli import main
 from llorch.cli.tables import console
-from llorch.files.builtin import EVERY, builtin_path
+from llorch.runtime.builtin import EVERY, builtin_path
 
 VERBS = (
     "verify", "diagnose", "diff", "dump-writer", "trace", "learn", "lora", "data", "run", "chat", "serve",

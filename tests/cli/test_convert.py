@@ -17,8 +17,8 @@ from runs.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.convert import TYPES
 from llorch.files import open_gguf, open_weights
-from llorch.files.builtin import EVERY
 from llorch.files.export import FILE_TYPES
+from llorch.runtime.builtin import EVERY
 from tests.files.test_convert_failures import names, sparse_model
 
 

@@ -19,13 +19,13 @@ from benchmarks.diagnosis.training_cases import TrainingCase
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.tensor_names import inventory
 from llorch.judging.goldens.training_recipe import make_adapter
 from llorch.judging.runners.numpy import run
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.ops.rounding import round_activations
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.stage_ref import Pass
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 33, 17)

@@ -13,8 +13,8 @@ from llorch.cli.judging import _exit_code
 from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line, print_model
 from llorch.cli.tables import console
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.judge import Comparison
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import NOT_RUN
 
 

@@ -17,10 +17,10 @@ from runs.refusals import assert_cli_refuses, assert_tells, refuses
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
+from llorch.runtime.builtin import builtin_path
 from llorch.training.settings import TrainSettings
 from llorch.training.settings_file import FOREIGN, settings_from
 

@@ -11,13 +11,13 @@ from runs.refusals import assert_cli_refuses, refuses
 
 from llorch.cli.inputs import say_plan
 from llorch.files import GGUFFile, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.export import write_gguf
 from llorch.files.gguf import open_gguf
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.model.model import load
 from llorch.ops.numerics import SCHEME
+from llorch.runtime.builtin import builtin_path
 
 TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
 

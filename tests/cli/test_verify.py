@@ -29,8 +29,8 @@ FIELDS = "model checkpoint stage layer producer backend mode error producer_erro
 def changed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`micro-qwen2` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
     from llorch.files import open_gguf
-    from llorch.files.builtin import builtin_path, goldens_folder
     from llorch.judging.goldens.forward import sha256
+    from llorch.runtime.builtin import builtin_path, goldens_folder
 
     folder, name = tmp_path_factory.mktemp("changed"), CHANGED
     path = folder / f"{name}.gguf"
@@ -104,7 +104,7 @@ def what_verify_prints() -> str:
 def test_every_built_in_model_agrees_with_its_goldens():
     from runs.stored_goldens import golden_of
 
-    from llorch.files.builtin import EVERY
+    from llorch.runtime.builtin import EVERY
 
     printed = what_verify_prints()
     passed = re.findall(r"^(\S+) +PASS +([\d,]+) of \2 .* \d+\.\d s(   1 NOT RUN)?$", printed, re.MULTILINE)
@@ -158,7 +158,7 @@ def test_verbose_prints_the_table_of_each_model(option: str, changed_weight: str
 def test_table_of_a_model_has_a_line_for_each_checkpoint():
     from llorch.cli.judged import TRAINING, checkpoints_of
     from llorch.files import open_weights
-    from llorch.files.builtin import builtin_path
+    from llorch.runtime.builtin import builtin_path
     from llorch.stages.table import CHECKPOINTS
 
     numbers = (*checkpoints_of(open_weights(builtin_path("micro-qwen3")).config), *TRAINING)
@@ -243,7 +243,7 @@ def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
 
 
 def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):
-    from llorch.files.builtin import goldens_folder
+    from llorch.runtime.builtin import goldens_folder
 
     monkeypatch.setattr("llorch.judging.verify.goldens_folder", goldens_folder)
     weights = f"{changed_weight}.gguf"
@@ -320,8 +320,8 @@ def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypat
 def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from llorch.files.builtin import goldens_folder
     from llorch.judging.expectations.training import verify_training_stored
+    from llorch.runtime.builtin import goldens_folder
 
     (header,) = [line for line in detail.splitlines() if line.startswith("checkpoint ") and " peft " in line]
     assert "transformers" not in header

@@ -18,10 +18,10 @@ from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import stage_of
 from llorch.diagnosis.verdict import RIGHT, Finding
 from llorch.engines.dumps.stage_dump import Features, StageDump
-from llorch.files.builtin import OTHERS
 from llorch.judging.goldens.forward import PRODUCERS
 from llorch.model.cache import KVCache
 from llorch.ops.rounding import ActivationKind, round_activations
+from llorch.runtime.builtin import OTHERS
 from llorch.stages.table import keys
 
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have

@@ -16,11 +16,11 @@ from llorch.engines.dumps.stage_dump import Features, Seen, StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights
-from llorch.files.builtin import BUILTIN
 from llorch.files.tensor_names import inventory
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rounding import round_activations
+from llorch.runtime.builtin import BUILTIN
 from llorch.runtime.errors import GuardFailed
 from llorch.stages.stage_ref import Tokens
 

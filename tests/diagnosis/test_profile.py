@@ -7,7 +7,7 @@ from llorch.diagnosis import profile as module
 from llorch.diagnosis.profile import N_ULPS, profile
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.table import BY_NAME
 
 N_TOKENS = 5

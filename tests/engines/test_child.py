@@ -19,9 +19,9 @@ from runs.refusals import assert_tells, refuses
 from llorch.engines import Producer, open_producer, process
 from llorch.engines.process import EngineInChild, in_child
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.forward import SAMPLINGS
 from llorch.ops.numerics import GGML
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import EngineDied, MissingExtra
 from tests.files.tokenizer.test_template_process import ends_within, running
 

@@ -22,9 +22,9 @@ from tokenizers import models, pre_tokenizers, processors
 from llorch.engines import Producer, ProducerName, f32_copy
 from llorch.engines import open_here as open_producer  # what is watched here is inside the engines
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.export import write_gguf
 from llorch.judging.goldens.forward import SAMPLINGS
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import MissingExtra
 
 pytestmark = pytest.mark.live

@@ -12,11 +12,11 @@ from llorch.engines import LoadPath
 from llorch.engines import open_here as open_producer
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.export import write_gguf
 from llorch.files.tensor_names import inventory
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 

@@ -12,10 +12,10 @@ from runs.refusals import refuses
 
 from llorch.engines import OURS, Call, open_here
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 

@@ -36,10 +36,10 @@ from llorch.diagnosis.mistakes import (
 from llorch.diagnosis.mistakes.generation import right as right_loop
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, variants
-from llorch.files.builtin import OTHERS
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.forward import PRODUCERS
+from llorch.runtime.builtin import OTHERS
 from llorch.stages.comparison import EXACT, Tolerance, measure
 from llorch.stages.table import BY_NAME, keys
 

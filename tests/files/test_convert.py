@@ -11,13 +11,13 @@ from gguf import GGUFValueType, GGUFWriter
 from runs.refusals import assert_tells, refuses
 
 from llorch.files import Weights, open_gguf, open_weights
-from llorch.files.builtin import EVERY, FOLDERS, builtin_path
 from llorch.files.convert import convert
 from llorch.files.export import NO_VOCABULARY, write_gguf_content
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations import quantised_models
 from llorch.judging.expectations.quantised_models import ModelRecipe
 from llorch.model.model import load
+from llorch.runtime.builtin import EVERY, FOLDERS, builtin_path
 from tests.files.test_convert_failures import names
 
 TEXTS = ("", "hello  wor 12", "a<tool>b \u00e9\u4f60\U0001f600\n", "<s>aaab<|eot_id|>")

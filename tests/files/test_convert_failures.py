@@ -22,10 +22,10 @@ from runs.refusals import refuses
 
 from llorch.files import convert as conversion
 from llorch.files import open_gguf, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.files.export import gguf_size
 from llorch.files.quant import GGMLType
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import FormatError
 
 

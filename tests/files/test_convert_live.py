@@ -20,11 +20,11 @@ from runs.ggml_library import SILENT
 from runs.llama_vocabulary import LlamaVocabulary
 
 from llorch.files import open_gguf, open_weights
-from llorch.files.builtin import BUILTIN, builtin_path
 from llorch.files.convert import convert
 from llorch.files.export import FILE_TYPES, write_gguf
 from llorch.files.quant import GGMLType
 from llorch.files.tokenizer import byte_level
+from llorch.runtime.builtin import BUILTIN, builtin_path
 from tests.files.test_export import NOT_IN_LLAMACPP, SCALINGS, WIDE, wide_tensors
 
 IDS = [*range(3, 40), 7, 7, 3]

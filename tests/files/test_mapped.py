@@ -16,9 +16,9 @@ from runs.command_line import REPOSITORY, invoke
 from runs.refusals import assert_tells
 
 from llorch.files import open_gguf, open_safetensors, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary
 from llorch.lora.peft_config import read_config
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import FormatError
 
 CUT = """

@@ -25,7 +25,6 @@ from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.files import SafetensorsFile, Weights, open_gguf, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.files.export import write_gguf
 from llorch.files.mapped import Entry
@@ -33,6 +32,7 @@ from llorch.files.quant import GGMLType
 from llorch.judging.expectations import quantised_models
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import read_peft, write_peft
+from llorch.runtime.builtin import builtin_path
 
 N_CUTS = 40
 MAY_BE_ZERO = (  # ends of names of tensors: rows of some tokens, and what no product needs

@@ -10,12 +10,12 @@ from runs.kept_suites import quantised_rows
 from runs.refusals import refuses
 from runs.stored_goldens import quantised_golden
 
-from llorch.files.builtin import goldens_folder
 from llorch.judging.expectations import quantised as verify_quantised
 from llorch.judging.expectations.quantised import BACKENDS, verify_quantised_stored
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import FOLDER, ROUNDED_TO, types
 from llorch.judging.judge import Comparison
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FAIL, FLOOR, PASS
 from llorch.stages.table import BY_NAME, STAGES
 

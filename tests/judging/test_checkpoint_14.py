@@ -15,13 +15,13 @@ from runs.torch_targets import CPU, CUDA
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import BUILTIN, builtin_path
 from llorch.judging.goldens.float64_reference import WITNESS
 from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.torch import VARIANTS
 from llorch.judging.tolerances.forward import MATHEMATICS, SCORES
 from llorch.pytorch.kernels.cpu.library import library
+from llorch.runtime.builtin import BUILTIN, builtin_path
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import STAGES
 

@@ -14,13 +14,13 @@ from runs.kept_suites import PARTS, forward_part, forward_rows
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import EVERY, FOLDERS, builtin_path
 from llorch.judging.expectations.training_stages import TRAINING_STAGES
 from llorch.judging.goldens.float64_reference import WITNESS
 from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
 from llorch.judging.verify import verify_stored
+from llorch.runtime.builtin import EVERY, FOLDERS, builtin_path
 from llorch.stages.comparison import PASS
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES
 

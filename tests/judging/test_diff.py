@@ -9,9 +9,9 @@ from runs.refusals import refuses
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.stage_dump import Seen, StageDump
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.diff import Side, diff
 from llorch.judging.runners.numpy import run
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import GuardFailed
 from llorch.stages.stage_ref import Pass, Tokens
 

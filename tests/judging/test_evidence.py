@@ -12,7 +12,6 @@ from runs.stored_goldens import golden_of
 from llorch.engines import LoadPath, Producer, one_by_one
 from llorch.families.layers import Layer, Temperature
 from llorch.files import open_weights
-from llorch.files.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.judging.goldens.float64_reference import require_numbers
 from llorch.judging.goldens.forward import (
     FAR_POSITION,
@@ -30,6 +29,7 @@ from llorch.judging.goldens.forward import (
 )
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
 from llorch.judging.verify import stored, unable_for
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.stages.stage_ref import Pass
 
 

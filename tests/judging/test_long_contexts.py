@@ -12,7 +12,6 @@ from runs.refusals import refuses
 
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
-from llorch.files.builtin import EVERY
 from llorch.judging.expectations.long_contexts import IN_PARTS, WHOLE, bounds_of
 from llorch.judging.goldens import long_contexts as long_goldens
 from llorch.judging.goldens.long_contexts import LAST, N_LONG, read_long, save_long
@@ -20,6 +19,7 @@ from llorch.judging.judge import Comparison
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
 from llorch.judging.verify import stored, stored_long
+from llorch.runtime.builtin import EVERY
 from llorch.stages.comparison import FAIL, PASS, Difference
 from llorch.stages.stage_ref import Pass
 

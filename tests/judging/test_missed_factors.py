@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from runs.command_line import REPOSITORY
 
-from llorch.files.builtin import EVERY
+from llorch.runtime.builtin import EVERY
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import golden_of
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging import verify as models
 from llorch.judging.goldens.forward import EngineOutput, Truth
 from llorch.judging.verify import LiveOutput, ask, plan_live, verify_as_stored
 from llorch.model.model import load
 from llorch.ops.numerics import GGML
+from llorch.runtime.builtin import builtin_path
 
 MODEL = "micro-llama"
 GOLDEN = golden_of(MODEL)

@@ -14,7 +14,6 @@ import llorch
 from llorch.engines import LoadPath, open_producer
 from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.expectations import files
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import write_model
@@ -25,6 +24,7 @@ from llorch.judging.verify import verify_as_stored
 from llorch.model.model import Model
 from llorch.ops.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FAIL, PASS, TIE
 from llorch.stages.stage_ref import Pass, StageRef
 from llorch.stages.table import CHECKPOINTS

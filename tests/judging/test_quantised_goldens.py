@@ -12,12 +12,12 @@ from runs.refusals import refuses
 from runs.stored_goldens import quantised_golden
 
 from llorch.engines import LoadPath
-from llorch.files.builtin import goldens_folder
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.quantised import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.judging.goldens.store import SUFFIX
 from llorch.ops.rounding import VARIANTS, round_activations
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import input_keys, keys
 

@@ -13,7 +13,6 @@ from runs.refusals import refuses
 from llorch.engines import OURS, LoadPath, Producer, ProducerName, open_here
 from llorch.families.config import LinearScaling, ModelConfig
 from llorch.files import Weights, export, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging import verify as models
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import write_model
@@ -23,6 +22,7 @@ from llorch.judging.goldens.forward import PRODUCERS, stored_route
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
 from llorch.judging.verify import ask, plan_live
 from llorch.ops.numerics import GGML
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FAIL
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)

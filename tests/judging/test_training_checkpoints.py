@@ -11,13 +11,13 @@ from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 from runs.training_rows import ON_CUDA, TARGETS, WIDE, backends, require_all, rows
 
-from llorch.files.builtin import builtin_path, goldens_folder
 from llorch.judging.expectations.adapter_files import EXPORTS
 from llorch.judging.expectations.training import verify_training_stored
 from llorch.judging.expectations.training_places import LOADED_BY
 from llorch.judging.goldens.training import FILES, MODELS
 from llorch.judging.goldens.training_recipe import CURVE, LORA, OPTIMIZER, RSLORA, make_adapter
 from llorch.judging.tolerances.training import ceiling
+from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.training.batch import IGNORED
 
 # A keyword with another number does not read this file, because it has these names.

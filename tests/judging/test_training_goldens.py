@@ -12,13 +12,13 @@ from runs.golden_files import unpacked
 from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 
-from llorch.files.builtin import goldens_folder
 from llorch.judging.expectations.training import claims, refuse_far_witnesses, rows, tolerances
 from llorch.judging.expectations.training_places import MODES
 from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens import store as golden_store
 from llorch.judging.goldens.training import FILES, MODELS, TrainingGolden, names, save
 from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FAIL
 
 MODEL = "micro-qwen3"

@@ -13,7 +13,6 @@ from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 from runs.torch_targets import on
 
-from llorch.files.builtin import builtin_path, goldens_folder
 from llorch.judging.expectations.training import claims, errors, refuse_far_witnesses
 from llorch.judging.expectations.training_places import at
 from llorch.judging.expectations.training_stages import BY_GROUP
@@ -21,6 +20,7 @@ from llorch.judging.goldens.training import FILES, HALF_DTYPES, MODELS, golden_n
 from llorch.judging.runners.training_torch import TorchTrainingRunner, torch_rows, verify_training_torch
 from llorch.judging.tolerances import training as limits
 from llorch.judging.tolerances.training import FROM_FLOAT32, NUMPY_ALONE, ceiling, shows
+from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.stages.comparison import FACTOR, FLOORS
 from llorch.stages.table import keys
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.training_recipe import OPTIMIZER
 from llorch.judging.tolerances.training import CEILINGS, GATE, amplification, of_dump, of_parameters, wide_limit
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import Tolerance
 
 N, SIZE = 200, 1e-9

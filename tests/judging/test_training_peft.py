@@ -7,12 +7,12 @@ import pytest
 from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.judging.expectations.training import claims
 from llorch.judging.expectations.training_places import ISOLATED, at
 from llorch.judging.goldens.training_recipe import LORA, OPTIMIZER, with_zero_b
 from llorch.judging.tolerances.training import GATE
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 MODEL = "micro-qwen3"

@@ -8,8 +8,7 @@ import pytest
 from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 
-from llorch.files import builtin, open_weights
-from llorch.files.builtin import builtin_path
+from llorch.files import open_weights
 from llorch.files.mapped import MappedFile
 from llorch.files.tokenizer import Tokenizer
 from llorch.judging import verify
@@ -17,6 +16,8 @@ from llorch.judging.expectations.files import differing, foreign_tensors, own_te
 from llorch.judging.goldens.forward import TokenCheck
 from llorch.judging.verify import foundation_rows, plan_live, token_rows, verify_live, verify_stored
 from llorch.model.model import Model
+from llorch.runtime import builtin
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FAIL, PASS
 
 PATH = builtin_path("micro-qwen2")

@@ -7,7 +7,7 @@ import pytest
 from builders.random_adapters import EVERY, random_adapter, tiny_base
 from runs.refusals import refuses
 
-from llorch.files import Weights, builtin, open_weights
+from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.model.backward import backward, recorder
@@ -15,6 +15,7 @@ from llorch.model.blocks import forward
 from llorch.model.blocks.backward import backward as backward_of_every_family
 from llorch.model.cache import KVCache
 from llorch.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from llorch.runtime import builtin
 from llorch.stages.table import keys
 
 IDS = np.array([3, 17, 8, 39, 0, 17])

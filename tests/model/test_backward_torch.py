@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.pytorch.cache import NoCache
 from llorch.pytorch.train.forward import hidden_states, place_of
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.table import keys
 from llorch.training.batch import Batch
 from llorch.training.numpy_step import loss_and_gradients, of_document

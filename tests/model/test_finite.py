@@ -12,13 +12,13 @@ from runs.refusals import assert_cli_refuses, assert_tells, refuses
 from safetensors.numpy import load_file, save_file
 
 import llorch
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.model.finite import name_first_stage
 from llorch.ops.numerics import GGML
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import NonFiniteRun
 
 GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))

@@ -5,12 +5,12 @@ import pytest
 from runs.refusals import refuses
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import BUILTIN, EVERY, builtin_path, held
 from llorch.judging.runners.numpy import run
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
 from llorch.model.forward import dense_only
 from llorch.model.forward import forward as forward_of_dense_layers
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, held
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import keys
 

@@ -9,7 +9,6 @@ from builders.random_adapters import random_adapter
 from runs.refusals import assert_tells, refuses
 
 import llorch
-from llorch.files.builtin import EVERY as EVERY_MODEL
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
@@ -17,6 +16,7 @@ from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
 from llorch.model.model import PREFILL_CHUNK, Model, load
 from llorch.ops.numerics import EXACT, SCHEME, Numerics
+from llorch.runtime.builtin import EVERY as EVERY_MODEL
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from runs.command_line import invoke
 from runs.refusals import Refusal, assert_cli_refuses, refuses, row
 
 import llorch
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
+from llorch.runtime.builtin import builtin_path
 
 NAMES_OF_TEMPLATES = ("rag", "tool_use")
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the fox?"}]

@@ -14,7 +14,6 @@ from runs.refusals import refuses
 from runs.split_runs import written
 
 from llorch.files import Weights, open_weights, packed
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import MODELS, write_model
@@ -26,6 +25,7 @@ from llorch.pytorch.kernels.quantised_linear import PackedMatrix, QuantisedEmbed
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.models.experts import QuantisedExperts
+from llorch.runtime.builtin import builtin_path
 
 CPU = torch.device("cpu")
 PACKED = [name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys()]

@@ -13,7 +13,6 @@ from runs.refusals import assert_cli_refuses, assert_tells, refuses
 from runs.split_runs import written
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.pytorch import memory, model
@@ -25,6 +24,7 @@ from llorch.pytorch.model import load_torch
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.stored_kinds import packed_bytes
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from llorch.files.builtin import BUILTIN, goldens_folder
 from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
 from llorch.judging.tolerances.forward import limit_of_softmax
 from llorch.ops.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
 from llorch.pytorch import sampling
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 from llorch.stages.comparison import measure
 
 INF = math.inf

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs.refusals import refuses
 
-from llorch.files.builtin import DATA, find_data
+from llorch.runtime.builtin import DATA, find_data
 
 SPLITS = ("train", "valid", "test")
 

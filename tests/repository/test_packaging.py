@@ -19,7 +19,7 @@ import llorch
 from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.sandbox import _check_in_sandbox
-from llorch.files.builtin import IN_WHEEL
+from llorch.runtime.builtin import IN_WHEEL
 from llorch.stages.comparison import NOT_RUN, PASS
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | t
 @pytest.fixture
 def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Look for models and goldens in the unpacked wheel; lessons read them again, as they do after the test."""
-    monkeypatch.setattr("llorch.files.builtin._PACKAGE", wheel / "llorch")
+    monkeypatch.setattr("llorch.runtime.builtin._PACKAGE", wheel / "llorch")
     forget_what_lessons_read()
     yield
     forget_what_lessons_read()

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from llorch.files.builtin import EVERY
 from llorch.judging.goldens.training import MODELS as TRAINED
+from llorch.runtime.builtin import EVERY
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.mapping import read_mapping
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.files import open_weights
-from llorch.files.builtin import BUILTIN, builtin_path, goldens_folder
 from llorch.judging.goldens.store import SUFFIX, read_arrays
+from llorch.runtime.builtin import BUILTIN, builtin_path, goldens_folder
 from llorch.stages.table import forward_order
 
 

@@ -12,11 +12,11 @@ import pytest
 from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 
-from llorch.files.builtin import goldens_folder
 from llorch.judging.expectations.training_places import Arrays
 from llorch.judging.goldens.training import MODELS, Tolerances, TrainingGolden, golden_name
 from llorch.judging.goldens.training_recipe import OPTIMIZER
 from llorch.judging.runners import training_numpy as runner
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FACTOR, Tolerance
 from llorch.stages.stage_ref import StageRef
 

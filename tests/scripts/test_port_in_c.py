@@ -54,7 +54,7 @@ def run_program(command: list, folder: Path) -> None:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The program of a source text, which is compiled once."""
     require_compiler()
-    headers = REPOSITORY / "llorch" / "dumps" / "writers"
+    headers = REPOSITORY / "llorch" / "engines" / "dumps" / "writers"
 
     @cache
     def program(source: str) -> Path:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from runs.command_line import REPOSITORY
 from runs.refusals import refuses
 
-from llorch.files.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.fixture

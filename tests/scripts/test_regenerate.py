@@ -19,12 +19,12 @@ from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import golden_of, suite_of, training_golden_of, weights_of
 
 from llorch.files import Weights
-from llorch.files.builtin import EVERY, goldens_folder
 from llorch.judging.goldens import store as golden_store
 from llorch.judging.goldens.forward import PRODUCERS, EngineOutput, Golden, TokenCheck, Truth
 from llorch.judging.goldens.long_contexts import read_long
 from llorch.judging.goldens.training import FILES
 from llorch.judging.tolerances.forward import Limits
+from llorch.runtime.builtin import EVERY, goldens_folder
 from llorch.stages.comparison import Difference
 from llorch.stages.stage_ref import Pass
 

@@ -3,7 +3,7 @@
 import re
 
 from checkpoints.terminal import PICTURE, picture
-from llorch.files.builtin import EVERY
+from llorch.runtime.builtin import EVERY
 
 PRINTED = ["$ command", "some-model   PASS   3 of 3   llama.cpp   0.1 s", "1 model, 3 of 3 comparisons PASS"]
 

@@ -7,9 +7,9 @@ import pytest
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, unable_of
 from llorch.judging.goldens.store import SUFFIX
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.stages.table import (
     BY_NAME,
     CHECKPOINTS,

@@ -10,7 +10,7 @@ from runs.refusals import refuses
 from runs.training_passes import in_peft, peft_name
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 from llorch.training.adamw import NonFiniteNorm, adamw_step, clip_by_norm, rate_factor
 
 HYPER = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}

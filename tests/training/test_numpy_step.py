@@ -10,10 +10,10 @@ from runs.refusals import refuses
 from runs.work_limit import work_limit
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapter import Adapter
 from llorch.ops.precision import own_dtype_only
+from llorch.runtime.builtin import builtin_path
 from llorch.training.batch import IGNORED, Batch
 from llorch.training.numpy_step import loss_and_gradients
 

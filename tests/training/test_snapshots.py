@@ -135,7 +135,7 @@ def test_a_second_run_in_the_folder_is_refused_and_a_third_after_it_is_not(store
 
 def test_where_there_is_no_flock_a_run_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    anew = runpy.run_path(str(REPOSITORY / "llorch" / "train" / "snapshots.py"))  # it can be imported without, too
+    anew = runpy.run_path(str(REPOSITORY / "llorch" / "training" / "snapshots.py"))  # it can be imported without, too
     with anew["SnapshotStore"](tmp_path / "run").lock() as without:
         assert_tells(without, "flock")
 

@@ -17,8 +17,8 @@ from llorch.apps.learn.materials import stub_of
 from llorch.apps.learn.sandbox import Outcome
 from llorch.apps.learn.sources import sources
 from llorch.apps.learn.verdict import BORROWED
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.store import SUFFIX
+from llorch.runtime.builtin import goldens_folder
 
 VERSION = 1
 

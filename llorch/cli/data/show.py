@@ -58,8 +58,8 @@ def command(
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary
     from llorch.cli.inputs import has_vocabulary, model_path, say_once
     from llorch.files import open_weights
-    from llorch.files.builtin import find_data
     from llorch.model.model import Model
+    from llorch.runtime.builtin import find_data
     from llorch.training.data import DataSettings, read_data
 
     opened = Model(open_weights(model_path(model)))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.output import say
 from llorch.files import open_weights
-from llorch.files.builtin import find_data
 from llorch.files.hub import find
 from llorch.model.model import Opened
+from llorch.runtime.builtin import find_data
 from llorch.training.data.formats import (
     Chat,
     Instruction,

@@ -12,8 +12,8 @@ looks into huggingface_hub's cache first and uses files of the cache unchanged. 
 from collections.abc import Callable
 from pathlib import Path
 
-from llorch.files.builtin import EVERY, builtin_path, wins
 from llorch.files.hub.reference import Reference
+from llorch.runtime.builtin import EVERY, builtin_path, wins
 
 Consent = Callable[[str], bool]  # to a download that is described in a line
 Report = Callable[[str], None]

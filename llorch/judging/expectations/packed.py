@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import goldens_folder
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.judging.expectations.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
 from llorch.judging.expectations.quantised_models import MODELS
@@ -31,6 +30,7 @@ from llorch.pytorch.kernels.kernel_selection import speed_up
 from llorch.pytorch.kernels.packing import PACKERS, decode, pack
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.paths import path_of
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import PASS, Tolerance
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import Stage, input_keys, keys, matrix_of

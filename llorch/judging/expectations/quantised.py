@@ -15,7 +15,6 @@ from typing import get_args
 import numpy as np
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import goldens_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.judging.expectations.files import fingerprint
 from llorch.judging.expectations.forward import ForwardSuite
@@ -33,6 +32,7 @@ from llorch.ops.rounding import (
     quantize_blocks,
     round_activations,
 )
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import PASS
 from llorch.stages.stage_ref import StageRef
 

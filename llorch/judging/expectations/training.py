@@ -15,7 +15,6 @@ import numpy as np
 from llorch.engines import OURS, stored_route
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path, goldens_folder
 from llorch.judging.expectations.adapter_files import exported, file_row
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED, MODES, Arrays, places
 from llorch.judging.expectations.training_stages import BY_GROUP
@@ -27,6 +26,7 @@ from llorch.judging.runners.numpy import BACKENDS, FLOAT64
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner
 from llorch.judging.tolerances import training as limits
 from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.stages.comparison import Difference, Tolerance, tolerance_from
 from llorch.stages.stage_ref import StageRef
 

@@ -1,4 +1,4 @@
-"""The table of what checkpoints 15 to 20 compare, one row per group of stages; `llorch.stages.table` is the forward pass.
+"""The table of what checkpoints 15 to 20 compare, one row per group; `llorch.stages.table` has the forward pass.
 
 A stage is a group and what it is of, `gradient.q_proj.lora_A`. All stages of a group share limits, see
 `training.limits`. A *case* says of which run it is: `plain`, `smoothed`, `zero_b`, `step 2` ...
@@ -73,7 +73,8 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
     ),
     TrainingStage(
         name="loss_curve", checkpoint="19", formula="loss of every step of a run",
-        function="llorch.training.numpy_step.loss_and_gradients", peft="sum of cross_entropy / learned tokens of the step",
+        function="llorch.training.numpy_step.loss_and_gradients",
+        peft="sum of cross_entropy / learned tokens of the step",
     ),
     TrainingStage(
         name="norm_curve", checkpoint="19", formula="norm of every step's gradient before clipping",

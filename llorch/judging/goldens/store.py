@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from llorch.files.builtin import missing_golden
 from llorch.files.new_file import new_file
+from llorch.runtime.builtin import missing_golden
 from llorch.stages.comparison import Difference
 
 SUFFIX = ".safetensors.xz"

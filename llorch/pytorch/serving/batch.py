@@ -98,7 +98,7 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def step(self) -> Results:
-        """See `llorch.model.generate.GenerationBatch.step`; what is raised concerns all jobs, which then have to leave."""
+        """See `llorch.model.generate.GenerationBatch.step`; an error concerns all jobs, which then have to leave."""
         reading = next(((ticket, run) for ticket, run in self._runs.items() if run.is_reading), None)
         going = {ticket: run for ticket, run in self._runs.items() if run.goes_on}
         if reading is not None and (self._reading_is_next or not going):

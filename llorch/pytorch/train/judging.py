@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llorch.files import open_weights
-from llorch.files.builtin import find_data
 from llorch.files.hub import find
 from llorch.lora.files import adapter_for
 from llorch.model.model import Opened
@@ -14,6 +13,7 @@ from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.worker import Alone
+from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError
 from llorch.training.data import PackedRows, TrainingData, batches, read_data
 from llorch.training.settings import TrainSettings

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.families.config import FAMILIES
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import find_data
 from llorch.files.hub import find
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
@@ -18,6 +17,7 @@ from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
+from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError
 from llorch.runtime.launched_rank import own_device
 from llorch.training.base_settings import say_dropout, text_settings

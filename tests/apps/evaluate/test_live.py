@@ -12,8 +12,8 @@ from runs.command_line import invoke
 import llorch
 from llorch.apps.evaluate.scores import ModelDifference, PairScores, compare_models, mean
 from llorch.apps.evaluate.windows import cut_text, score_pair
-from llorch.files.builtin import builtin_path
 from llorch.ops.numerics import EXACT, GGML, Numerics
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 CONTEXT, FIRST = 256, 128  # the tool's `-c 256`, and the first row of a window that it scores

@@ -12,10 +12,10 @@ from llorch.apps.learn.checks import after_logits
 from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import LessonComparison
 from llorch.apps.learn.lessons import PARTS
-from llorch.files.builtin import BUILTIN
 from llorch.judging.judge import Expectation, judge
 from llorch.model.model import Model, load
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.builtin import BUILTIN
 from llorch.stages.comparison import FAIL, PASS, Tolerance
 from llorch.stages.stage_ref import StageRef
 

@@ -17,8 +17,8 @@ from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis
 from llorch.engines.dumps.index import open_raw
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
 
 BY_NAME, SLOW = {bug.name: bug for bug in BUGS}, pytest.mark.slow
 

@@ -14,9 +14,9 @@ from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis
 from llorch.engines.dumps.index import open_raw
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.distributed.launch import on_ranks
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -14,8 +14,8 @@ from llorch.diagnosis.training.replay import FLOW, Planted, TrainingReplay
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.training_dump import training_dump
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
 from llorch.training import numpy_step
 
 

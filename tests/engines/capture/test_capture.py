@@ -19,9 +19,9 @@ from llorch.engines import open_producer
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path, goldens_folder
 from llorch.files.convert import convert
 from llorch.judging.goldens.forward import Golden, read
+from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.stages.comparison import Tolerance
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import keys

@@ -9,7 +9,7 @@ from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.engines.process import GGML_VARIABLES
-from llorch.files.builtin import BUILTIN, builtin_path
+from llorch.runtime.builtin import BUILTIN, builtin_path
 
 pytestmark = pytest.mark.live
 

@@ -13,9 +13,9 @@ from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.files import Weights
-from llorch.files.builtin import BUILTIN
 from llorch.files.tensor_names import interleave
 from llorch.ops.rope import rope, rope_tables
+from llorch.runtime.builtin import BUILTIN
 
 
 def check(dump: StageDump, trace: Mapping[str, np.ndarray]) -> None:

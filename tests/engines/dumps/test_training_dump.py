@@ -12,9 +12,9 @@ from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.training_dump import TrainingDump, training_dump
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.training_recipe import make_adapter
 from llorch.lora.adapter import Adapter
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.stage_ref import Tokens
 from llorch.training.batch import IGNORED
 

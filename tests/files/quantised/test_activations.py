@@ -10,11 +10,11 @@ import pytest
 from runs.refusals import refuses
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.quantised.activations import read_activations
 from llorch.judging.runners.numpy import run
 from llorch.ops.numerics import SCHEME
 from llorch.ops.scheme_rounding import SchemeRounding
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.stage_ref import Pass
 
 FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"

@@ -9,7 +9,6 @@ import pytest
 from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import golden_of, suite_of, weights_of
 
-from llorch.files.builtin import BUILTIN
 from llorch.judging.expectations.forward import COPIES, ForwardSuite
 from llorch.judging.expert_selection import GoOn, as_made
 from llorch.judging.goldens.forward import N_GREEDY, PRODUCERS, EngineOutput, Truth
@@ -20,6 +19,7 @@ from llorch.judging.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner
 from llorch.judging.tolerances.forward import MATHEMATICS, Limits
 from llorch.model import forward as forward_page
 from llorch.model.cache import KVCache
+from llorch.runtime.builtin import BUILTIN
 from llorch.stages.comparison import EXACT, FACTOR, FAIL, FLOOR, PASS, TIE, Difference, measure
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import BY_NAME, key, keys

@@ -8,8 +8,8 @@ import pytest
 from runs.refusals import refuses
 from safetensors.numpy import load
 
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.store import SUFFIX, GoldenStore, plain_distances, read_arrays, read_distances, write_arrays
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import Difference
 
 ARRAYS = {

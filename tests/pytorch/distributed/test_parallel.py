@@ -13,9 +13,9 @@ from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.families.layers import Layer
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.pytorch.distributed.launch import on_ranks, start
 from llorch.pytorch.distributed.sharding_plan import cannot_split, of_a_rank
+from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import EngineDied
 from llorch.runtime.launched_rank import is_rank
 

@@ -10,12 +10,12 @@ from runs.continuous import job, some_ids
 from torch import Tensor
 
 from llorch.diagnosis.mistakes.planting import replaced
-from llorch.files.builtin import builtin_path
 from llorch.judging.goldens.long_contexts import LongGolden
 from llorch.judging.verify import stored, stored_long
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FACTOR
 
 MODEL = "micro-qwen2"

@@ -6,13 +6,13 @@ import torch
 from runs.refusals import refuses
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.ops.rope import rope_tables
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.train.forward import hidden_states, place_of
+from llorch.runtime.builtin import builtin_path
 from llorch.training.batch import IGNORED, Batch
 
 CPU = torch.device("cpu")

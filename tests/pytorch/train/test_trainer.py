@@ -15,7 +15,6 @@ from runs.refusals import assert_tells, refuses
 from runs.training_runs import bits, distance, gradients, small_data, small_settings, trained
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.safetensors import tensor_bytes
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import attach
@@ -25,6 +24,7 @@ from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.trainer import NonFiniteLoss
 from llorch.pytorch.train.worker import Alone
+from llorch.runtime.builtin import builtin_path
 from llorch.training.data import batches
 from llorch.training.settings import TrainSettings
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.model.model import Model
+from llorch.runtime.builtin import builtin_path
 
 _OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _CALLS = (

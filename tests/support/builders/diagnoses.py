@@ -12,7 +12,7 @@ from llorch.diagnosis.profile import profile
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import Difference, Tolerance
 from llorch.stages.table import Stage, keys
 

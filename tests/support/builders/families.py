@@ -20,7 +20,7 @@ import pytest
 
 from llorch.engines import ProducerName
 from llorch.families.config import FAMILIES as TABLE
-from llorch.files.builtin import BUILTIN
+from llorch.runtime.builtin import BUILTIN
 
 BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
 TRANSFORMERS: tuple[ProducerName, ...] = ("transformers",)

@@ -9,8 +9,8 @@ from runs.stored_goldens import golden_of
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.tensor_names import interleave
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import keys
 

@@ -18,7 +18,7 @@ from llorch.apps.learn.verdict import LessonVerdict
 from llorch.diagnosis.mistakes import MISTAKES, of_checkpoint
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.builtin import BUILTIN, builtin_path
+from llorch.runtime.builtin import BUILTIN, builtin_path
 from llorch.stages.table import BY_NAME
 
 TAUGHT = [

@@ -14,7 +14,6 @@ from runs.stored_goldens import quantised_golden, suite_of, suite_of_case, weigh
 from inject.fault import Inject, InjectedFault, replaced
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, matrix, open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised import stage_rows
 from llorch.judging.expectations.quantised_models import write_model
@@ -30,6 +29,7 @@ from llorch.model.model import Model, load
 from llorch.ops import sampling
 from llorch.ops.numerics import GGML
 from llorch.ops.sampling import SamplingSettings, softmax
+from llorch.runtime.builtin import builtin_path
 
 LIVE_VOCAB = 32_000
 LIVE_IDS = (3, 1, 4, 15, 9, 2, 6, 5, 31_999, 7_777)

@@ -31,7 +31,6 @@ from llorch.diagnosis.mistakes.variants import (
     variants,
 )
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import EVERY
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import write_model
@@ -41,6 +40,7 @@ from llorch.judging.runners.numpy import run
 from llorch.judging.tolerances.forward import WORST
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
+from llorch.runtime.builtin import EVERY
 from llorch.stages.comparison import EXACT, Tolerance, measure
 from llorch.stages.stage_ref import Pass, part_of
 from llorch.stages.table import BY_NAME, Stage, key, keys

@@ -10,7 +10,7 @@ from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.diagnosis.search.hypotheses import Hypothesis, known_mistakes
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import keys
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from llorch.files import Weights
-from llorch.files.builtin import goldens_folder
 from llorch.judging import verify as models
 from llorch.judging.expectations import quantised
 from llorch.judging.expectations.forward import ForwardSuite
@@ -22,6 +21,7 @@ from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden
 from llorch.judging.judge import Comparison, routed
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances import training as limits
+from llorch.runtime.builtin import goldens_folder
 from runs.stored_goldens import golden_of, quantised_golden
 
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")

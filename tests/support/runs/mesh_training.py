@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.judging.expectations.training import stored
 from llorch.judging.runners import training_torch as torch_runner
 from llorch.pytorch.device import target
@@ -21,6 +20,7 @@ from llorch.pytorch.train import adamw, step, trainer, worker
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
+from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import PASS
 from runs.training_runs import Silent
 

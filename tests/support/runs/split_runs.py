@@ -14,7 +14,6 @@ from gguf import GGUFWriter
 from llorch.families.config import ModelConfig
 from llorch.families.family import FAMILIES
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.export import add_hyperparameters
 from llorch.files.quant import GGMLType
 from llorch.files.tensor_names import inventory
@@ -30,6 +29,7 @@ from llorch.pytorch.distributed.parallel_model import load_parallel
 from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
+from llorch.runtime.builtin import builtin_path
 
 PROMPTS = [[1, 5, 9, 13, 17], [2, 4], [30, 20, 10, 40, 50, 60, 70, 80, 90]]
 SETTINGS = [

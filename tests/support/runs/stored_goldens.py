@@ -4,12 +4,12 @@ import json
 from functools import cache
 
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import builtin_path, goldens_folder
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.goldens import forward as goldens
 from llorch.judging.goldens import quantised as quantised_goldens
 from llorch.judging.goldens import training as training_goldens
 from llorch.ops.rounding import VariantName
+from llorch.runtime.builtin import builtin_path, goldens_folder
 
 
 @cache

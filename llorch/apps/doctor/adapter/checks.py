@@ -18,7 +18,6 @@ import numpy as np
 from llorch.apps.doctor.adapter.finding import OK, WARNING, WRONG, AdapterFinding
 from llorch.apps.doctor.adapter.stopping import stops
 from llorch.files import Weights
-from llorch.files.builtin import find_data
 from llorch.files.encode import encode
 from llorch.files.quant import GGMLType, decode
 from llorch.files.strict_json import read_json
@@ -27,6 +26,7 @@ from llorch.lora.initial import base_matrix
 from llorch.lora.merge import merged_matrix, parts_of
 from llorch.lora.summary import product_norm, stored_types
 from llorch.model.model import Opened
+from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError
 from llorch.stages.comparison import NOT_RUN
 from llorch.training.base_settings import say_dropout

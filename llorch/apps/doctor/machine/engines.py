@@ -8,8 +8,8 @@ from typing import Any
 from llorch.apps.doctor.machine.child import said_by
 from llorch.apps.doctor.machine.finding import HealthCheck
 from llorch.apps.doctor.machine.packages import installed_version
-from llorch.files.builtin import goldens_folder
 from llorch.files.strict_json import read_json
+from llorch.runtime.builtin import goldens_folder
 
 _TORCH = """
 import logging, torch

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from llorch.apps.doctor.machine.finding import HealthCheck
-from llorch.files.builtin import goldens_folder
 from llorch.judging.goldens.forward import read
 from llorch.model.model import load
+from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import compare
 
 _MODEL = "micro-llama"

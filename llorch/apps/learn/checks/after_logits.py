@@ -18,13 +18,13 @@ from llorch.apps.learn.judging import LessonComparison, Mode
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.verdict import Suspect
-from llorch.files.builtin import BUILTIN, held
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.tokens import edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS
 from llorch.judging.judge import Expectation, exact_row, judge
 from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.ops import sampling
+from llorch.runtime.builtin import BUILTIN, held
 from llorch.runtime.errors import LearnerFault
 from llorch.stages.comparison import EXACT, FAIL, measure
 from llorch.stages.stage_ref import StageRef

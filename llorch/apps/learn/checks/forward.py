@@ -20,7 +20,6 @@ from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.files.builtin import BUILTIN, OTHERS, builtin_path, held
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.judge import Expectation, judge
 from llorch.judging.runners import Trace
@@ -28,6 +27,7 @@ from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.judging.verify import stored
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
+from llorch.runtime.builtin import BUILTIN, OTHERS, builtin_path, held
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import Stage, keys
 

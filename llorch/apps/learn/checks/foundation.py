@@ -18,12 +18,12 @@ from llorch.apps.learn.judging import LessonComparison, Mode
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.verdict import Suspect
 from llorch.files.blocks import uniform
-from llorch.files.builtin import BUILTIN, builtin_path, held
 from llorch.files.gguf import GGUFFile
 from llorch.judging.expectations.files import foundation_rows, own_tensors, token_rows
 from llorch.judging.judge import Comparison, exact_row
 from llorch.judging.verify import stored
 from llorch.model.model import Model
+from llorch.runtime.builtin import BUILTIN, builtin_path, held
 from llorch.stages.stage_ref import StageRef
 
 ONE = 0x3F80  # the bfloat16 that everyone knows

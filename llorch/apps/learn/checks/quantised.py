@@ -14,10 +14,10 @@ from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.mistakes import QuantisedInputs
 from llorch.diagnosis.mistakes.variants import quantised_variants
 from llorch.diagnosis.verdict import Suspect
-from llorch.files.builtin import goldens_folder
 from llorch.files.quant import GGMLType, decode
 from llorch.judging.expectations.quantised import decode_row
 from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden, read
+from llorch.runtime.builtin import goldens_folder
 
 ORDINARY = 4  # blocks before those with edge cases, of which several mistakes make the same
 

@@ -143,8 +143,8 @@ SOFTMAX = Exercise(
     replaces="llorch.ops.sampling.softmax", adapt=lambda call, right: lambda logits: call(logits=logits),
 )  # fmt: skip
 DISTRIBUTION = Exercise(
-    name="distribution", reference=distribution, returns=("probabilities",), replaces="llorch.ops.sampling.probabilities",
-    adapt=_distribution_adapted,
+    name="distribution", reference=distribution, returns=("probabilities",),
+    replaces="llorch.ops.sampling.probabilities", adapt=_distribution_adapted,
 )  # fmt: skip
 POSITIONS = Exercise(
     name="positions", reference=lambda n_before, n_new: np.arange(n_before, n_before + n_new), returns=("positions",),

@@ -1,4 +1,4 @@
-"""The checks of `llorch.apps.learn.guard` around a function of tensors: bfloat16 is a dtype that NumPy does not have."""
+"""The checks of `llorch.apps.learn.guard` around a function of tensors; NumPy has no bfloat16."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

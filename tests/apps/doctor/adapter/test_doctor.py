@@ -16,13 +16,13 @@ from llorch.apps.doctor.adapter.checks import NUMBER_CHECKS, READER_CHECKS, chec
 from llorch.apps.doctor.adapter.engines import _RUNS
 from llorch.engines.process import in_child
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
 from llorch.model.model import Opened
+from llorch.runtime.builtin import builtin_path
 from llorch.training.data import DataSettings, read_data
 from llorch.training.merge_files import logits_by, probe_ids
 

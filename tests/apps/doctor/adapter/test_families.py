@@ -12,11 +12,11 @@ from runs.refusals import assert_tells
 from llorch.apps.doctor.adapter import examine
 from llorch.apps.doctor.adapter.checks import check_run
 from llorch.files import open_weights
-from llorch.files.builtin import builtin_path
 from llorch.files.convert import convert
 from llorch.lora.base import identity_of
 from llorch.lora.merge import MergedWeights
 from llorch.lora.peft_format import write_peft
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.mark.parametrize("model", ["micro-qwen3-next", "micro-qwen3.5-moe", "micro-qwen2-moe"])

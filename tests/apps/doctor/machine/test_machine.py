@@ -8,7 +8,7 @@ from llorch.apps.doctor.machine.caches import of_caches
 from llorch.apps.doctor.machine.engines import _check_kernels, _devices, of_witnesses
 from llorch.apps.doctor.machine.hardware import of_hardware, processor
 from llorch.apps.doctor.machine.self_test import self_test
-from llorch.files.builtin import goldens_folder
+from llorch.runtime.builtin import goldens_folder
 
 
 @pytest.mark.parametrize(

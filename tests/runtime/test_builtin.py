@@ -7,8 +7,8 @@ from runs.command_line import invoke
 from runs.refusals import assert_tells, refuses
 
 import llorch
-from llorch.files.builtin import builtin_path, find_data
 from llorch.files.hub import find
+from llorch.runtime.builtin import builtin_path, find_data
 
 
 @pytest.fixture(autouse=True)
