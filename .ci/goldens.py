@@ -11,8 +11,8 @@ fifth, and the dtype in which torch is judged. It is the hash of the commit's tr
 import sys
 from collections.abc import Sequence
 
-from llorch.builtin import EVERY
-from llorch.verify.training.goldens import MODELS as TRAINED
+from llorch.judging.goldens.training import MODELS as TRAINED
+from llorch.runtime.builtin import EVERY
 
 ALWAYS = ("micro-llama", "micro-mistral", "micro-qwen3.5-moe", "story")
 DTYPES = ("bfloat16", "float32", "float16")

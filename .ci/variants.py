@@ -27,11 +27,11 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
-    "backward cache forward pytorch/kernels/cpu/cpu pytorch/kernels/cpu/block pytorch/kernels/cpu/layer "
-    "pytorch/kernels/cpu/quantised pytorch/train/loading model ops/attention ops/backward ops/cross_entropy ops/dora "
-    "ops/linear ops/lora ops/rms_norm ops/rope ops/swiglu verify/quantised pytorch/cache pytorch/model "
-    "pytorch/quantised pytorch/batch_invariant/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss "
-    "diagnosis/diagnose diagnosis/training/diagnose"
+    "model/backward model/cache model/forward pytorch/kernels/cpu/cpu pytorch/kernels/cpu/block "
+    "pytorch/kernels/cpu/layer pytorch/kernels/cpu/quantised pytorch/train/loading model/model ops/attention "
+    "ops/backward ops/cross_entropy ops/dora ops/linear ops/lora ops/rms_norm ops/rope ops/swiglu judging/quantised "
+    "pytorch/cache pytorch/model pytorch/quantised pytorch/batch_invariant/reproducible training/numpy_step "
+    "pytorch/train/forward pytorch/train/loss diagnosis/diagnose diagnosis/training/diagnose"
 )
 
 

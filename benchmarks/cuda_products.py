@@ -19,7 +19,7 @@ from functools import partial
 import click
 import torch
 
-from llorch.bench import COPY_BYTES, best_time
+from llorch.apps.bench.measure import COPY_BYTES, best_time
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
 from llorch.pytorch.kernels.packing import Fields, Kind, Table, shorten

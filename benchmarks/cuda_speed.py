@@ -21,10 +21,11 @@ from typing import Any
 import click
 import torch
 
-from llorch.bench import SHAPES, Load, measure, prompts, speeds
-from llorch.config import ModelConfig
+from llorch.apps.bench.measure import Load, measure, prompts, speeds
+from llorch.apps.bench.torch import MeasuredModel, TorchEngine, random, torch_subject
+from llorch.families.config import ModelConfig
+from llorch.families.real_shapes import SHAPES
 from llorch.files.tensor_names import inventory
-from llorch.pytorch.bench import MeasuredModel, TorchEngine, random, torch_subject
 from llorch.pytorch.device import target
 
 SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
@@ -55,7 +56,7 @@ def prefill_load(config: ModelConfig) -> Load:
 
 
 def ours(made: MeasuredModel, load: Load) -> dict:
-    """Measure llorch's CUDA path; see `llorch.bench.measure`."""
+    """Measure llorch's CUDA path; see `llorch.apps.bench.measure.measure`."""
     engine = TorchEngine(made.module, made.target, load)
     subject = torch_subject(made.module, made.target, made.name, made.weights)
     return measure(engine, subject, load, lambda line: click.echo(f"{made.name}, {made.weights}: {line}", err=True))

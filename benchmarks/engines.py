@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from llorch.files.residency import Residency
-    from llorch.numerics import Numerics
+    from llorch.ops.numerics import Numerics
 
 
 class Engine(Protocol):
@@ -51,13 +51,13 @@ class Llorch:
     def __init__(self, path: Path, numerics: "Numerics | None" = None, residency: "Residency" = "auto") -> None:
         """Load a GGUF file."""
         import llorch
-        from llorch.numerics import EXACT
+        from llorch.ops.numerics import EXACT
 
         self._model = llorch.load(path, numerics=numerics or EXACT, residency=residency)
 
     def prefill(self, ids: list[int]) -> None:
         """See `Engine`."""
-        from llorch.cache import KVCache
+        from llorch.model.cache import KVCache
 
         self._cache = KVCache.of(self._model.weights)
         self._model.forward(ids, cache=self._cache, last_only=True)

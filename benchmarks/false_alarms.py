@@ -22,19 +22,19 @@ from typing import Any
 import click
 import numpy as np
 
-from llorch.comparison import FAIL, TIE
-from llorch.config import ModelConfig
-from llorch.convert import convert
 from llorch.engines.process import in_child
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
+from llorch.files.convert import convert
 from llorch.files.tensor_names import inventory
-from llorch.model import load
-from llorch.numerics import GGML
-from llorch.verify.float64_reference import WITNESS
-from llorch.verify.judge import Comparison
-from llorch.verify.models import plan_live, verify_as_stored, verify_live
-from llorch.verify.runners import Runner
-from llorch.verify.runners.numpy import numpy_runners
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.judge import Comparison
+from llorch.judging.runners import Runner
+from llorch.judging.runners.numpy import numpy_runners
+from llorch.judging.verify import plan_live, verify_as_stored, verify_live
+from llorch.model.model import load
+from llorch.ops.numerics import GGML
+from llorch.stages.comparison import FAIL, TIE
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -116,8 +116,8 @@ def runners(dtypes: tuple[str, ...], weights: Weights, *, wide: bool) -> Iterato
     """Yield all ways of NumPy to run, and of torch in some dtypes."""
     yield from numpy_runners(weights, wide=wide)
     for dtype in dtypes:
+        from llorch.judging.runners.torch import torch_runners
         from llorch.pytorch.device import target
-        from llorch.verify.runners.torch import torch_runners
 
         yield from torch_runners(target("cpu", dtype))(weights, wide=wide)
 

@@ -104,7 +104,7 @@ def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterato
     """Write the folder, and a GGUF twin if llama.cpp can express the model."""
     from builders.families import random_folder, twin
 
-    from llorch.config.llamacpp import cannot_express
+    from llorch.families.llamacpp_limits import cannot_express
     from llorch.files import open_weights
 
     folder = random_folder(family, place / "folder", seed, **sizes)
@@ -115,9 +115,9 @@ def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterato
 
 def judge(path: Path, told: Judged, with_torch: bool) -> None:
     """Judge one file; the float64 reference and at least one engine must run."""
-    from llorch.comparison import FAIL, TIE
     from llorch.files import open_weights
-    from llorch.verify.models import plan_live, verify_live
+    from llorch.judging.verify import plan_live, verify_live
+    from llorch.stages.comparison import FAIL, TIE
 
     rng, weights = np.random.default_rng(told.seed), open_weights(path)
     plan = plan_live(weights, rng.integers(3, weights.config.vocab_size, rng.integers(2, 90)).tolist(), ENGINES)
@@ -137,15 +137,15 @@ def judge(path: Path, told: Judged, with_torch: bool) -> None:
 
 def numpy_only(weights: Any, *, wide: bool) -> Iterator[Any]:
     """Yield the runners of the NumPy path."""
-    from llorch.verify.runners.numpy import numpy_runners
+    from llorch.judging.runners.numpy import numpy_runners
 
     return numpy_runners(weights, wide=wide)
 
 
 def runners(weights: Any, *, wide: bool) -> Iterator[Any]:
     """Yield the runners of NumPy and of torch: as written, and with its fastest parts in a batch with others."""
+    from llorch.judging.runners.torch import torch_runners
     from llorch.pytorch.device import target
-    from llorch.verify.runners.torch import torch_runners
 
     yield from numpy_only(weights, wide=wide)
     for dtype in ("float64", "float32"):

@@ -56,8 +56,8 @@ def plant(kind: type, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    from llorch.apps.serve.scheduler import Turns
     from llorch.cli import main
-    from llorch.serve.scheduler import Turns
 
     delay = float(sys.argv.pop(1))
     plant(Turns, delay)

@@ -32,7 +32,7 @@ EXPERTS = "30B-A3B"
 def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, ...]) -> None:
     """Entry point."""
     import llorch
-    from llorch.cache import KVCache
+    from llorch.model.cache import KVCache
 
     print(f"{machine()}; {threads} threads")
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as folder:
@@ -73,7 +73,7 @@ def write(path: Path, shape: str) -> None:
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from llorch.config import FAMILIES
+    from llorch.families.config import FAMILIES
     from llorch.files.export import add_hyperparameters
     from llorch.files.tensor_names import inventory
 
@@ -102,7 +102,7 @@ def llama_7b():
     """Make a configuration with the shape of Llama 2 7B."""
     from dataclasses import replace
 
-    from llorch.verify.expectations.quantised_models import MODELS
+    from llorch.judging.expectations.quantised_models import MODELS
 
     return replace(
         MODELS["Q4_K"].config,
@@ -113,7 +113,7 @@ def llama_7b():
 
 def qwen_05b():
     """Make a configuration with the shape of Qwen2.5-0.5B."""
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
 
     values = {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
@@ -126,7 +126,7 @@ def qwen_05b():
 
 def qwen3_30b_a3b():
     """Make a configuration with the shape of Qwen3-30B-A3B."""
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
 
     values = {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
@@ -176,7 +176,7 @@ def blocks(shape: tuple[int, ...], kind, shift: int):
     import numpy as np
 
     from llorch.files.quant import BLOCK_SIZES
-    from llorch.verify.expectations.quantised_models import random_blocks
+    from llorch.judging.expectations.quantised_models import random_blocks
 
     n_bytes = BLOCK_SIZES[kind][1]
     some = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)

@@ -23,7 +23,7 @@ import click
 from mesh_model import Job, Machine, StepTime, memory, messages, step_time
 from rounds import processor
 
-from llorch.bench import SHAPES
+from llorch.families.real_shapes import SHAPES
 
 PARTS = ("memory", "messages", "seconds", "model")
 MEASURED = ((1, 1), (2, 1), (1, 2), (2, 2))  # dp x tp

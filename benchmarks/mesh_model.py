@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 
 WIDE = 4  # bytes of float32: adapters, gradients, moments, and what is computed widened
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")

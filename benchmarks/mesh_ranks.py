@@ -33,7 +33,7 @@ from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import prepare
 from llorch.pytorch.train.step import Stepper
 from llorch.pytorch.train.worker import Alone, OnMesh
-from llorch.train.batch import Batch
+from llorch.training.batch import Batch
 
 KINDS = {  # operation of torch -> kind; bytes are those of the larger side
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "_allgather_base_": "all-gather",

@@ -5,8 +5,8 @@
     python benchmarks/missed_factors.py --factor 1.005
 
 Each stage is multiplied as it is shown and rounded to the dtype of the run, so each comparison sees a factor of its
-own. Isolated comparisons judge the factor (`llorch/verify/tolerances/factors.py`). Chained ones and gradients judge the
-error alone. Exit code 1: less than 90 % of the isolated comparisons fail.
+own. Isolated comparisons judge the factor (`llorch/judging/tolerances/factors.py`). Chained ones and gradients judge
+the error alone. Exit code 1: less than 90 % of the isolated comparisons fail.
 """
 
 import sys
@@ -19,22 +19,22 @@ import click
 import numpy as np
 import torch
 
-from llorch.builtin import EVERY
-from llorch.comparison import FAIL
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.training import claims, rows
+from llorch.judging.expectations.training import stored as stored_training
+from llorch.judging.goldens.training import MODELS as TRAINED
+from llorch.judging.judge import Comparison
+from llorch.judging.runners import Runner, See
+from llorch.judging.runners.torch import torch_runners
+from llorch.judging.runners.torch_observed import WIDENED
+from llorch.judging.runners.training_torch import DTYPES as TRAINED_DTYPES
+from llorch.judging.runners.training_torch import TorchTrainingRunner
+from llorch.judging.tolerances.training import NUMPY_ALONE
+from llorch.judging.verify import stored
 from llorch.pytorch.device import Target, target
-from llorch.stages import BY_NAME
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.judge import Comparison
-from llorch.verify.models import stored
-from llorch.verify.runners import Runner, See
-from llorch.verify.runners.torch import torch_runners
-from llorch.verify.runners.torch_observed import WIDENED
-from llorch.verify.training.claims import claims, rows
-from llorch.verify.training.claims import stored as stored_training
-from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.training.limits import NUMPY_ALONE
-from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
-from llorch.verify.training.torch_runner import TorchTrainingRunner
+from llorch.runtime.builtin import EVERY
+from llorch.stages.comparison import FAIL
+from llorch.stages.table import BY_NAME
 
 ENOUGH = 0.9  # of the isolated comparisons
 MODES = ("isolated", "chained")

@@ -44,63 +44,84 @@ def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
 AREAS = (
     Area(
         "ops",
-        "ops/* families/* forward backward cache numerics memory finite",
-        "ops/* families/* forward backward cache finite memory lora/adapted_weights train/numpy_step "
-        "verify/checkpoints",
+        "ops/[!s]* ops/s[!a]* model/[!gm]* model/blocks/* runtime/memory",
+        "ops/[!s]* ops/s[!a]* model/[!gm]* model/blocks/* runtime/memory lora/adapted_weights training/numpy_step "
+        "judging/checkpoints",
     ),
     Area(
         "config",
-        "config/* architecture config_reader errors builtin stages",
-        "config* files/weights* stages repository/examples",
+        "families/* runtime/fields runtime/errors runtime/builtin stages/__init__ stages/table",
+        "families/config* runtime/fields files/weights* stages/table repository/examples",
     ),
-    Area("hub", "hub/*", "hub/*"),
-    Area("machine", "machine/*", "machine/* cli/doctor"),
-    Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder model_images"),
+    Area("hub", "files/hub/*", "files/hub/*"),
+    Area("machine", "apps/doctor/__init__ apps/doctor/machine/*", "apps/doctor/machine/* cli/doctor"),
+    Area(
+        "files",
+        "files/[!ceob]* files/opening files/blocks/*",
+        "files/[!ceob]* files/opening judging/verify_folder model/model_images",
+    ),
     Area("quantised", "files/quantised/*", "files/quantised/*"),
     Area(
         "export",
-        "convert output_paths files/e* tokenizer/export*",
-        "files/export* tokenizer/export convert convert_failures files/quant_blocks",
+        "files/convert files/output_paths files/e* files/tokenizer/export*",
+        "files/export* files/tokenizer/export files/convert* files/quant_blocks",
     ),
-    Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* evaluate/windows"),
-    Area("generation", "sampling generate model", "sampling generate model model_images faults/teeth_numpy cli/run"),
-    Area("torch", "pytorch/* pytorch/[!kt]*/*", "pytorch/* pytorch/[!kt]*/*"),
+    Area("tokenizer", "files/tokenizer/[!e]*", "files/tokenizer/* apps/evaluate/windows"),
+    Area(
+        "generation",
+        "ops/sampling model/generate model/model",
+        "ops/sampling model/generate model/model* faults/teeth_numpy cli/run",
+    ),
+    Area("torch", "pytorch/* pytorch/[!kt]*/* engines/capture/*", "pytorch/* pytorch/[!kt]*/* engines/capture/*"),
     Area(
         "kernels",
         "pytorch/kernels/* pytorch/kernels/*/*",
         "pytorch/kernels/* pytorch/kernels/*/* pytorch/model pytorch/quantised",
     ),
-    Area("lora", "lora/* doctor/*", "lora/* doctor/* cli/lora_files model"),
-    Area("data", "train/data/*", "train/data_* cli/data"),
-    Area("train", "train/* pytorch/train/*", "train/[!d]* pytorch/train/* cli/lora_train"),
+    Area("lora", "lora/* apps/doctor/adapter/*", "lora/* apps/doctor/adapter/* cli/lora_files model/model"),
+    Area("data", "training/data/*", "training/data_* cli/data"),
+    Area("train", "training/* pytorch/train/*", "training/[!d]* pytorch/train/* cli/lora_train"),
     Area(
         "verification",
-        "places comparison verify/* verify/runners/[!t]* verify/tolerances/* verify/expectations/[!p]*",
-        "comparison* verify/[!t]* verify/tolerances/* verify/expectations/* faults/* files/matrix",
+        "stages/[!_t]* judging/* judging/goldens/[!t]* judging/runners/[!t]* judging/tolerances/[!t]* "
+        "judging/expectations/[!apt]* judging/expectations/tokens",
+        "stages/comparison* judging/[!t]* judging/goldens/* judging/tolerances/* judging/expectations/* faults/* "
+        "files/matrix",
     ),
     Area(
         "learn",
-        "learn/* learn/exercises/* learn/checks/* learn/museum/* learn/on_torch/*",
-        "learn/[!c]* learn/check learn/choice cli/learn_[!w]*",  # the other file judges what a learner wrote
+        "apps/__init__ apps/learn/* apps/learn/exercises/* apps/learn/checks/* apps/learn/museum/* "
+        "apps/learn/on_torch/*",
+        # tests/cli/test_learn_watch.py judges what a learner wrote
+        "apps/learn/[!c]* apps/learn/check apps/learn/choice cli/learn_[!w]*",
     ),
     Area(
         "diagnosis",
-        "dumps/* dumps/writers/* diagnosis/* diagnosis/search/* diagnosis/training/*",
-        "dumps/* diagnosis/* diagnosis/training/*",
+        "engines/dumps/* engines/dumps/writers/* diagnosis/* diagnosis/search/* diagnosis/training/*",
+        "engines/dumps/* diagnosis/* diagnosis/training/*",
     ),
     Area("mistakes", "diagnosis/mistakes/*", "diagnosis/mistakes/* faults/*"),
-    Area("training_proof", "verify/training/[!t]*", "verify/training_* faults/teeth_training repository/make_training"),
+    Area(
+        "training_proof",
+        "judging/goldens/t* judging/tolerances/t* judging/expectations/training* judging/expectations/a* "
+        "judging/runners/training_numpy",
+        "judging/training_* faults/teeth_training scripts/make_training",
+    ),
     Area(
         "torch_proof",
-        "verify/runners/t* verify/expectations/p* verify/training/t*",
-        "verify/runners/torch verify/training_checkpoints pytorch/quantised verify/checkpoint_14 faults/teeth_torch "
+        "judging/runners/torch* judging/expectations/p* judging/runners/training_[!n]*",
+        "judging/runners/torch judging/training_checkpoints pytorch/quantised judging/checkpoint_14 faults/teeth_torch "
         "cli/verify_torch",
     ),
-    Area("quality", "evaluate/* bench", "evaluate/[sw]* cli/quality bench cli/bench"),
+    Area("quality", "apps/evaluate/* apps/bench/*", "apps/evaluate/[sw]* cli/quality apps/bench/* cli/bench"),
     Area("report", "diagnosis/report/*", "diagnosis/report/*"),
-    Area("producers", "engines/*", "engines/* verify/evidence", live=True),
-    Area("serve", "serve/*", "serve/*"),
-    Area("cli", "__init__ __main__ torchrun threads channel worker cli/*", "cli/* repository/layers worker channel"),
+    Area("producers", "engines/*", "engines/* judging/evidence", live=True),
+    Area("serve", "apps/serve/*", "apps/serve/*"),
+    Area(
+        "cli",
+        "__init__ __main__ runtime/__init__ runtime/launched_rank runtime/threads runtime/channel runtime/worker cli/*",
+        "cli/* repository/layers runtime/worker runtime/channel",
+    ),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run pytorch/train/verify_resume"),
 )

@@ -17,7 +17,7 @@ from rounds import machine, set_threads
 @click.option("--threads", default=2, show_default=True)
 def main(tokens: int, rounds: int, threads: int) -> None:
     """Entry point."""
-    from llorch.builtin import BUILTIN
+    from llorch.runtime.builtin import BUILTIN
 
     print(f"{machine()}; {os.environ['OMP_NUM_THREADS']} threads; 2 x {tokens} tokens")
     for name in BUILTIN:
@@ -29,13 +29,13 @@ def step_time(name: str, tokens: int) -> float:
     """Time the first step of a new adapter, in seconds."""
     import numpy as np
 
-    from llorch.builtin import builtin_path
     from llorch.files import open_weights
     from llorch.lora.config import LoraConfig
     from llorch.lora.initial import initial_adapter
-    from llorch.train.adamw import adamw_step, clip_by_norm
-    from llorch.train.batch import IGNORED, Batch
-    from llorch.train.numpy_step import loss_and_gradients
+    from llorch.runtime.builtin import builtin_path
+    from llorch.training.adamw import adamw_step, clip_by_norm
+    from llorch.training.batch import IGNORED, Batch
+    from llorch.training.numpy_step import loss_and_gradients
 
     weights = open_weights(builtin_path(name)).astype(np.float64)
     adapter = initial_adapter(LoraConfig(r=8), weights, init="default", seed=0)

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "benchmar
 
 from published_lines import Line, decoded, progress, smollm2  # noqa: E402
 
-from llorch.threads import n_cores  # noqa: E402
+from llorch.runtime.threads import n_cores  # noqa: E402
 
 Part = Callable[[], Iterator[Line]]
 NAMES = (

@@ -32,7 +32,7 @@ N_STRINGS, N_PROMPTS = 2000, 3
 
 def checkpoints(n_windows: int, n_threads: int) -> Iterator[Line]:
     """Download each checkpoint by llorch, and judge it."""
-    from llorch.hub import find
+    from llorch.files.hub import find
 
     for family, specs in CHECKPOINTS.items():
         for spec in specs:
@@ -48,7 +48,7 @@ def checkpoints(n_windows: int, n_threads: int) -> Iterator[Line]:
 
 def identity(path: Path) -> str:
     """Return the commit of a checkpoint, and the hash of each file of its weights."""
-    from llorch.verify.goldens import sha256
+    from llorch.judging.goldens.forward import sha256
 
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.glob("*.safetensors")) if path.is_dir() else [path]
@@ -78,7 +78,7 @@ def judged(name: str, path: Path, n_windows: int, n_threads: int) -> Iterator[Li
 
 def decoded(path: Path) -> Path:
     """Return the checkpoint as an F32 GGUF file, which is written at the first use."""
-    from llorch.convert import convert
+    from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
     target = work("checkpoint-f32.gguf")
@@ -91,8 +91,8 @@ def tokenizer(name: str, path: Path) -> Iterator[Line]:
     """Compare ids: of a folder with transformers, of a GGUF file with llama.cpp."""
     from runs.llama_vocabulary import LlamaVocabulary
 
-    from llorch.model import load
-    from tests.tokenizer.test_published import strings_for
+    from llorch.model.model import load
+    from tests.files.tokenizer.test_published import strings_for
 
     ours = load(path).tokenizer
     strings = strings_for(decoded(path), N_STRINGS, seed=44)
@@ -118,8 +118,8 @@ def template(name: str, path: Path) -> Iterator[Line]:
     """Compare the texts of conversations with those of transformers."""
     from published_vocabulary import rendered
 
-    from llorch.model import load
-    from tests.tokenizer.test_chat import PUBLISHED_CHATS
+    from llorch.model.model import load
+    from tests.files.tokenizer.test_chat import PUBLISHED_CHATS
 
     model = load(path)
     source = model.chat_templates.get("default")

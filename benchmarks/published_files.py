@@ -34,7 +34,7 @@ def file_types(full: bool) -> dict[str, int]:
 def types(full: bool, n_threads: int) -> Iterator[Line]:
     """Judge a file of every type that llama.cpp writes of the model."""
     from llorch.engines.process import in_child
-    from llorch.errors import EngineDied
+    from llorch.runtime.errors import EngineDied
 
     source = decoded()
     for name, number in file_types(full).items():
@@ -74,9 +74,9 @@ def folder(n_threads: int) -> Iterator[Line]:
     import transformers
     from runs.llama_vocabulary import LlamaVocabulary
 
-    from llorch.convert import convert
     from llorch.engines.process import in_child
-    from tests.tokenizer.test_published import strings_for
+    from llorch.files.convert import convert
+    from tests.files.tokenizer.test_published import strings_for
 
     there, back, theirs = decoded_folder(), work("back.gguf"), work("by-llamacpp.gguf")
     progress("folder: back to GGUF")
@@ -140,7 +140,7 @@ def folder_texts(there: Path, back: Path, n_threads: int) -> Line:
 def parts() -> Iterator[Line]:
     """Judge the model in the parts that llama.cpp's tool writes, opened from each part."""
     from llorch.files.gguf import open_gguf
-    from llorch.model import load
+    from llorch.model.model import load
 
     what, program = "SmolLM2 in parts", tool("llama-gguf-split")
     if program is None:

@@ -70,7 +70,7 @@ def work(name: str) -> Path:
 @functools.cache
 def decoded() -> Path:
     """Return the published model decoded to F32, as `llorch convert` writes it."""
-    from llorch.convert import convert
+    from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
     path = work("smollm2-f32.gguf")
@@ -81,7 +81,7 @@ def decoded() -> Path:
 @functools.cache
 def decoded_folder() -> Path:
     """Return the published model as a Hugging Face folder in float32, as `llorch convert` writes it."""
-    from llorch.convert import convert
+    from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
     path = work("smollm2-folder")

@@ -95,7 +95,7 @@ def opener(name: str, n_threads: int) -> tuple[Callable[[Path], Any], Callable[[
         import llorch.pytorch.model
 
         return partial(engines.LlorchTorch, n_threads=n_threads, dtype="float32", room=ROOM), encode
-    import llorch.model  # noqa: F401
+    import llorch.model.model  # noqa: F401
 
     return engines.Llorch, encode
 

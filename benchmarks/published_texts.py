@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from published_lines import PROMPT, ROOT, Line, all_lines, decoded, not_run, progress, smollm2, tool, work
 
-from llorch.model import load
+from llorch.model.model import load
 
 SUBJECTS = ("The fox", "My neighbour", "A computer", "The capital of France", "Our teacher", "An old ship", "The river")
 VERBS = ("is", "was never", "can always", "wanted to", "will soon", "said that", "looks like")
@@ -43,9 +43,9 @@ def prompts(n: int) -> list[str]:
 
 def stages(name: str, path: Path) -> Iterator[Line]:
     """Judge every stage of a file: as it is stored, where it is quantised, and decoded."""
-    from llorch.comparison import FAIL
     from llorch.files import open_weights
-    from llorch.verify.models import plan_live, verify_live
+    from llorch.judging.verify import plan_live, verify_live
+    from llorch.stages.comparison import FAIL
 
     if path.is_file():
         progress(f"stages: {name} as stored")
@@ -58,9 +58,9 @@ def stages(name: str, path: Path) -> Iterator[Line]:
 
 def as_stored(what: str, path: Path) -> Line:
     """Judge the stages of a file beside llama.cpp running it."""
-    from llorch.comparison import FAIL
-    from llorch.numerics import GGML
-    from llorch.verify.models import verify_as_stored
+    from llorch.judging.verify import verify_as_stored
+    from llorch.ops.numerics import GGML
+    from llorch.stages.comparison import FAIL
 
     opened = load(path, numerics=GGML)
     rows = list(verify_as_stored(opened, opened.tokenizer.encode(PROMPT), text=PROMPT))

@@ -19,10 +19,10 @@ def lora(n_threads: int) -> Iterator[Line]:
     import torch
 
     from llorch.files import open_weights
+    from llorch.judging.tolerances.training import of_dump
     from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
-    from llorch.train.settings import TrainSettings
-    from llorch.verify.training.limits import of_dump
+    from llorch.training.settings import TrainSettings
 
     torch.set_num_threads(n_threads)
     base, run = decoded_folder(), work("run")
@@ -90,8 +90,8 @@ def train_by_peft(base: Path, training: Any) -> Iterator[float]:
 def adapter_line(base: Path, run: Path) -> Line:
     """Compare logits with the adapter, loaded by PEFT and by llorch."""
     from llorch.engines.peft import peft_logits
-    from llorch.model import load
-    from llorch.verify.training.limits import of_dump
+    from llorch.judging.tolerances.training import of_dump
+    from llorch.model.model import load
 
     model = load(base)
     ids = model.tokenizer.encode(PROMPT)

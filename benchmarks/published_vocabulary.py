@@ -32,8 +32,8 @@ def of_gguf(name: str, path: Path, count: int) -> Line:
     from runs.llama_vocabulary import LlamaVocabulary
 
     from llorch.files.gguf import open_gguf
-    from llorch.tokenizer import Tokenizer
-    from tests.tokenizer.test_published import strings_for
+    from llorch.files.tokenizer import Tokenizer
+    from tests.files.tokenizer.test_published import strings_for
 
     texts, theirs = strings_for(path, count, seed=41), LlamaVocabulary(path)
     with open_gguf(path) as file:
@@ -48,8 +48,8 @@ def of_folder(name: str, gguf: Path, folder: Path, count: int) -> Line:
     """Compare ids of a folder with the publisher's."""
     from builders.published_vocabularies import VOCABULARIES
 
-    from llorch.tokenizer import Tokenizer
-    from tests.tokenizer.test_published import of_publisher, strings_for, tokens_beyond_merges
+    from llorch.files.tokenizer import Tokenizer
+    from tests.files.tokenizer.test_published import of_publisher, strings_for, tokens_beyond_merges
 
     texts, ours = strings_for(gguf, count, seed=42), Tokenizer.from_huggingface(folder)
     beyond = set() if VOCABULARIES[name].ignore_merges else tokens_beyond_merges(folder)
@@ -64,7 +64,7 @@ def templates() -> Iterator[Line]:
     """Render every template with every shape of conversation."""
     from builders.vocabularies import real_vocabulary
 
-    from tests.tokenizer.test_chat import PUBLISHED_CHATS
+    from tests.files.tokenizer.test_chat import PUBLISHED_CHATS
 
     texts = {"bos_token": "<bos>", "eos_token": "<eos>"}
     files = sorted((real_vocabulary("qwen2").parent / "templates").glob("*.jinja"))
@@ -80,9 +80,9 @@ def rendered(source: str, texts: Mapping[str, str], shape: str) -> tuple[str | N
     """Render a conversation by transformers and by llorch; None where a template refuses it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from llorch.errors import FormatError
-    from llorch.tokenizer.chat import ChatTemplate, TemplateSettings
-    from tests.tokenizer.test_chat import PUBLISHED_CHATS
+    from llorch.files.tokenizer.chat import ChatTemplate, TemplateSettings
+    from llorch.runtime.errors import FormatError
+    from tests.files.tokenizer.test_chat import PUBLISHED_CHATS
 
     messages, tools, opened, variables = PUBLISHED_CHATS[shape]
     how: Any = {"tools": tools, "add_generation_prompt": opened}

@@ -134,7 +134,7 @@ def report_opening(models: dict[str, Path], dtype: str, rounds: int) -> None:
 
 def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Callable[[], Engine]]:
     """Name the loaders of llama.cpp, and of llorch in both arithmetics and both residencies."""
-    from llorch.numerics import EXACT, GGML
+    from llorch.ops.numerics import EXACT, GGML
 
     ours = {
         f"llorch {numerics} {residency}": partial(Llorch, path, numerics, residency)
@@ -147,7 +147,7 @@ def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Cal
 def quantised(source: Path, name: str, n_threads: int) -> Path:
     """Have llama.cpp write a quantised copy; ends with 3 where it does not survive that."""
     from llorch.engines.process import in_child
-    from llorch.errors import EngineDied
+    from llorch.runtime.errors import EngineDied
 
     click.echo(f"quantising to {name}", err=True)
     path = source.with_name(f"{name}.gguf")

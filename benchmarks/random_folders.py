@@ -123,7 +123,7 @@ EIGHT_BITS = ("GPTQ 8-bit", "W8A16", "FP8", "MLX 8-bit")
 
 def write_folder(kind: str, config: dict[str, object], folder: Path) -> Path:
     """Write a folder of a kind for a configuration; embeddings and norms in BF16, as such folders have them."""
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
     from llorch.files.tensor_names import huggingface_tensors
 
     settings, matrix = KINDS[kind]

@@ -81,7 +81,7 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
     from llorch.files import open_weights
     from llorch.files.export import write_gguf
     from llorch.files.tensor_names import huggingface_tensors

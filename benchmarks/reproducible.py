@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from rounds import processor
 
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.decoding import left_padded
 from llorch.pytorch.model import TorchModel, load_torch
-from llorch.sampling import SamplingSettings
 
 BATCHES = (1, 2, 4, 8, 16)
 Prompts = Sequence[Sequence[int]]

@@ -95,7 +95,7 @@ def _interleaved(
 
 
 def _file(plain: Path, stored: list[str]) -> Path:
-    from llorch.convert import convert
+    from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
     if not stored:

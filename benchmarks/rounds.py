@@ -37,7 +37,7 @@ def interleave(
 
     Prompts are lengths to prefill; decoding follows the first.
     """
-    from llorch.errors import EngineDied
+    from llorch.runtime.errors import EngineDied
 
     samples: dict[str, Samples] = {name: {} for name in makers}
     engines: dict[str, Any] = {}

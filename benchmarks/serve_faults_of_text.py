@@ -10,8 +10,8 @@ from serve_faults_of_clients import CHAT, Verdict, chat, worst
 from serve_faults_of_work import share, solo, stream
 from serve_processes import Server
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
+from llorch.files.convert import convert
+from llorch.runtime.builtin import builtin_path
 
 HARM = {  # what the last message says, and what the template then does
     "loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

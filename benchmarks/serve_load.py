@@ -164,10 +164,10 @@ def model_file(shape: str) -> Iterator[Path]:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from llorch.builtin import builtin_path
-    from llorch.config import ModelConfig
-    from llorch.convert import convert
+    from llorch.families.config import ModelConfig
+    from llorch.files.convert import convert
     from llorch.files.tensor_names import huggingface_tensors
+    from llorch.runtime.builtin import builtin_path
 
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as name:
         folder, file = Path(name) / "model", Path(name) / "model.gguf"

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 import numpy as np
 
-from llorch.errors import FormatError
-from llorch.train.snapshot_files import RECORD, TENSORS, read_snapshot
-from llorch.train.snapshots import SnapshotStore
+from llorch.runtime.errors import FormatError
+from llorch.training.snapshot_files import RECORD, TENSORS, read_snapshot
+from llorch.training.snapshots import SnapshotStore
 
 
 def noticed(folder: Path, *, flips: int, cuts: int, seed: int) -> dict[str, int]:

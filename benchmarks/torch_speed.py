@@ -81,7 +81,7 @@ def main(
 
 def file_of(folder: Path, kind: str, n_threads: int) -> Path:
     """Find the file of a type, and write it if it does not exist."""
-    from llorch.convert import convert
+    from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
     if kind == "F32":

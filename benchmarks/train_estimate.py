@@ -74,7 +74,7 @@ def measured(settings: dict[str, Any], threads: int) -> dict[str, int]:
 
     from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
-    from llorch.train.settings import TrainSettings
+    from llorch.training.settings import TrainSettings
 
     torch.set_num_threads(threads)
     training = Training(plan_training(TrainSettings(**settings)))

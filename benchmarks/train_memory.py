@@ -143,7 +143,7 @@ def our_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> S
     from llorch.pytorch.train.adamw import AdamW
     from llorch.pytorch.train.forward import hidden_states
     from llorch.pytorch.train.loss import loss_sum
-    from llorch.train.batch import IGNORED, Batch
+    from llorch.training.batch import IGNORED, Batch
 
     module, kind = our_module(folder, dtype, recomputed), {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     optimizer = AdamW(trainable_parameters(module), lr_ratio=1.0, eight_bit=False, **kind)
@@ -209,7 +209,7 @@ def eight_bit() -> str:
     """Count the bytes per parameter that AdamW keeps, for adapters of the Qwen2.5-0.5B shape."""
     import torch
 
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
     from llorch.lora.adapter import wanted_shapes
     from llorch.lora.config import ALL_LINEAR, LoraConfig
     from llorch.pytorch.train.adamw import AdamW

@@ -67,7 +67,7 @@ def both(
 
     import torch
 
-    from llorch.bench import SHAPES as CONFIGS
+    from llorch.families.real_shapes import SHAPES as CONFIGS
     from llorch.pytorch.device import target
     from llorch.pytorch.random_weights import kind_named, random_model
 
@@ -129,7 +129,7 @@ def our_side(module, arrays: dict, ids, at, chunk: int | None) -> Step:
     from llorch.pytorch.train.forward import hidden_states
     from llorch.pytorch.train.loading import prepare
     from llorch.pytorch.train.loss import loss_sum
-    from llorch.train.batch import Batch
+    from llorch.training.batch import Batch
 
     ends = tuple(sorted({name.split(".")[-4] for name in arrays}))
     rank = next(iter(arrays.values())).shape[0]

@@ -26,7 +26,7 @@ from checkpoints.drawing import draw, same_figure
 from checkpoints.executing import executed
 from checkpoints.generated.pages import FOLDER, generated, page, render, same
 from llorch.diagnosis.mistakes.planting import owner_of
-from llorch.stages import CHECKPOINTS
+from llorch.stages.table import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = re.compile(r"^<!-- source: ([\w.]+) -->$", re.MULTILINE)

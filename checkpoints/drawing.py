@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from llorch.stages import CHECKPOINTS
+from llorch.stages.table import CHECKPOINTS
 
 ROWS = {  # of the strip, in the order in which lessons are learned
     "from text to the end of a block": ("00", "01", "02", "01b", "03", "04", "05", "05b", "06", "06b", "07"),

@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 
 from checkpoints.drawing import ROWS
 from checkpoints.reference import commands, functions, names
-from llorch.stages import CHECKPOINTS
+from llorch.stages.table import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]+)(?=[)#])")

@@ -9,30 +9,27 @@ print(llorch.compare(trace, other_trace))         first divergence
 model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 
-The packages, in the order to read. Each imports only those above it. Its `__init__` names its input and its output.
+The packages, in the order to read. A package imports only those above it.
 
-    config/                 hyperparameters, from either kind of file; `stages` is the table of what is computed,
-                            `places` where an array is in a run, `comparison` how far two arrays are apart
-    hub/                    the file that a name means; models of the Hugging Face hub
-    ops/                    one operation a file, forward and backward, the formula on top
-    forward  backward       the reference, one screen each; `cache` has keys and values, `numerics` the rounding
-    files/                  bytes to arrays and back: GGUF, Hugging Face folders, quantised blocks; `convert`
-    families/               blocks of models that are not dense: experts, delta nets, windows
-    tokenizer/              text to ids and back, chats
-    sampling  generate      from logits to a token, and on; `model` loads, generates and traces
-    lora/                   adapters: read, merge, export
-    evaluate/               how well a model predicts a text, and how much a quantised model differs from its original
-    train/                  data, loss, update, snapshots: a training run without its model
-    dumps/                  values of any engine, as stages of the table
-    pytorch/                all of it on torch: models, kernels in C and Triton, batches, LoRA, the training loop
-    engines/                reference engines, each in a process of its own: llama.cpp, transformers, PEFT
-    doctor/                 checks of an adapter, by the programs that read it
-    verify/                 expected values from goldens, runners, one comparison
-    diagnosis/              the first wrong stage of an engine that gave only a dump, and the mistake
-    machine/                packages, processor, engines and caches of this machine, and the repair of each fault
-    learn/                  lessons: a learner's function replaces llorch's and is judged as llorch's is
-    serve/                  an OpenAI-compatible server for one model
-    cli/                    the verbs, one a file
+    llorch/
+      runtime/            errors, child processes, memory, threads
+      families/           facts of each family; hyperparameters of a file: config.py
+      stages/             the stage table, the place of an array in a run, differences
+      ops/                one operation a file, its gradient below it
+      files/              GGUF, Hugging Face folders, quantised blocks; tokenizer/, hub/, convert.py
+      lora/               adapters as arrays and files
+      model/              the model in NumPy: forward.py, backward.py, blocks/, cache.py, generate.py
+      training/           data, loss, update and snapshots of a training run, without torch
+      pytorch/            the model on torch: models/, kernels/, distributed/, serving/, train/
+      engines/            llama.cpp, transformers, PEFT, each in its own process; capture/, dumps/
+      judging/            goldens/, expectations/, tolerances/, runners/: every stage compared
+      diagnosis/          the first wrong stage of another engine, and its cause
+      apps/               learn/, serve/, evaluate/, bench/, doctor/
+      cli/                the command line, one verb a file
+    checkpoints/          lessons and guides; how_to/ adds a family, a stage, a mistake
+    reference_outputs/    goldens, and the scripts that make them
+    tests/                llorch/ops/rope.py is tested by tests/ops/test_rope.py
+    benchmarks/           figures, the atlas of other engines, injected bugs
 
 `llorch verify` finds a wrong line of llorch by the checkpoint of its stage. `llorch diagnose` finds the wrong stage of
 another engine by its dump.
@@ -41,17 +38,17 @@ another engine by its dump.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from llorch.errors import CheckpointMismatch, FormatError, MissingExtra, NonFiniteRun
+from llorch.runtime.errors import CheckpointMismatch, FormatError, MissingExtra, NonFiniteRun
 
 if TYPE_CHECKING:
-    from llorch.comparison import Difference, Report, Tolerance, compare
-    from llorch.config import ModelConfig
-    from llorch.dumps.recorder import Recorder
-    from llorch.generate import Token
-    from llorch.model import Model, load
-    from llorch.pytorch.capture.capture import capture
+    from llorch.engines.capture.capture import capture
+    from llorch.engines.dumps.recorder import Recorder
+    from llorch.families.config import ModelConfig
+    from llorch.model.generate import Token
+    from llorch.model.model import Model, load
+    from llorch.ops.sampling import SamplingSettings
     from llorch.pytorch.model import TorchModel, load_torch
-    from llorch.sampling import SamplingSettings
+    from llorch.stages.comparison import Difference, Report, Tolerance, compare
 
 __version__ = "0.1.0"
 
@@ -76,18 +73,18 @@ __all__ = [
 ]
 
 _WHERE = {
-    "compare": "comparison",
-    "Difference": "comparison",
-    "Report": "comparison",
-    "Tolerance": "comparison",
-    "ModelConfig": "config",
-    "Recorder": "dumps.recorder",
-    "Token": "generate",
-    "Model": "model",
-    "load": "model",
-    "SamplingSettings": "sampling",
+    "compare": "stages.comparison",
+    "Difference": "stages.comparison",
+    "Report": "stages.comparison",
+    "Tolerance": "stages.comparison",
+    "ModelConfig": "families.config",
+    "Recorder": "engines.dumps.recorder",
+    "Token": "model.generate",
+    "Model": "model.model",
+    "load": "model.model",
+    "SamplingSettings": "ops.sampling",
     "TorchModel": "pytorch.model",
-    "capture": "pytorch.capture.capture",
+    "capture": "engines.capture.capture",
     "load_torch": "pytorch.model",
 }
 
@@ -99,6 +96,6 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(f"llorch.{_WHERE[name]}"), name)
     except ModuleNotFoundError as error:
-        from llorch.machine.packages import missing_extra
+        from llorch.apps.doctor.machine.packages import missing_extra
 
         raise missing_extra(error) or error from None

@@ -5,7 +5,7 @@ import sys
 try:
     from llorch.cli import main
 except ModuleNotFoundError as error:  # click prints every other error
-    from llorch.machine.packages import missing_extra
+    from llorch.apps.doctor.machine.packages import missing_extra
 
     missing = missing_extra(error)
     if missing is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from llorch.comparison import FACTOR, Tolerance
+from llorch.stages.comparison import FACTOR, Tolerance
 
 Tolerances = Mapping[str, Mapping[str, Mapping[str, Tolerance]]]  # case -> mode -> stage -> tolerance
 AGAIN = 1.001  # times that a tolerance may move which is made again from the same arrays, by float64 of another order

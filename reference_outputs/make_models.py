@@ -20,8 +20,8 @@ from small_models.shapes import RECIPES
 from small_models.training import train
 from small_models.vocabulary import train_vocabulary
 
-from llorch.builtin import FOLDERS, OTHERS
-from llorch.config import FAMILIES
+from llorch.families.config import FAMILIES
+from llorch.runtime.builtin import FOLDERS, OTHERS
 
 MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
 VOCABULARY_STORIES = 8000

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.comparison import FAIL, Tolerance, measure
 from llorch.engines import open_producer
 from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.numerics import GGML
+from llorch.judging.expectations.files import fingerprint
+from llorch.judging.expectations.quantised import stage_rows
+from llorch.judging.expectations.quantised_models import MODELS, SCALES, random_blocks, write_model
+from llorch.judging.goldens.quantised import ROUNDED_TO, QuantisedGolden, types
+from llorch.judging.tolerances.forward import limit, variances
+from llorch.judging.tolerances.rounding import FREE
+from llorch.ops.numerics import GGML
 from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
-from llorch.places import Pass
-from llorch.stages import keys
-from llorch.verify.expectations.files import fingerprint
-from llorch.verify.expectations.quantised import stage_rows
-from llorch.verify.expectations.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
-from llorch.verify.expectations.quantised_models import MODELS, SCALES, random_blocks, write_model
-from llorch.verify.rounding_costs import FREE
-from llorch.verify.tolerances.forward import limit, variances
+from llorch.stages.comparison import FAIL, Tolerance, measure
+from llorch.stages.stage_ref import Pass
+from llorch.stages.table import keys
 
 IDS = (5, 17, 33, 80, 71, 42, 8, 93)  # of 96
 N_RANDOM = 4
@@ -129,7 +129,7 @@ def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
 
 
 def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
-    """Return the tolerances of the stages of a free run, see `llorch.verify.tolerances.forward`."""
+    """Return the tolerances of the stages of a free run, see `llorch.judging.tolerances.forward`."""
     trace = golden.traces[model]
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         weights = open_weights(write_model(model, Path(folder))).using(GGML)

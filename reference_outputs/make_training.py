@@ -13,33 +13,12 @@ from typing import TYPE_CHECKING
 import made_again
 import numpy as np
 
-from llorch.builtin import builtin_path
-from llorch.comparison import EXACT, Difference, Tolerance, measure, measure_in
-from llorch.config import ModelConfig
 from llorch.engines import ProducerName, open_producer
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.lora.adapter import Adapter
-from llorch.model import Model
-from llorch.numerics import DtypeName
-from llorch.places import StageRef
-from llorch.train.batch import Batch
-from llorch.verify.goldens import sha256
-from llorch.verify.training.claims import errors, refuse_far_witnesses, tolerances, unit
-from llorch.verify.training.exports import EXPORTS, export_all, file_tables, safetensors_table
-from llorch.verify.training.goldens import (
-    HALF_DTYPES,
-    TRUTH,
-    Tolerances,
-    TrainingGolden,
-    adapter_name,
-    amplified_name,
-    golden_name,
-    text,
-    truth_name,
-    witness_of,
-)
-from llorch.verify.training.limits import FROM_FILES, amplification, wide_limit
-from llorch.verify.training.places import (
+from llorch.judging.expectations.adapter_files import EXPORTS, export_all, file_tables, safetensors_table
+from llorch.judging.expectations.training import errors, refuse_far_witnesses, tolerances, unit
+from llorch.judging.expectations.training_places import (
     CHAINED,
     HELD_LIKE,
     ISOLATED,
@@ -51,7 +30,20 @@ from llorch.verify.training.places import (
     of_tensors,
     places,
 )
-from llorch.verify.training.recipe import (
+from llorch.judging.goldens.forward import sha256
+from llorch.judging.goldens.training import (
+    HALF_DTYPES,
+    TRUTH,
+    Tolerances,
+    TrainingGolden,
+    adapter_name,
+    amplified_name,
+    golden_name,
+    text,
+    truth_name,
+    witness_of,
+)
+from llorch.judging.goldens.training_recipe import (
     OPTIMIZER,
     RSLORA,
     STEPS_SHOWN,
@@ -60,9 +52,17 @@ from llorch.verify.training.recipe import (
     step_batches,
     with_zero_b,
 )
+from llorch.judging.tolerances.training import FROM_FILES, amplification, wide_limit
+from llorch.lora.adapter import Adapter
+from llorch.model.model import Model
+from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import EXACT, Difference, Tolerance, measure, measure_in
+from llorch.stages.stage_ref import StageRef
+from llorch.training.batch import Batch
 
 if TYPE_CHECKING:
-    from llorch.verify.training.peft import Peft
+    from reference_outputs.peft_reference import Peft
 
 TEXTS = (  # beginning and number of tokens, number of those that are not learned
     (("Once upon a time, Mia the little fox", 10, 4), ("The fox ran home to the river.", 7, 3)),
@@ -77,7 +77,7 @@ def make_training(name: str) -> TrainingGolden:
     Refuse an engine that is further from the float64 reference than any tolerance allows.
     """
     from llorch.engines.float64_everywhere import float64_everywhere
-    from llorch.verify.training.peft import Peft
+    from reference_outputs.peft_reference import Peft
 
     path = builtin_path(name)
     weights = open_weights(path)
@@ -123,7 +123,7 @@ def make_training(name: str) -> TrainingGolden:
 def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """Run PEFT, unmodified, in pure float64: each stage on the golden's inputs, and all stages from the beginning."""
     from llorch.engines.float64_everywhere import float64_everywhere
-    from llorch.verify.training.peft import Peft
+    from reference_outputs.peft_reference import Peft
 
     adapter, config = golden.adapter_for(weights.config), weights.config
     with float64_everywhere():
@@ -142,8 +142,8 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
 def isolated_truth(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """Compute the part of `truth_of` that depends on the golden's inputs."""
     from llorch.engines.float64_everywhere import float64_everywhere
-    from llorch.verify.training.peft import Peft
-    from llorch.verify.training.peft_isolated import Isolated
+    from reference_outputs.peft_isolated import Isolated
+    from reference_outputs.peft_reference import Peft
 
     with float64_everywhere():
         made = Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
@@ -169,7 +169,7 @@ def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarra
 
 def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> TrainingGolden:
     """Make the golden that PEFT shows on a base in half precision, with the float64 reference for the same inputs."""
-    from llorch.verify.training.peft import Peft
+    from reference_outputs.peft_reference import Peft
 
     made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
     half = replace(golden, arrays=golden.arrays | {golden_name(place): array for place, array in made.items()})

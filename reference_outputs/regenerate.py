@@ -23,19 +23,11 @@ import make_quantised
 import make_training
 import numpy as np
 
-from llorch.builtin import EVERY, OTHERS, builtin_path
-from llorch.comparison import EXACT, FLOOR, Difference, Tolerance, measure
 from llorch.engines import Producer, open_producer
 from llorch.files import Weights, open_weights
-from llorch.model import Model
-from llorch.places import Pass
-from llorch.stages import keys
-from llorch.verify.expectations.files import foreign_tensors
-from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.expectations.quantised_goldens import read as read_quantised
-from llorch.verify.expectations.quantised_goldens import save as save_quantised
-from llorch.verify.float64_reference import take_truth
-from llorch.verify.goldens import (
+from llorch.judging.expectations.files import foreign_tensors
+from llorch.judging.goldens.float64_reference import take_truth
+from llorch.judging.goldens.forward import (
     N_GREEDY,
     PRODUCERS,
     TRUTH,
@@ -49,12 +41,20 @@ from llorch.verify.goldens import (
     sha256,
     take,
 )
-from llorch.verify.long_goldens import LongGolden, make_long, read_long, save_long
-from llorch.verify.models import unable_for
-from llorch.verify.tolerances.forward import MATHEMATICS, Limits, limit_of_softmax
-from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.training.goldens import read as read_training
-from llorch.verify.training.goldens import save as save_training
+from llorch.judging.goldens.long_contexts import LongGolden, make_long, read_long, save_long
+from llorch.judging.goldens.quantised import FOLDER as QUANTISED
+from llorch.judging.goldens.quantised import read as read_quantised
+from llorch.judging.goldens.quantised import save as save_quantised
+from llorch.judging.goldens.training import MODELS as TRAINED
+from llorch.judging.goldens.training import read as read_training
+from llorch.judging.goldens.training import save as save_training
+from llorch.judging.tolerances.forward import MATHEMATICS, Limits, limit_of_softmax
+from llorch.judging.verify import unable_for
+from llorch.model.model import Model
+from llorch.runtime.builtin import EVERY, OTHERS, builtin_path
+from llorch.stages.comparison import EXACT, FLOOR, Difference, Tolerance, measure
+from llorch.stages.stage_ref import Pass
+from llorch.stages.table import keys
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from make_training import apart
 
-from llorch.comparison import FACTOR, Difference, Tolerance, tolerance_from
-from llorch.config import ModelConfig
 from llorch.engines.float64_everywhere import float64_everywhere
-from llorch.places import StageRef
-from llorch.train.batch import Batch
-from llorch.verify.training import limits
-from llorch.verify.training.claims import tolerances
-from llorch.verify.training.goldens import TrainingGolden
-from llorch.verify.training.peft import Peft, gradient_of, trained
-from llorch.verify.training.places import CHAINED, Arrays
-from llorch.verify.training.recipe import OPTIMIZER, STEPS_SHOWN, step_batches
+from llorch.families.config import ModelConfig
+from llorch.judging.expectations.training import tolerances
+from llorch.judging.expectations.training_places import CHAINED, Arrays
+from llorch.judging.goldens.training import TrainingGolden
+from llorch.judging.goldens.training_recipe import OPTIMIZER, STEPS_SHOWN, step_batches
+from llorch.judging.tolerances import training as limits
+from llorch.stages.comparison import FACTOR, Difference, Tolerance, tolerance_from
+from llorch.stages.stage_ref import StageRef
+from llorch.training.batch import Batch
+from reference_outputs.peft_reference import Peft, gradient_of, trained
 
 N_RUNS = 4
 

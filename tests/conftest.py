@@ -21,7 +21,7 @@ from runs.shared_folder import shared_folder
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
 
 OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
 WITHOUT_CASE = pytest.StashKey[list[tuple[str, str]]]()
@@ -213,7 +213,7 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def config() -> "ModelConfig":
     """A Qwen3 whose dimensions are pairwise different, with two query heads to a key head."""
-    from llorch.config import ModelConfig
+    from llorch.families.config import ModelConfig
 
     return ModelConfig(
         family="qwen3", hidden_size=20, intermediate_size=28, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=6,

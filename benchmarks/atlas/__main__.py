@@ -19,11 +19,11 @@ from benchmarks.atlas.inputs import every_input, quantised_inputs
 from benchmarks.atlas.run_matrix import fill
 from benchmarks.atlas.verdicts import NOT_RUN, AtlasVerdict
 from benchmarks.atlas.write_report import record, write_atlas, write_quantised
-from llorch.bench import processor
+from llorch.apps.bench.measure import processor
 from llorch.cli.outcome import MISSING, reported
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.tables import console, print_table, table
-from llorch.errors import MissingExtra, suggestion
+from llorch.runtime.errors import MissingExtra, suggestion
 
 T = TypeVar("T")
 _OUTPUT = Path("benchmarks/atlas/results")

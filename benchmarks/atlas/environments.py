@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.atlas.catalogue import AtlasEngine
-from llorch.worker import run
+from llorch.runtime.worker import run
 
 INSTALL = 900.0  # seconds
 _MARK = "llorch-requirements.txt"  # what is installed, once all of it is

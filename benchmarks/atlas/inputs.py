@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from llorch.builtin import EVERY, builtin_path, goldens_folder
-from llorch.config import ModelConfig
-from llorch.convert import convert
+from llorch.families.config import ModelConfig
+from llorch.files.convert import convert
 from llorch.files.tensor_names import huggingface_tensors
+from llorch.runtime.builtin import EVERY, builtin_path, goldens_folder
 
 Keys = Mapping[str, Any]
 Style = Literal["new", "old"]

@@ -1,7 +1,7 @@
 """Comparison of one run of an engine with the float64 reference of its input: errors and tolerances of every stage.
 
-The float64 reference is transformers, see `llorch.verify.float64_reference`. Tolerances are derived from its numbers
-and the arithmetic that the engine declares or shows, see `llorch.verify.tolerances.forward`. If a run is
+The float64 reference is transformers, see `llorch.judging.goldens.float64_reference`. Tolerances are derived from its
+numbers and the arithmetic that the engine declares or shows, see `llorch.judging.tolerances.forward`. If a run is
 beyond them, the diagnosis names the stage and the mistake.
 """
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.comparison import EXACT, Difference, Tolerance, measure
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.expected import HALF, EngineArithmetic, rows
 from llorch.diagnosis.guards import require_comparable
-from llorch.dumps.index import open_raw
-from llorch.dumps.stage_dump import StageDump
-from llorch.dumps.stage_mapping import stage_dump
-from llorch.errors import FormatError
+from llorch.engines.dumps.index import open_raw
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
-from llorch.numerics import SCHEME
-from llorch.places import Pass, has_tokens, part_of, token_axis
-from llorch.stages import BY_NAME
-from llorch.verify.expert_selection import ExpertSelection
-from llorch.verify.rounding_costs import CHAINED
-from llorch.verify.tolerances.forward import limit, variances
+from llorch.judging.expert_selection import ExpertSelection
+from llorch.judging.tolerances.forward import limit, variances
+from llorch.judging.tolerances.rounding import CHAINED
+from llorch.ops.numerics import SCHEME
+from llorch.runtime.errors import FormatError
+from llorch.stages.comparison import EXACT, Difference, Tolerance, measure
+from llorch.stages.stage_ref import Pass, has_tokens, part_of, token_axis
+from llorch.stages.table import BY_NAME
 
 _ANY = Tolerance(np.inf, np.inf)
 _SCHEME = "Activations are rounded as the settings of the folder say; with --numerics scheme no stage differs."

@@ -7,8 +7,8 @@ from itertools import cycle, groupby, product
 
 from benchmarks.atlas.inputs import AtlasInput
 from benchmarks.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, AtlasVerdict
-from llorch.errors import MissingExtra
-from llorch.stages import BY_NAME
+from llorch.runtime.errors import MissingExtra
+from llorch.stages.table import BY_NAME
 
 WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", UNREADABLE)
 _QUOTED = ("refused", "crashed")  # their texts are the engines' messages
@@ -18,7 +18,7 @@ Every engine ran unmodified, with its own loader, in a separate environment. A n
 logits from the float64 reference, |engine - reference| / |reference|. The float64 reference is transformers in float64.
 
 - **right**: every stage that the engine shows is within the tolerance of the engine's arithmetic (tolerances:
-  `llorch/verify/tolerances/forward.py`).
+  `llorch/judging/tolerances/forward.py`).
 - **honest difference**: a stage differs by more than float32 explains, but [the engine's
   arithmetic](../../../checkpoints/honest_differences.md) explains it. The end of the page names this arithmetic.
 - **bug**: the difference is larger, and one named correction from outside made the engine right.

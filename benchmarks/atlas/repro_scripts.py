@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import FAMILIES, IDS, NO_WINDOW, SEED, AtlasInput, write_input
 from benchmarks.atlas.runs import run_program
-from llorch.config import ModelConfig
 from llorch.engines import open_producer
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.tensor_names import inventory
 

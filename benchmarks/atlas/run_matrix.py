@@ -16,9 +16,9 @@ from benchmarks.atlas.judging import judge
 from benchmarks.atlas.runs import Request, RunEnd, run_all
 from benchmarks.atlas.verdicts import NOT_RUN, UNREADABLE, AtlasVerdict, confirmed, word_of
 from llorch.engines import open_producer
-from llorch.errors import FormatError, GuardFailed
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType
+from llorch.runtime.errors import FormatError, GuardFailed
 
 Say = Callable[[str], None]
 

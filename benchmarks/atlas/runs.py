@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import llorch.dumps.writers
+import llorch.engines.dumps.writers
 from benchmarks.atlas.catalogue import ADAPTERS
-from llorch.worker import Worker, last_line, run, signal_name, tail
+from llorch.runtime.worker import Worker, last_line, run, signal_name, tail
 
 SECONDS, START = 60.0, 60.0  # that a run may take; an engine is granted as much more for its start
 PROGRAM = 120.0  # seconds of a report's program
@@ -151,7 +151,7 @@ def _variables(folder: Path) -> dict[str, str]:
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
     places = {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder)}
-    shared = [str(ADAPTERS), str(Path(llorch.dumps.writers.__path__[0]))]
+    shared = [str(ADAPTERS), str(Path(llorch.engines.dumps.writers.__path__[0]))]
     return kept | nowhere | offline | places | {"PYTHONPATH": os.pathsep.join(shared), "PYTHONDONTWRITEBYTECODE": "1"}
 
 

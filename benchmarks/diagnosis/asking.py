@@ -22,8 +22,8 @@ from benchmarks.diagnosis.witnesses import Witness, path_of
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.guards import read_comparable
 from llorch.diagnosis.verdict import Diagnosis, Finding
-from llorch.dumps.ids import FIRST_TOKEN_TWICE
-from llorch.dumps.stage_dump import StageDump
+from llorch.engines.dumps.ids import FIRST_TOKEN_TWICE
+from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
 
 

@@ -12,9 +12,9 @@ from benchmarks.diagnosis.bugs import BUGS, Bug, together
 from benchmarks.diagnosis.expected import ALIKE, NAMES, VALUES
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import STYLES, Tape, Written, in_memory, shown, stage_keys, write
-from llorch.dumps.stage_dump import StageDump
-from llorch.places import Tokens, token_axis
-from llorch.stages import BY_NAME, forward_order, key
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.stages.stage_ref import Tokens, token_axis
+from llorch.stages.table import BY_NAME, forward_order, key
 
 PLANS = {  # tokens of the passes
     "whole": (12,), "steps": (9, 1, 1, 1), "chunks": (7, 6), "long": (14, 12, 1), "far": (9, 1),

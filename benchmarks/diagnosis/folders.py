@@ -17,9 +17,9 @@ from benchmarks.diagnosis.cases import NOTICED, ROUNDED, Truth, farthest_token
 from benchmarks.diagnosis.folder_readers import Matrices, Stored, opened
 from benchmarks.diagnosis.port import MATRICES, Port
 from benchmarks.diagnosis.styles import Tape, Written, shown, stage_keys, write
-from llorch.builtin import goldens_folder
-from llorch.places import Tokens
-from llorch.stages import forward_order, key
+from llorch.runtime.builtin import goldens_folder
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import forward_order, key
 
 PASSES = (Tokens((3, 11, 7, 20, 5, 9, 15, 22, 13), 0), Tokens((8,), 9), Tokens((17,), 10))
 _STAGES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "attn_out", "g": "ffn_gate", "u": "ffn_up", "d": "ffn_out"}

@@ -15,10 +15,10 @@ from benchmarks.diagnosis import arithmetic as how
 from benchmarks.diagnosis import roundings as to
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import Written, stage_keys
-from llorch.dumps.stage_dump import Features, Seen, StageDump
-from llorch.dumps.writers.dump_writer import DumpWriter
-from llorch.places import Tokens
-from llorch.stages import BY_NAME
+from llorch.engines.dumps.stage_dump import Features, Seen, StageDump
+from llorch.engines.dumps.writers.dump_writer import DumpWriter
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import BY_NAME
 
 LLAMA, LLAMA3, QWEN2, QWEN3, STORY = MODELS = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")
 N_TOKENS = 18

@@ -1,7 +1,7 @@
 /* A small engine, as somebody might port Llama and Qwen2 to C: float32, the whole prompt at once, no cache.
  *
  *     llorch convert story model
- *     cc -O2 -I llorch/dumps/writers benchmarks/diagnosis/port.c -lm -o port
+ *     cc -O2 -I llorch/engines/dumps/writers benchmarks/diagnosis/port.c -lm -o port
  *     ./port model dump 998 466 467 258 415 411 277 258 434 429 261 785
  *
  * It reads config.json and model.safetensors (F32) of a Hugging Face folder, prints the most likely next token, and

@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
-from llorch.convert import convert
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
+from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
-from llorch.model import find
+from llorch.model.model import find
+from llorch.runtime.builtin import builtin_path
 
 OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is in a layer
     "embed": "tok", "attn_norm": "xn", "q_proj": "q_lin", "k_proj": "k_lin", "v_proj": "v_lin", "q_norm": "q_unit",

@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.diagnosis import arithmetic as how
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import stage_keys
-from llorch.dumps.stage_dump import StageDump
-from llorch.places import Tokens
-from llorch.stages import forward_order
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import forward_order
 
 THRESHOLD = 1.2  # of the skill, above which a component fails
 _WRONG, _PART, _ORDER = "missing_algorithm", "missing_multiplier", "precision_ordering"

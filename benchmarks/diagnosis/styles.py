@@ -16,12 +16,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.diagnosis.port import OWN_NAMES, model_path
-from llorch.config import ModelConfig
-from llorch.dumps.stage_dump import StageDump
-from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.engines.dumps.writers.dump_writer import DumpWriter
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.places import Tokens
-from llorch.stages import key
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import key
 
 Tape = Mapping[str, np.ndarray]  # of a pass, under the names of the port
 _STAGES = {own: stage for stage, own in OWN_NAMES.items()}

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.adapter import Adapter
+from llorch.runtime.builtin import builtin_path
 
 SETTINGS = {
     "lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.1, "label_smoothing": 0.05,

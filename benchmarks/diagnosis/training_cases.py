@@ -17,13 +17,13 @@ from safetensors.numpy import save_file
 
 from benchmarks.diagnosis.trainer import SETTINGS, Trainer
 from benchmarks.diagnosis.training_bugs import BUGS, SETTING, Bug
-from llorch.builtin import builtin_path
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis
-from llorch.dumps.index import open_raw
-from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.engines.dumps.index import open_raw
+from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
-from llorch.verify.training.recipe import make_adapter
+from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
 
 STYLES = {  # what is written of a step
     "whole": ("micro", "loss", "grad", "exp_avg", "param"),

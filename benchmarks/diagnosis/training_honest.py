@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from benchmarks.diagnosis.trainer import SETTINGS
-from llorch.builtin import builtin_path
 from llorch.lora.adapter import Adapter
-from llorch.verify.training.peft import Peft
+from llorch.runtime.builtin import builtin_path
+from reference_outputs.peft_reference import Peft
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}, "checkpointing": {"checkpointing": True},

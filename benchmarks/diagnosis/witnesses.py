@@ -16,10 +16,10 @@ import numpy as np
 
 from benchmarks.diagnosis.honest import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown, prompt
 from benchmarks.diagnosis.styles import Written
-from llorch.builtin import builtin_path, goldens_folder
-from llorch.places import Tokens
-from llorch.verify.expectations.quantised_models import write_model
-from llorch.verify.golden_store import SUFFIX, read_arrays
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.judging.goldens.store import SUFFIX, read_arrays
+from llorch.runtime.builtin import builtin_path, goldens_folder
+from llorch.stages.stage_ref import Tokens
 
 QUANTISED = {
     "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q8_0", "Q5_1": "Q8_1", "Q4_K": "Q8_K", "Q6_K": "Q8_K",
@@ -118,7 +118,7 @@ def _transformers(folder: Path, model: str, dtype: str, attention: str) -> Writt
     from transformers import AutoModelForCausalLM
 
     import llorch
-    from llorch.convert import convert
+    from llorch.files.convert import convert
 
     convert(builtin_path(model), folder / "model")
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -145,7 +145,7 @@ def _llamacpp(folder: Path, model: str, dtype: str, kv_cache: str, flash: bool) 
 
     from llorch.engines import llamacpp
     from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
-    from llorch.numerics import EXACT, Numerics
+    from llorch.ops.numerics import EXACT, Numerics
 
     switch = "LLAMA_FLASH_ATTN_TYPE_DISABLED"  # what the witness asks for; no other way to have it on
     before = getattr(llama_cpp, switch)

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import llorch
-from llorch.builtin import builtin_path
+from llorch.apps.learn.exercises.foundation import InMemory, merge
+from llorch.apps.learn.implementation import Implementation
 from llorch.files.gguf import read_head, read_tensor_table
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor
-from llorch.learn.exercises.foundation import InMemory, merge
-from llorch.learn.implementation import Implementation
+from llorch.runtime.builtin import builtin_path
 
 GREY, BLUE, AMBER, GREEN = "#8b949e", "#2f81f7", "#d29922", "#2f9e6e"
 FIXED, WORD = 24, " littlest"  # bytes of magic, version and counts

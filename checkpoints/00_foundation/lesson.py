@@ -22,7 +22,7 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.builtin import builtin_path
+from llorch.runtime.builtin import builtin_path
 
 micro = llorch.load("micro-llama")
 data = np.fromfile(builtin_path("micro-llama"), np.uint8)
@@ -114,7 +114,7 @@ for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), s
 # The merge loop for SentencePiece keeps a queue of pairs, so a long text takes n log n steps. A loop that looks at
 # all pairs again after every join is right as well. The last hint shows that loop.
 #
-# <!-- source: llorch.tokenizer.sentencepiece.merge -->
+# <!-- source: llorch.files.tokenizer.sentencepiece.merge -->
 #
 # And the rows:
 #
@@ -125,7 +125,7 @@ for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), s
 # The three parts as you will write them, one after the other. First the table:
 
 # %%
-from llorch.learn.lessons import PARTS
+from llorch.apps.learn.lessons import PARTS
 
 names, shapes, types, offsets = PARTS["tensor_table"].reference(data=data)
 names = names.tobytes().decode().split("\n")
@@ -161,9 +161,9 @@ for i, row in zip(ids, x, strict=True):
 # token now picks a column of numbers that belong to many tokens.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["00"])["embedding"]["embedding-dimensions-not-reversed"]
 print(inspect.getsource(wrong))
@@ -223,8 +223,8 @@ print(check_functions("00", merge=from_the_left))
 # Nothing is computed here, so the engines must agree exactly, and they do:
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 near = np.array(golden.cases["near"].ids)
@@ -259,8 +259,8 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 #
 # Tensors are read by [`files/gguf.py`](../../llorch/files/gguf.py) and
 # [`files/safetensors.py`](../../llorch/files/safetensors.py), text by
-# [`tokenizer/`](../../llorch/tokenizer/tokenizer.py). The suite [`files.py`](../../llorch/verify/expectations/files.py)
-# compares both. One stage belongs here:
+# [`tokenizer/`](../../llorch/files/tokenizer/tokenizer.py). The suite
+# [`files.py`](../../llorch/judging/expectations/files.py) compares both. One stage belongs here:
 #
 # <!-- generated: stages -->
 # <!-- end -->

@@ -4,8 +4,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import llorch
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 GREY, BLUE, RED, AMBER = "#8b949e", "#2f81f7", "#e5484d", "#d29922"
 SENTENCE = "Once upon a time there was a little fox"

@@ -102,8 +102,8 @@ print(rms_norm(1000 * x, gain, eps=1e-5))
 # embeddings:
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 micro = llorch.load("micro-llama")
 golden = read(goldens_folder() / "micro-llama")
@@ -124,8 +124,8 @@ print("with gain", y.shape, "rms", rms(y)[:4].round(4))
 # is invisible.
 
 # %%
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["01"])["rms_norm"]["norm-eps-outside-root"]
 print(inspect.getsource(wrong))
@@ -142,7 +142,7 @@ for name, size in (("layer 4 of story", 100.0), ("unit rows", 1.0), ("embeddings
 # such models, in place of llorch's function. It compares the result with llama.cpp and transformers:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("01", rms_norm=wrong))
 
@@ -177,7 +177,7 @@ print(check_functions("01", rms_norm=wrong))
 # prints one line:
 
 # %%
-from llorch.learn.lessons import PARTS
+from llorch.apps.learn.lessons import PARTS
 
 print(check_functions("01", rms_norm=PARTS["rms_norm"].reference))
 

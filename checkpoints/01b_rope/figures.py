@@ -6,11 +6,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
 import llorch
-from llorch.builtin import goldens_folder
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
+from llorch.judging.goldens.forward import read
 from llorch.ops.rope import frequencies, rope, rope_tables
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 GREY, BLUE = "#8b949e", "#2f81f7"
 PAIRS, POSITIONS = (0, 2, 4, 8), range(8)

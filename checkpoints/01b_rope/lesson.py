@@ -30,9 +30,9 @@
 import numpy as np
 
 import llorch
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.ops.rope import rope, rope_tables
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 micro, trace = llorch.load("micro-llama"), {}
@@ -127,8 +127,8 @@ print("lengths kept:        ", bool(np.all(np.abs(kept - 1) < 1e-6)))
 # %%
 import inspect
 
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["01b"])["rope"]["rope-interleaved-pairs"]
 print(inspect.getsource(wrong))
@@ -144,7 +144,7 @@ print("right numbers:       ", f"{np.mean(np.isclose(bad, y, rtol=1e-5)):.0%}, w
 # comparison with two engines, number by number, finds it:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("01b", rope=wrong))
 
@@ -234,7 +234,7 @@ for case in ("near", "far"):
 # `near` starts at position 0, where RoPE does nothing, so most mistakes show only from the second token on. `far`
 # starts at position 4000, or as late as the context of the model allows. There the frequency scaling and the
 # precision of the angles show. `micro-llama3` has llama3 scaling. No built-in model has linear or YaRN scaling:
-# [`tests/verify/test_rope_against_transformers.py`](../../tests/verify/test_rope_against_transformers.py) compares
+# [`tests/judging/test_rope_against_transformers.py`](../../tests/judging/test_rope_against_transformers.py) compares
 # their frequencies and tables with those of transformers.
 #
 # <!-- generated: distances -->

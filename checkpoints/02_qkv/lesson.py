@@ -65,7 +65,7 @@ for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
 #
 # <!-- source: llorch.ops.linear.linear -->
 #
-# <!-- source: llorch.forward.qkv -->
+# <!-- source: llorch.model.forward.qkv -->
 #
 # `keep` records a stage under its name for the comparison and changes nothing. Your `qkv` gets arrays instead of the
 # layer's dictionary, and `None` for what a family does not have.
@@ -73,9 +73,9 @@ for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
 # ## Run it
 
 # %%
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 truth = golden.truth.evidence.traces["near"]
@@ -107,8 +107,8 @@ print(square.shape, "right", (x @ square.T)[0, :3].round(3), " turned over", (x 
 # %%
 import inspect
 
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["02"])["qkv"]["qkv-heads-interleaved"]
 print(inspect.getsource(wrong))
@@ -126,7 +126,7 @@ print("numbers in their place  ", f"{np.mean(np.isclose(bad, good)):.0%}")
 # first and the last. The check compares every number in its place:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("02", qkv=wrong))
 

@@ -67,7 +67,7 @@ print(f"one token, and cache  {multiplications(1, 100):>12,}")
 #
 # ## The reference
 #
-# <!-- source: llorch.cache.KVCache.append -->
+# <!-- source: llorch.model.cache.KVCache.append -->
 #
 # The reference writes into storage that grows by doubling, so that a token does not copy the whole context. Your
 # `append` may simply join two arrays and return the result. Attention reads the returned array, and the next pass
@@ -78,8 +78,8 @@ print(f"one token, and cache  {multiplications(1, 100):>12,}")
 # A cache is right if a text given in parts ends in the same numbers as a text given at once.
 
 # %%
-from llorch.cache import KVCache
-from llorch.families import forward
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 
 ids = story.tokenizer.encode("Once upon a time there was a little fox")
 
@@ -103,8 +103,8 @@ print("the same logits:", same)
 # %%
 import inspect
 
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["03"])["append"]["cache-one-slot-early"]
 print(inspect.getsource(wrong))
@@ -115,7 +115,7 @@ print(inspect.getsource(wrong))
 # and the last slot stays empty. In the running model it writes this:
 
 # %%
-from llorch.learn.implementation import Implementation
+from llorch.apps.learn.implementation import Implementation
 
 
 def told() -> str:
@@ -138,7 +138,7 @@ for name in ("cache-one-slot-early", "cache-newest-first"):
 # So texts are a weak test. The check looks into the cache:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("03", append=wrong))
 
@@ -168,8 +168,8 @@ print(check_functions("03", append=wrong))
 # bit by bit.
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
     trace = shown.traces["near"]

@@ -121,8 +121,8 @@ print(attention_probs(np.array([[[1, 3, -2], [300, 299, -np.inf]]], np.float32))
 # largest share of a row on average, with the scale and without?
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
@@ -141,8 +141,8 @@ for name, factor in (("scaled", 1.0), ("not scaled", np.sqrt(32))):
 # This mask is right for every prompt and wrong for every token after it. It lets query $t$ see the keys up to $t$:
 
 # %%
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["04"])["attention_scores"]["mask-ignores-cache"]
 print(inspect.getsource(wrong))
@@ -156,7 +156,7 @@ for cached in (0, 5, 11):
 # comparison: it lacks the scale.
 
 # %%
-from llorch.learn.implementation import Implementation
+from llorch.apps.learn.implementation import Implementation
 
 BEGINNING = "Once upon a time there was a little fox"
 
@@ -177,7 +177,7 @@ print("not scaled", continued(attention_scores=unscaled))
 # none. The check runs every prompt a second time, cut in two, and looks at the second part:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("04", attention_scores=wrong))
 

@@ -78,7 +78,7 @@ print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.lina
 #
 # <!-- source: llorch.ops.attention.attention_context -->
 #
-# <!-- source: llorch.forward.attention_output -->
+# <!-- source: llorch.model.forward.attention_output -->
 #
 # As in 04, one product handles all heads of a group. `np.repeat(v, heads // kv_heads, axis=0)` and a plain
 # `probs @ v` give the same numbers. `keep` names the stage so that it can be compared.
@@ -99,9 +99,9 @@ print(attention_context(probs, v))
 # stream 96. In a test model whose widths all differ, a transposed matrix raises an error.
 
 # %%
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
@@ -119,8 +119,8 @@ print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.attn_out"
 # makes the right shape:
 
 # %%
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["05"])["attention_context"]["heads-joined-without-transpose"]
 print(inspect.getsource(wrong))
@@ -136,7 +136,7 @@ for n in (1, 2, 12):
 # wrongly.
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("05", attention_context=wrong))
 

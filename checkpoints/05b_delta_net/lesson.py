@@ -31,8 +31,8 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 model, golden = llorch.load("micro-qwen3.5"), read(goldens_folder() / "micro-qwen3.5")
 net, ids = model.config.delta_net, golden.cases["near"].ids
@@ -88,7 +88,7 @@ for head in range(net.n_value_heads):
 #
 # <!-- source: llorch.ops.delta_rule.delta_rule -->
 #
-# <!-- source: llorch.families.delta_net.delta_net -->
+# <!-- source: llorch.model.blocks.delta_net.delta_net -->
 #
 # The definition works token by token. For a prompt, llorch uses `delta_rule_in_chunks`: 64 tokens at a time, whose
 # corrections are the solution of one triangular system. Both compute the same function, and your function replaces
@@ -118,14 +118,14 @@ for what, one, other in (("two parts", after, state), ("chunks of 64", in_chunks
 # Where does the decay go? The state fades *before* the lookup. The other order looks just as good:
 
 # %%
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["05b"])["delta_rule"]["delta-correction-before-decay"]
 print(inspect.getsource(wrong))
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("05b", delta_rule=wrong))
 

@@ -81,7 +81,7 @@ for layer in range(5):
 #
 # <!-- source: llorch.ops.swiglu.swiglu -->
 #
-# <!-- source: llorch.forward.feed_forward -->
+# <!-- source: llorch.model.forward.feed_forward -->
 #
 # `swiglu` computes in place because the inner rows are the largest arrays of the forward pass. The formula in one
 # line is just as good.
@@ -98,9 +98,9 @@ print(swiglu(gate, up).round(3))
 # Here is layer 0 of `micro-llama`, from the normalised rows that llama.cpp stored:
 
 # %%
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 theirs = golden.evidence["llamacpp"].traces["near"]
@@ -117,9 +117,9 @@ print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.ffn_out"]
 # A port that starts from GPT-2 may keep its curve, GELU:
 
 # %%
-from llorch.learn.implementation import Implementation
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["06"])["swiglu"]
 wrong = typed["swiglu-gelu-tanh"]
@@ -140,7 +140,7 @@ print("ReLU ", continued(swiglu=typed["swiglu-relu"]))
 # the text would call this port right. The numbers show the mistake:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("06", swiglu=wrong))
 

@@ -4,9 +4,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import llorch
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.ops.routing import spread
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 
 def chosen() -> Figure:

@@ -27,8 +27,8 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 model, golden = llorch.load("micro-qwen3-moe"), read(goldens_folder() / "micro-qwen3-moe")
 config, ids = model.config, golden.cases["near"].ids
@@ -73,7 +73,7 @@ for layer in range(config.n_layers):
 #
 # ## The reference
 #
-# <!-- source: llorch.families.experts.experts -->
+# <!-- source: llorch.model.blocks.experts.experts -->
 #
 # <!-- source: llorch.ops.routing.linear_by_expert -->
 #
@@ -103,14 +103,14 @@ print(f"the closest decision in layer 0: {gaps.min():.4f} between two logits of 
 # this mistake:
 
 # %%
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["06b"])["topk_weights"]["topk-weights-not-normalised"]
 print(inspect.getsource(wrong))
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("06b", topk_weights=wrong))
 

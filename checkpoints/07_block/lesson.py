@@ -98,9 +98,9 @@ for layer in range(5):
 #
 # ## The reference
 #
-# <!-- source: llorch.forward.block -->
+# <!-- source: llorch.model.forward.block -->
 #
-# <!-- source: llorch.forward.attention -->
+# <!-- source: llorch.model.forward.attention -->
 #
 # Your `block` does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes the caches
 # as arrays, and returns them.
@@ -110,10 +110,10 @@ for layer in range(5):
 # Here is the function with your signature, on layer 0 of `micro-llama`, from the embeddings that llama.cpp stored:
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.learn.lessons import BY_NUMBER, PARTS
+from llorch.apps.learn.lessons import BY_NUMBER, PARTS
+from llorch.judging.goldens.forward import read
 from llorch.ops.rope import rope_tables
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 block = PARTS["block"].reference
 micro = llorch.load("micro-llama")
@@ -143,7 +143,7 @@ print("the same rows, within 1e-5:", bool(np.abs(np.concatenate([first, second])
 # The mistake is one letter. The name `h` holds the normalised rows, and the addition takes it instead of `x`:
 
 # %%
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.materials import typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["07"])["block"]
 wrong = typed["attention-residual-from-normed"]
@@ -154,7 +154,7 @@ print(wrong.__doc__)
 # with the gain of the first, and a missing line (queries and keys are never rotated). `story` then writes:
 
 # %%
-from llorch.learn.implementation import Implementation
+from llorch.apps.learn.implementation import Implementation
 
 
 def continued(**parts) -> str:
@@ -172,7 +172,7 @@ print("never rotated   ", continued(block=typed["rope-missing"]))
 # verdict on the first mistake:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("07", block=wrong))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.learn.lessons import PARTS
+from llorch.apps.learn.lessons import PARTS
 
 RIGHT = tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))["block"]["steps"][-1]
 

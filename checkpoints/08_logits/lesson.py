@@ -70,7 +70,7 @@ for at in (1, 4, 9):
 #
 # ## The reference
 #
-# <!-- source: llorch.forward.logits -->
+# <!-- source: llorch.model.forward.logits -->
 #
 # ## Run it
 #
@@ -78,9 +78,9 @@ for at in (1, 4, 9):
 # llama.cpp stored:
 
 # %%
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.ops.linear import linear
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 print(linear(np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)))
 
@@ -97,9 +97,9 @@ print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - theirs["logits"]).max(
 # The last norm is easy to forget: it stands outside the blocks, and its absence raises no error.
 
 # %%
-from llorch.learn.implementation import Implementation
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["08"])["logits"]["logits-final-norm-skipped"]
 print(inspect.getsource(wrong))
@@ -124,7 +124,7 @@ print("same first choice at", int(np.sum(logits.argmax(-1) == unnormed.argmax(-1
 # usual temperature. The check finds it:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 print(check_functions("08", logits=wrong))
 

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import llorch
-from llorch.sampling import softmax
+from llorch.ops.sampling import softmax
 
 BLUE, LIT = "#2f81f7", "#d9702b"
 SENTENCE, SHOWN = "Once upon a time there was a little fox", 5

@@ -55,11 +55,11 @@ for i, row in zip(ids, logits, strict=True):
 #
 # ## The reference
 #
-# In [`forward`](../../llorch/forward.py) this is `x[-1:]` before the final norm: unused rows are not normalised and
-# not multiplied by the largest matrix of the model. For a prompt of 500 tokens this saves 499 of 500 parts of the
+# In [`forward`](../../llorch/model/forward.py) this is `x[-1:]` before the final norm: unused rows are not normalised
+# and not multiplied by the largest matrix of the model. For a prompt of 500 tokens this saves 499 of 500 parts of the
 # work of `lm_head`.
 #
-# <!-- source: llorch.forward.logits -->
+# <!-- source: llorch.model.forward.logits -->
 #
 # ## Run it
 
@@ -77,9 +77,9 @@ print(f"largest difference ~{np.abs(last[0] - logits[-1]).max():.0e}")
 # The mistake is off by one, towards the front. Towards the end, the index would be out of range and raise an error.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["09"])["last_row"]["selected-row-before-last"]
 print(inspect.getsource(wrong))
@@ -108,8 +108,8 @@ print(check_functions("09", last_row=wrong))
 # ## Where the engines differ
 
 # %%
-from llorch.builtin import BUILTIN, goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
@@ -136,7 +136,7 @@ for name in BUILTIN:
 # ## Stages
 #
 # - stage: `selected_logits`, of shape (vocab)
-# - llorch's function: [`forward`](../../llorch/forward.py) with `last_only`
+# - llorch's function: [`forward`](../../llorch/model/forward.py) with `last_only`
 # - llama.cpp: `llama_get_logits_ith(-1)` of a batch that asks for its last token
 # - transformers: `logits` with `logits_to_keep=1`
 #

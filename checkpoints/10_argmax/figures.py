@@ -3,9 +3,9 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from llorch.builtin import BUILTIN, goldens_folder
-from llorch.learn.checks.forward import suite_of
-from llorch.verify.goldens import read
+from llorch.apps.learn.checks.forward import suite_of
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 GREY, BLUE = "#8b949e", "#2f81f7"
 

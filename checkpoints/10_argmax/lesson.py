@@ -59,14 +59,14 @@ print(f"lead {first - second:.3f}")
 #
 # ## The reference
 #
-# <!-- source: llorch.sampling.greedy -->
+# <!-- source: llorch.ops.sampling.greedy -->
 #
 # NumPy promises the first of equals, so one call is enough.
 #
 # ## Run it
 
 # %%
-from llorch.sampling import greedy
+from llorch.ops.sampling import greedy
 
 print(greedy(np.array([1.0, 4.0, 2.0, 4.0])))
 half = (row.view(np.uint32) >> 16 << 16).view(np.float32)  # what bfloat16 leaves of each number
@@ -82,9 +82,9 @@ print(
 # there is no difference.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]
 print(inspect.getsource(wrong))
@@ -115,8 +115,8 @@ print({each.row.case: sum(other.row.case == each.row.case for other in found.wro
 # Both engines make the same choice in every built-in model, by leads that are larger than rounding:
 
 # %%
-from llorch.builtin import BUILTIN, goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
@@ -140,7 +140,7 @@ for name in BUILTIN:
 # ## Stages
 #
 # - stage: `argmax`, one whole number
-# - llorch's function: [`greedy`](../../llorch/sampling.py)
+# - llorch's function: [`greedy`](../../llorch/ops/sampling.py)
 # - llama.cpp: `llama_sampler_init_greedy`
 # - transformers: `argmax` in `generate`
 #
@@ -150,7 +150,7 @@ for name in BUILTIN:
 # row. Ids are equal or not, so there is no tolerance. If they differ, the verdict is TIE with the gap when both
 # logits of the float64 reference lie nearer to the largest one than rounding can move them. Else it is FAIL. The
 # margin follows from the rounding of sums of the model's width and depth: see `Margins` in
-# [`llorch/verify/tolerances/forward.py`](../../llorch/verify/tolerances/forward.py). llorch's logits do not
+# [`llorch/judging/tolerances/forward.py`](../../llorch/judging/tolerances/forward.py). llorch's logits do not
 # enter into it.
 #
 # <!-- generated: equal -->

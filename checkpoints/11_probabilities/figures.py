@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import llorch
-from llorch.sampling import keep_min_p, keep_top_k, keep_top_p, penalise, softmax
+from llorch.ops.sampling import keep_min_p, keep_top_k, keep_top_p, penalise, softmax
 
 GREY, BLUE = "#8b949e", "#2f81f7"
 PROMPT, SHOWN = "Once upon a time there was a little boy. One day, there was a little", 14

@@ -23,7 +23,7 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.sampling import keep_min_p, keep_top_k, keep_top_p, penalise, softmax
+from llorch.ops.sampling import keep_min_p, keep_top_k, keep_top_p, penalise, softmax
 
 story = llorch.load("story")
 ids = story.tokenizer.encode("Once upon a time there was a little boy. One day, there was a little")
@@ -65,17 +65,17 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 #
 # ## The reference
 #
-# <!-- source: llorch.sampling.penalise -->
+# <!-- source: llorch.ops.sampling.penalise -->
 #
-# <!-- source: llorch.sampling.keep_top_k -->
+# <!-- source: llorch.ops.sampling.keep_top_k -->
 #
-# <!-- source: llorch.sampling.keep_top_p -->
+# <!-- source: llorch.ops.sampling.keep_top_p -->
 #
-# <!-- source: llorch.sampling.keep_min_p -->
+# <!-- source: llorch.ops.sampling.keep_min_p -->
 #
-# <!-- source: llorch.sampling.softmax -->
+# <!-- source: llorch.ops.sampling.softmax -->
 #
-# <!-- source: llorch.sampling.probabilities -->
+# <!-- source: llorch.ops.sampling.probabilities -->
 #
 # The chain works in float64 and rounds once, at the end. A row is short, so this is cheap, and rounding cannot push a
 # token over the edge of top-p.
@@ -100,9 +100,9 @@ for name, kept in (
 # 2.14, which is less likely. For $z = -3$ it gives -2.14, which is *likelier*, so the model repeats itself.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["11"])
 wrong = typed["penalise"]["penalty-divides-negative-logits"]
@@ -152,8 +152,8 @@ for part, name in (
 # ## Where the engines differ
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "story")
 for name, a in golden.evidence["llamacpp"].probabilities.items():
@@ -189,7 +189,7 @@ for name, a in golden.evidence["llamacpp"].probabilities.items():
 # ## Stages
 #
 # - stage: `probabilities.<name>`, of shape (vocab)
-# - llorch's function: [`probabilities`](../../llorch/sampling.py)
+# - llorch's function: [`probabilities`](../../llorch/ops/sampling.py)
 # - llama.cpp: a `llama_sampler_chain` ended by `llama_sampler_init_dist`, read after `llama_sampler_apply`
 # - transformers: a `LogitsProcessorList`, then softmax
 #

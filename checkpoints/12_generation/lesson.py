@@ -26,7 +26,7 @@ import inspect
 import numpy as np
 
 import llorch
-from llorch.cache import KVCache
+from llorch.model.cache import KVCache
 
 story = llorch.load("story")
 prompt = story.tokenizer.encode("Once upon a time")
@@ -66,12 +66,12 @@ for _ in range(5):
 #
 # ## The reference
 #
-# <!-- source: llorch.generate.sample_ids -->
+# <!-- source: llorch.model.generate.sample_ids -->
 #
 # The reference draws from a distribution. At temperature 0 the whole distribution is on one token, and drawing is
 # `argmax`. `step` is the model with its cache. The cache gives the positions of the new tokens:
 #
-# <!-- source: llorch.cache.KVCache.next_positions -->
+# <!-- source: llorch.model.cache.KVCache.next_positions -->
 #
 # ## Run it
 
@@ -85,8 +85,8 @@ for token in text[:10]:
 # The goldens hold the texts of llama.cpp and transformers, each written with the engine's loop and cache.
 
 # %%
-from llorch.builtin import goldens_folder
-from llorch.verify.goldens import read
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "story")
 near = golden.cases["near"].ids
@@ -104,9 +104,9 @@ print("llorch      ", ours == golden.evidence["llamacpp"].greedy.tolist())
 # 1501](https://github.com/abetlen/llama-cpp-python/issues/1501) is one such report).
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["12"])["generate"]["generation-first-token-twice"]
 print(inspect.getsource(wrong))
@@ -158,7 +158,7 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 # ## Where the engines differ
 
 # %%
-from llorch.builtin import BUILTIN
+from llorch.runtime.builtin import BUILTIN
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
@@ -192,10 +192,10 @@ for name in BUILTIN:
 #
 # | stage | shape | llorch's function | llama.cpp | transformers |
 # | --- | --- | --- | --- | --- |
-# | `generation` | (24) | [`sample_ids`](../../llorch/generate.py) | `llama_sampler_sample` in a loop | `generate` |
+# | `generation` | (24) | [`sample_ids`](../../llorch/model/generate.py) | `llama_sampler_sample` loop | `generate` |
 #
 # Streaming text, stop strings, end tokens and characters split over tokens are tested in
-# [`tests/test_generate.py`](../../tests/test_generate.py). No golden covers them.
+# [`tests/model/test_generate.py`](../../tests/model/test_generate.py). No golden covers them.
 #
 # ## Compared values
 #

@@ -24,8 +24,8 @@ import inspect
 
 import numpy as np
 
-from llorch.builtin import goldens_folder
-from llorch.verify.expectations.quantised_goldens import FOLDER, read
+from llorch.judging.goldens.quantised import FOLDER, read
+from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / FOLDER)
 blocks, values = golden.blocks["Q4_0.blocks"], golden.blocks["Q4_0.values"]
@@ -90,9 +90,9 @@ print("equal  ", np.array_equal(ours, values[finite]), "in", finite.sum(), "bloc
 # The mistake is the most natural reading of a packed byte: its two halves are two neighbours.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["13"])["q4_0"]
 print(inspect.getsource(inspect.getclosurevars(wrong["block-nibbles-alternate"]).globals["neighbours"]))
@@ -180,7 +180,7 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # this validation point compares with the rounded arithmetic of llama.cpp, not with exact arithmetic:
 #
 # ```python
-# from llorch.numerics import GGML
+# from llorch.ops.numerics import GGML
 # from llorch.files import open_weights
 #
 # weights = open_weights("model-Q4_K_M.gguf").using(GGML)  # and packed=True to keep the blocks as they are
@@ -196,7 +196,7 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # ## Compared values
 #
 # Every type that llama.cpp can multiply with has a micro model of two layers,
-# [made](../../llorch/verify/expectations/quantised_models.py) when it is needed. Its blocks are random bits, so that
+# [made](../../llorch/judging/expectations/quantised_models.py) when it is needed. Its blocks are random bits, so that
 # every code and every inner scale occurs. No quantiser would produce them all. `Q4_K_M` is mixed as in llama-quantize:
 # Q4_K, with Q6_K for the output and for half of the value and down matrices. Each model is judged twice, with decoded
 # matrices and with packed ones.
@@ -215,7 +215,7 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 #   llorch's as soon as llorch has computed it. Stages that only copy (embedding, caches) must give the same bits.
 # - **chained**: the same on llorch's results, and in passes that continue a cache.
 # - **tolerance**: there is only one engine, so it does not come from the distance of two engines, as on other pages.
-#   It never comes from llorch's numbers. It is [derived](../../llorch/verify/tolerances/forward.py) from llama.cpp's
+#   It never comes from llorch's numbers. It is [derived](../../llorch/judging/tolerances/forward.py) from llama.cpp's
 #   numbers: every float32 sum may be off by the cost of another order, and passes this error on to the next stage,
 #   element by element.
 # - **flips**: the number of input values that round to another code than llama.cpp's.

@@ -3,10 +3,10 @@
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from llorch.comparison import distance
-from llorch.stages import BY_NAME
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.models import stored
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.verify import stored
+from llorch.stages.comparison import distance
+from llorch.stages.table import BY_NAME
 
 BLUE, LIT, GREY = "#2f81f7", "#d9702b", "#7d7d7d"
 FORMATS = {"float32": (8, 23), "TF32": (8, 10), "bfloat16": (8, 7), "float16": (5, 10)}  # exponent, fraction

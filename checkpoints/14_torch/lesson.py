@@ -86,9 +86,9 @@ for dtype in DTYPES:
 
 # %%
 import llorch
-from llorch.builtin import goldens_folder
+from llorch.judging.goldens.forward import read
 from llorch.pytorch.causal_lm import rms_norm
-from llorch.verify.goldens import read
+from llorch.runtime.builtin import goldens_folder
 
 golden, model = read(goldens_folder() / "micro-llama"), llorch.load("micro-llama")
 rows = torch.tensor(golden.evidence["llamacpp"].traces["near"]["embed"])
@@ -132,9 +132,9 @@ for dtype in DTYPES[1:]:
 # The mistake is to compute the sum of squares in half precision, for speed.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["14"])["torch_rms_norm"]["norm-squares-in-half"]
 print(inspect.getsource(wrong))
@@ -189,7 +189,7 @@ print(check_functions("14", torch_rms_norm=lazy).word)
 # and bfloat16. The result must have the dtype and the device of `x`. With llorch's functions, the check prints:
 
 # %%
-from llorch.learn.lessons import PARTS
+from llorch.apps.learn.lessons import PARTS
 
 print(check_functions("14", **{name: PARTS[name].reference for name in ("torch_rms_norm", "torch_rope")}))
 
@@ -258,7 +258,7 @@ print("rounded twice", off(theirs))
 # as written, `-sdpa` (fused attention), `-fast` (all kernels that `llorch run` installs), `-reproducible`,
 # `-compiled` (CUDA), and `-packed` (quantised matrices). `-batch` adds a second sequence, with padding. Fused
 # attention shows no scores and no probabilities, so it is judged as one operation from `q_rope` to `attn_context`.
-# [`torch.py`](../../llorch/verify/runners/torch.py) lists the backends.
+# [`torch.py`](../../llorch/judging/runners/torch.py) lists the backends.
 #
 # Rows of CUDA are NOT RUN without a device. With a device, they assert that they ran on it. *Isolated* is a whole
 # pass in which the golden replaces every stage after it was recorded. So the running code computes each stage from
@@ -268,7 +268,7 @@ print("rounded twice", off(theirs))
 #
 # The goldens are those of float32. The float64 reference uses the weights as they are stored. A run in half precision
 # rounds the weights, so the tolerance includes this rounding. No engine runs in half precision for this. The
-# tolerance is derived from the golden's numbers ([tolerances](../../llorch/verify/tolerances/forward.py)), element by
+# tolerance is derived from the golden's numbers ([tolerances](../../llorch/judging/tolerances/forward.py)), element by
 # element, with half a step of the dtype for every rounding. Isolated, the golden's inputs are rounded to the dtype
 # first. Chained, errors go from stage to stage. The tolerance applies to the whole tensor, its worst element and every
 # token.
@@ -276,7 +276,7 @@ print("rounded twice", off(theirs))
 # Such a tolerance lets a factor of 1.01 pass, because a whole tensor may be off by one per cent in random directions.
 # Therefore an isolated stage in half precision is also judged by its *common factor*: the projection of the actual
 # array on the golden. It is 1, up to independent roundings
-# ([`factors.py`](../../llorch/verify/tolerances/factors.py)). `--json` has it as `common_factor` and
+# ([`factors.py`](../../llorch/judging/tolerances/factors.py)). `--json` has it as `common_factor` and
 # `tolerance_factor`.
 #
 # Argmax (10) and text (12) of a run in half precision must equal the golden. A different token is a TIE if rounding

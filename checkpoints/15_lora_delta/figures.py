@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from llorch.verify.training.claims import stored
+from llorch.judging.expectations.training import stored
 
 MATRIX = "layers.0.q_proj"
 

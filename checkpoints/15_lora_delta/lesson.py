@@ -79,9 +79,9 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 # on purpose:
 
 # %%
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import INPUT_OF, at
 from llorch.ops.lora import lora_delta
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import INPUT_OF, at
 
 weights, golden = stored("micro-llama")
 adapter = golden.adapter_for(weights.config)
@@ -103,8 +103,8 @@ for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
 # and every engine agrees.
 
 # %%
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 lora, s = adapter.tensors["layers.0.q_proj"], adapter.scaling("layers.0.q_proj")
 x = golden.shown(at("attn_norm", 0))
@@ -120,7 +120,7 @@ for name, wrong in typed_mistakes(BY_NUMBER["15"])["lora_delta"].items():
 # `reshape`:
 
 # %%
-from llorch.learn.check import check_functions
+from llorch.apps.learn.check import check_functions
 
 wrong = typed_mistakes(BY_NUMBER["15"])["lora_delta"]["lora-a-transposed"]
 print(inspect.getsource(wrong))

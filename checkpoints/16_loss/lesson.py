@@ -85,8 +85,8 @@ for row in range(len(ids) - 1):
 # This is the first batch of the goldens. It has two rows, whose first tokens are a prompt.
 
 # %%
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import at
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import at
 
 weights, golden = stored("micro-llama")
 documents = list(golden.batches[0].each_document())
@@ -115,9 +115,9 @@ print("shifted  ", [round(cross_entropy(z, np.array([i]), label_smoothing=0.0)[0
 # because copying is easy.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["16"])
 not_shifted = wrong["shifted"]["loss-labels-not-shifted"]

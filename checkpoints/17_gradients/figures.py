@@ -5,11 +5,11 @@ from matplotlib.figure import Figure
 
 from llorch.diagnosis.mistakes import TRAINING
 from llorch.diagnosis.mistakes.planting import planted
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import of_tensors
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.swiglu import swiglu, swiglu_backward
-from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import of_tensors
+from llorch.training.numpy_step import loss_and_gradients
 
 MISTAKES = {mistake.name: mistake for mistake in TRAINING}
 

@@ -17,8 +17,8 @@
 # You need not derive the whole model. You derive each op alone and pass the result on: this is the chain rule. On the
 # way back, an op gets `grad`, which says how the loss changes with each number that the op *returned*. It returns how
 # the loss changes with each number that the op *was given*. Read `forward.py` from its last line to its first,
-# replace each op by its backward function, and you have [`backward.py`](../../llorch/backward.py). There are three
-# rules:
+# replace each op by its backward function, and you have [`backward.py`](../../llorch/model/backward.py). There are
+# three rules:
 #
 # - $y = f(x)$: send `grad` back through $f$.
 # - $y = a + b$: both get `grad` as it is. So the residual stream carries it past every block unchanged.
@@ -112,10 +112,10 @@ for h in (1e-1, 1e-5, 1e-13):
 # Here is one whole backward pass of `micro-llama`, compared with PEFT's:
 
 # %%
-from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import at
-from llorch.verify.training.recipe import with_zero_b
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import at
+from llorch.judging.goldens.training_recipe import with_zero_b
+from llorch.training.numpy_step import loss_and_gradients
 
 weights, golden = stored("micro-llama")
 weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
@@ -145,9 +145,9 @@ for kind in ("lora_A", "lora_B"):
 # The mistake forgets the rest of the matrix, which exists because a row adds up to 1:
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 from llorch.ops.attention import attention_probs, attention_probs_backward
 
 wrong = typed_mistakes(BY_NUMBER["17"])["attention_probs_backward"]["gradient-softmax-as-sigmoid"]

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.figure import Figure
 
-from llorch.learn.exercises.training import adamw_step
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
-from llorch.train.adamw import clip_by_norm
-from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.training.claims import stored
-from llorch.verify.training.recipe import CURVE, SMOOTHING, step_batches
+from llorch.apps.learn.exercises.training import adamw_step
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
+from llorch.judging.expectations.training import stored
+from llorch.judging.goldens.training_recipe import CURVE, SMOOTHING, step_batches
+from llorch.training.adamw import clip_by_norm
+from llorch.training.numpy_step import loss_and_gradients
 
 WEIGHT, INDEX = "layers.0.v_proj.lora_A", (0, 5)
 SHOWN = (

@@ -22,7 +22,7 @@
 # %%
 import numpy as np
 
-from llorch.train.adamw import adamw_step, clip_by_norm
+from llorch.training.adamw import adamw_step, clip_by_norm
 
 HOW = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
@@ -77,22 +77,22 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 #
 # ## The reference
 #
-# <!-- source: llorch.train.adamw.clip_by_norm -->
+# <!-- source: llorch.training.adamw.clip_by_norm -->
 #
-# <!-- source: llorch.train.adamw.moments -->
+# <!-- source: llorch.training.adamw.moments -->
 #
-# <!-- source: llorch.train.adamw.moved -->
+# <!-- source: llorch.training.adamw.moved -->
 #
-# <!-- source: llorch.train.schedules.learning_rate -->
+# <!-- source: llorch.training.schedules.learning_rate -->
 #
 # ## Run it
 #
 # Here is the first step of the goldens, from PEFT's gradients. The 42 tensors are clipped together.
 
 # %%
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import after, of_tensors
-from llorch.verify.training.recipe import OPTIMIZER as R
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import after, of_tensors
+from llorch.judging.goldens.training_recipe import OPTIMIZER as R
 
 weights, golden = stored("micro-llama")
 n_layers, start = weights.config.n_layers, golden.adapter_for(weights.config).flat()
@@ -115,9 +115,9 @@ for what, got in zip(("parameters", "first_moment", "second_moment"), made, stri
 # stands for this.
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 
 def adam_with_l2(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):

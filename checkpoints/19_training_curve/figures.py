@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from llorch.learn.exercises.training import ACCUMULATED
-from llorch.learn.implementation import Implementation
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import at
-from llorch.verify.training.recipe import CURVE
-from llorch.verify.training.runner import NumpyTrainingRunner
+from llorch.apps.learn.exercises.training import ACCUMULATED
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import at
+from llorch.judging.goldens.training_recipe import CURVE
+from llorch.judging.runners.training_numpy import NumpyTrainingRunner
 
 PLACE = at("loss_curve", case="curve")
 

@@ -47,7 +47,7 @@
 #
 # ## The reference
 #
-# <!-- source: llorch.train.numpy_step.loss_and_gradients -->
+# <!-- source: llorch.training.numpy_step.loss_and_gradients -->
 #
 # No micro-batch is divided by the number of its tokens: `n_trained` of the whole step is known before the first one
 # runs.
@@ -61,11 +61,11 @@ import inspect
 
 import numpy as np
 
-from llorch.learn.exercises.training import accumulated
-from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import at
-from llorch.verify.training.recipe import CURVE, SMOOTHING, step_batches
+from llorch.apps.learn.exercises.training import accumulated
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import at
+from llorch.judging.goldens.training_recipe import CURVE, SMOOTHING, step_batches
+from llorch.training.numpy_step import loss_and_gradients
 
 weights, golden = stored("micro-llama")
 weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
@@ -89,9 +89,9 @@ print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - whole) 
 # divided by the number of micro-batches:
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["19"])["accumulated"]
 for name, wrong in typed.items():

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from llorch.judging.expectations.training import stored
+from llorch.judging.runners.training_numpy import logits_of
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
-from llorch.verify.training.claims import stored
-from llorch.verify.training.runner import logits_of
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:

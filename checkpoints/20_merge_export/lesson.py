@@ -22,11 +22,11 @@ import inspect
 
 import numpy as np
 
+from llorch.judging.expectations.training import stored
+from llorch.judging.expectations.training_places import at
+from llorch.judging.runners.training_numpy import logits_of
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.merge import MergedWeights
-from llorch.verify.training.claims import stored
-from llorch.verify.training.places import at
-from llorch.verify.training.runner import logits_of
 
 weights, golden = stored("micro-llama")
 weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
@@ -82,8 +82,8 @@ print(f"merged against separate: differ by ~{np.abs(merged - beside).max():.0e}"
 # One matrix, as PEFT merges it:
 
 # %%
-from llorch.verify.training.places import MERGED_AT
-from llorch.verify.training.recipe import MERGED
+from llorch.judging.expectations.training_places import MERGED_AT
+from llorch.judging.goldens.training_recipe import MERGED
 
 ours, theirs = MergedWeights(weights, adapter).array(MERGED), golden.shown(MERGED_AT)
 print(MERGED, ours.shape, f"moved by up to {np.abs(ours - weights.array(MERGED)).max():.3f}")
@@ -96,8 +96,8 @@ print(f"~{np.sum(ours != theirs)} of {ours.size} numbers are not PEFT's, by ~{np
 import tempfile
 from pathlib import Path
 
+from llorch.judging.expectations.adapter_files import gguf_table
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.verify.training.exports import gguf_table
 
 with tempfile.TemporaryDirectory() as folder:
     write_lora_gguf(adapter, Path(folder) / "adapter.gguf", weights.config)
@@ -132,9 +132,9 @@ print(f"in the other order:     off by {np.abs(wrong - beside).max():.2f}")
 # Half of the adapter's effect goes wrong, and the text is still fluent. The check names the mistake:
 
 # %%
-from llorch.learn.check import check_functions
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import typed_mistakes
+from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["20"])
 print(inspect.getsource(typed["interleave"]["export-b-rows-not-permuted"]))

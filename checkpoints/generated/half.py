@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from checkpoints.generated.tables import Blocks, roughly, short, table
-from llorch.builtin import builtin_path
-from llorch.comparison import measure
 from llorch.diagnosis.mistakes import STAGE_MISTAKES
 from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
-from llorch.places import part_of
-from llorch.stages import STAGES, key
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.goldens import PRODUCERS, Golden
-from llorch.verify.judge import Comparison
-from llorch.verify.rounding_costs import ARITHMETICS
-from llorch.verify.runners.numpy import run
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.goldens.forward import PRODUCERS, Golden
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import run
+from llorch.judging.tolerances.rounding import ARITHMETICS
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import measure
+from llorch.stages.stage_ref import part_of
+from llorch.stages.table import STAGES, key
 
 CHECKPOINT = "14"
 LADDER = "story"  # the built-in model with the most layers

@@ -14,19 +14,19 @@ from checkpoints.generated.half import torch_blocks
 from checkpoints.generated.quantised import exact_errors, quantised_blocks
 from checkpoints.generated.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from checkpoints.generated.training import trainers, training_blocks
-from llorch.builtin import BUILTIN, goldens_folder
 from llorch.files import Weights
-from llorch.stages import CHECKPOINTS
-from llorch.verify.expectations.quantised import CHECKPOINT as QUANTISED
-from llorch.verify.expectations.quantised import verify_quantised_stored
-from llorch.verify.goldens import Golden, read
-from llorch.verify.judge import Comparison
-from llorch.verify.models import verify_stored
-from llorch.verify.rounding_costs import ARITHMETICS
-from llorch.verify.runners.numpy import FLOAT64, NumpyRunner, numpy_runners
-from llorch.verify.training.claims import verify_training_stored
-from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.training.stages import CHECKPOINTS as TRAINING
+from llorch.judging.expectations.quantised import CHECKPOINT as QUANTISED
+from llorch.judging.expectations.quantised import verify_quantised_stored
+from llorch.judging.expectations.training import verify_training_stored
+from llorch.judging.expectations.training_stages import CHECKPOINTS as TRAINING
+from llorch.judging.goldens.forward import Golden, read
+from llorch.judging.goldens.training import MODELS as TRAINED
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import FLOAT64, NumpyRunner, numpy_runners
+from llorch.judging.tolerances.rounding import ARITHMETICS
+from llorch.judging.verify import verify_stored
+from llorch.runtime.builtin import BUILTIN, goldens_folder
+from llorch.stages.table import CHECKPOINTS
 
 FOLDER = Path(__file__).resolve().parents[1]
 START, END = "<!-- generated: ", "<!-- end -->"
@@ -91,8 +91,8 @@ def _runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:
 @cache
 def torch_rows(model: str) -> Sequence[Comparison]:
     """List all comparisons of one built-in model on the torch page as it is written, on the CPU."""
+    from llorch.judging.runners.torch import torch_runners
     from llorch.pytorch.device import target
-    from llorch.verify.runners.torch import torch_runners
 
     targets = [target("cpu", dtype) for dtype in ARITHMETICS]
     judged = (verify_stored(model, torch_runners(on, only=[""]), backend=str(on), long=False) for on in targets)

@@ -6,16 +6,16 @@ from contextlib import closing
 from pathlib import Path
 
 from checkpoints.generated.tables import Blocks, mistakes, short, table
-from llorch.builtin import goldens_folder
-from llorch.comparison import PASS, measure
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.verify.expectations.quantised import BACKENDS
-from llorch.verify.expectations.quantised_goldens import FOLDER, read
-from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import Comparison
-from llorch.verify.runners.numpy import GGML as BACKEND
-from llorch.verify.runners.numpy import run
+from llorch.judging.expectations.quantised import BACKENDS
+from llorch.judging.expectations.quantised_models import MODELS, write_model
+from llorch.judging.goldens.quantised import FOLDER, read
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import GGML as BACKEND
+from llorch.judging.runners.numpy import run
+from llorch.runtime.builtin import goldens_folder
+from llorch.stages.comparison import PASS, measure
 
 MEANINGS = {
     "decode": "types decode to the bits of ggml's C",

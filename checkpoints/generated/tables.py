@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llorch.builtin import EVERY, goldens_folder
-from llorch.comparison import PASS, TIE
 from llorch.diagnosis.mistakes import MISTAKES, checkpoint_of, of_checkpoint
-from llorch.stages import BY_NAME, STAGES, Stage
-from llorch.verify.expectations.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.float64_reference import WITNESS
-from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
-from llorch.verify.judge import Comparison
-from llorch.verify.training.goldens import TRUTH
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, Golden
+from llorch.judging.goldens.quantised import FOLDER as QUANTISED
+from llorch.judging.goldens.training import TRUTH
+from llorch.judging.judge import Comparison
+from llorch.runtime.builtin import EVERY, goldens_folder
+from llorch.stages.comparison import PASS, TIE
+from llorch.stages.table import BY_NAME, STAGES, Stage
 
 ENGINES = {
     "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
@@ -171,7 +171,7 @@ def _shape(stage: Stage) -> str:
 
 
 def link(function: str) -> str:
-    """Link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.cache.KVCache.append`."""
+    """Link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.model.cache.KVCache.append`."""
     file, names = PACKAGE, function.split(".")[1:]
     while not file.with_suffix(".py").is_file() and len(names) > 1:
         file /= names.pop(0)

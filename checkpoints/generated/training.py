@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from checkpoints.generated.tables import ENGINES, Blocks, equal, link, mistakes, roughly, short, table
-from llorch.builtin import goldens_folder
-from llorch.verify.judge import Comparison
-from llorch.verify.training.goldens import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
-from llorch.verify.training.places import LLAMACPP, MODES, PEFT, TRANSFORMERS
-from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
+from llorch.judging.expectations.training_places import LLAMACPP, MODES, PEFT, TRANSFORMERS
+from llorch.judging.expectations.training_stages import BY_GROUP, TRAINING_STAGES
+from llorch.judging.goldens.training import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
+from llorch.judging.judge import Comparison
+from llorch.runtime.builtin import goldens_folder
 
 HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of them
 

@@ -19,10 +19,10 @@ from textwrap import fill
 import click
 
 import llorch
-from llorch.builtin import EVERY
 from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
+from llorch.runtime.builtin import EVERY
 
 VERBS = {
     "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace"),
@@ -46,7 +46,7 @@ class Main(Verbs):
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Print the line and end."""
-    from llorch.machine.identity import version_line
+    from llorch.apps.doctor.machine.identity import version_line
 
     if value and not ctx.resilient_parsing:
         click.echo(version_line(llorch.__version__))

@@ -22,11 +22,16 @@ from llorch.cli.options import (
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
-    from llorch.pytorch.bench import MeasuredModel
+    from llorch.apps.bench.torch import MeasuredModel
     from llorch.pytorch.device import Target
     from llorch.pytorch.distributed.launch import DeviceMesh
 
-SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # as in llorch.bench, which is slow to import
+SHAPES = (
+    "qwen2.5-0.5b",
+    "llama-3.2-1b",
+    "llama-2-7b",
+    "llama-3-8b",
+)  # as in llorch.apps.bench.measure, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
@@ -81,7 +86,7 @@ def command(
 
     The figures are tokens/s, bytes/s and operations/s, with the ceilings that the same run measures.
     """
-    from llorch.bench import Load, describe, measure
+    from llorch.apps.bench.measure import Load, describe, measure
 
     chosen = ModelChoice(**choice)
     _refuse_misplaced(chosen, "torch" if axes else backend)
@@ -115,9 +120,9 @@ def _refuse_misplaced(chosen: ModelChoice, backend: str) -> None:
 
 def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
     """Load the model for the NumPy path; return the engine to time and the description of the model."""
-    from llorch.bench import NumpyEngine, numpy_subject
+    from llorch.apps.bench.measure import NumpyEngine, numpy_subject
     from llorch.cli.inputs import model_path
-    from llorch.model import load as load_model
+    from llorch.model.model import load as load_model
 
     model = load_model(
         model_path(chosen.model or "story"), residency=chosen.residency, n_tokens=load.prompt + load.decode
@@ -129,13 +134,13 @@ def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
 
 def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any, Any]:
     """Load the model for the torch path; return the engine to time and the description of the model."""
-    from llorch.errors import MissingExtra
+    from llorch.runtime.errors import MissingExtra
 
     try:
         import torch  # noqa: F401 (asked for first, so that its absence is named)
     except ModuleNotFoundError:
         raise MissingExtra("torch", "torch") from None
-    from llorch.pytorch.bench import ParallelEngine, TorchEngine, parallel_subject, torch_subject
+    from llorch.apps.bench.torch import ParallelEngine, TorchEngine, parallel_subject, torch_subject
     from llorch.pytorch.device import target
 
     made = _open_measured(chosen, target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels), load, mesh)
@@ -148,8 +153,8 @@ def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tupl
 
 
 def _open_measured(chosen: ModelChoice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "MeasuredModel":
+    from llorch.apps.bench.torch import opened, opened_on, random
     from llorch.cli.inputs import model_path
-    from llorch.pytorch.bench import opened, opened_on, random
 
     if chosen.shape is not None:
         return random(chosen.shape, at, chosen.weights_type, load, compiled=chosen.compiled)

@@ -77,7 +77,7 @@ def command(
     """
     from llorch.cli.chat_session import Talk
     from llorch.cli.inputs import chosen_numerics, conversation, model_path, say_plan
-    from llorch.sampling import SamplingSettings
+    from llorch.ops.sampling import SamplingSettings
 
     refuse_misplaced(
         backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,
@@ -97,7 +97,7 @@ def command(
         where = {"device": device or "cpu", "dtype": dtype or "float32", "kernels": kernels}
         loaded = load_torch(path, residency=residency, n_tokens=CONTEXT, **where)
     else:
-        from llorch.model import load
+        from llorch.model.model import load
 
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=CONTEXT)
         say_plan(loaded)

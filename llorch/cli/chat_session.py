@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llorch.cache import KVCache
-from llorch.generate import Answer, Job, Token, sample_ids, stream
-from llorch.model import Model
-from llorch.sampling import SamplingSettings
+from llorch.model.cache import KVCache
+from llorch.model.generate import Answer, Job, Token, sample_ids, stream
+from llorch.model.model import Model
+from llorch.ops.sampling import SamplingSettings
 
 if TYPE_CHECKING:
     from llorch.pytorch.model import TorchModel

@@ -12,13 +12,13 @@ from rich.console import Console
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.tables import console, print_table, table
 from llorch.cli.weight_types import Quantisation, of_file, of_folder, rows_of
-from llorch.config_reader import shortest
-from llorch.errors import FormatError
 from llorch.files import GGUFFile, SafetensorsFolder, Weights, open_gguf
 from llorch.files.opening import open_table, unread_settings
 from llorch.files.quant import GGMLType
-from llorch.tokenizer import Tokenizer
-from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
+from llorch.files.tokenizer import Tokenizer
+from llorch.files.tokenizer.chat_templates import read_templates, templates_of_metadata
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import shortest
 
 SHOWN = 60  # characters of a long text; --json has all of it
 SAMPLE = "Hello, world 27!"  # its ids tell vocabularies apart at a glance

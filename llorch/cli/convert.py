@@ -42,7 +42,7 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     any other name becomes a Hugging Face folder. TARGET never exists half written.
     """
     from llorch.cli.inputs import model_path
-    from llorch.convert import convert
+    from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
     ggml_type = GGMLType[type_name.upper()] if type_name is not None else None

@@ -111,7 +111,7 @@ def _diagnose_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":
     from llorch.cli.inputs import model_path
     from llorch.cli.output import progress
     from llorch.diagnosis.training.diagnose import diagnose_training
-    from llorch.dumps.index import open_raw
+    from llorch.engines.dumps.index import open_raw
     from llorch.files import open_weights
     from llorch.lora.peft_format import read_peft
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import print_table, table
-from llorch.comparison import NOT_RUN
 from llorch.diagnosis.report.record import causes, count, explained, headline, ranges, short, times, verdict
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
-from llorch.errors import printable
-from llorch.stages import BY_NAME
+from llorch.runtime.errors import printable
+from llorch.stages.comparison import NOT_RUN
+from llorch.stages.table import BY_NAME
 
 _STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red", NOT_RUN: "yellow"}
 _NAME = 40  # characters of a name that others chose

@@ -11,9 +11,9 @@ from llorch.cli.options import MODEL, group, json_option, page_option, tokens_op
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from llorch.comparison import Report
     from llorch.files import Weights
-    from llorch.verify.diff import Side
+    from llorch.judging.diff import Side
+    from llorch.stages.comparison import Report
 
 VERSION = 1  # of what --json gives
 
@@ -59,7 +59,7 @@ def command(
     from llorch.cli.outcome import DIFFERS
     from llorch.cli.output import to_json
     from llorch.cli.tables import console
-    from llorch.verify.diff import diff
+    from llorch.judging.diff import diff
 
     weights = _open_model(model) if model is not None else None
     if weights is None and (mapping or map_b or tokens):
@@ -91,9 +91,9 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
             f"--suggest: expected one dump and its --model, got {len(dumps)} dumps{'' if model else ' and no --model'}"
         )
     from llorch.cli.output import progress
-    from llorch.dumps.index import open_raw
-    from llorch.dumps.raw import with_earlier
-    from llorch.dumps.suggest_mapping import suggest
+    from llorch.engines.dumps.index import open_raw
+    from llorch.engines.dumps.raw import with_earlier
+    from llorch.engines.dumps.suggest_mapping import suggest
 
     with progress(f"comparing {dumps[0]} with a run of {model}"):
         raw = with_earlier(open_raw(dumps[0]), tokens)
@@ -105,8 +105,8 @@ def _side(
     path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int | None
 ) -> "Side":
     """Read a dump as one side of a comparison, by stages if there are weights, else by its own array names."""
-    from llorch.dumps.index import open_raw
-    from llorch.verify.diff import Side
+    from llorch.engines.dumps.index import open_raw
+    from llorch.judging.diff import Side
 
     if weights is None:
         return Side.of_names(open_raw(path))
@@ -150,7 +150,7 @@ def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Pa
     from rich.text import Text
 
     from llorch.cli.tables import print_table, table
-    from llorch.errors import printable
+    from llorch.runtime.errors import printable
 
     rows = table(*([">pass"] if len(reports) > 1 else []), "stage", ">error", ">worst", ">tolerance", "verdict")
     for n_pass, report in reports.items():

@@ -26,7 +26,7 @@ def command(*, as_json: bool) -> None:
 
     Exit codes: 0 all that is installed works, 1 something is broken.
     """
-    from llorch.machine import REPORT_VERSION, examine
+    from llorch.apps.doctor.machine import REPORT_VERSION, examine
 
     with progress("looking at") as tell:
         findings = list(examine(tell))

@@ -31,5 +31,5 @@ def command(*, language: str) -> None:
     """  # noqa: D301
     from importlib.resources import files
 
-    text = files("llorch.dumps.writers").joinpath(WRITERS[language]).read_text(encoding="utf-8")
+    text = files("llorch.engines.dumps.writers").joinpath(WRITERS[language]).read_text(encoding="utf-8")
     click.echo(text, nl=False)

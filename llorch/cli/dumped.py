@@ -10,9 +10,9 @@ import click
 from llorch.cli.options import WholeNumber, group, page_option
 
 if TYPE_CHECKING:
-    from llorch.dumps.stage_dump import StageDump
+    from llorch.engines.dumps.stage_dump import StageDump
     from llorch.files import Weights
-    from llorch.numerics import Numerics
+    from llorch.ops.numerics import Numerics
 
 dump_path = click.Path(path_type=Path)
 map_option = group(
@@ -52,8 +52,8 @@ def plan_dump(
     from llorch.cli.output import progress
     from llorch.diagnosis.guards import read_comparable
     from llorch.files import open_weights
-    from llorch.model import Model
-    from llorch.numerics import EXACT
+    from llorch.model.model import Model
+    from llorch.ops.numerics import EXACT
 
     stored = open_weights(model_path(spec))
     threads = use_threads(stored.config)

@@ -9,11 +9,11 @@ import click
 
 from llorch.cli.options import refuse_both
 from llorch.cli.output import say
-from llorch.errors import decode_utf8
 from llorch.files import GGUFFile, SafetensorsFolder
-from llorch.hub import find
-from llorch.model import Model
-from llorch.numerics import SCHEME, Numerics
+from llorch.files.hub import find
+from llorch.model.model import Model
+from llorch.ops.numerics import SCHEME, Numerics
+from llorch.runtime.errors import decode_utf8
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
 SPREAD = {12: 5, 66: 25}  # into so many stretches a vocabulary is cut, of which every fifth is next, round and round
@@ -22,7 +22,7 @@ IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins
 
 
 def model_path(spec: str) -> Path:
-    """Find the file or folder of a MODEL argument, see `llorch.hub.find`; print the commit of a repository of the hub.
+    """Find the file or folder of a MODEL argument, see `llorch.files.hub.find`; print the commit of a hub repository.
 
     Before a download its size is said. Who sits at a terminal is asked; a script goes on.
     """
@@ -153,10 +153,10 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
 
 def read_history(path: Path) -> list[dict[str, object]]:
     """Read the messages of a file: a JSON list, or one message on each line."""
-    from llorch.config_reader import Fields
     from llorch.files.mapped import read_regular
     from llorch.files.strict_json import parse_json
-    from llorch.tokenizer.messages import checked_messages
+    from llorch.files.tokenizer.messages import checked_messages
+    from llorch.runtime.fields import Fields
 
     data = read_regular(path, limit=MOST_STDIN)
     if data.lstrip().startswith(b"["):

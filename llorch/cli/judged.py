@@ -5,15 +5,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llorch.comparison import FAIL, NOT_RUN, PASS, TIE, times_over
-from llorch.config import ModelConfig
-from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, keys
-from llorch.verify.expectations.long_contexts import LONG_MODES
-from llorch.verify.float64_reference import WITNESS
-from llorch.verify.judge import Comparison
-from llorch.verify.runners.numpy import BACKENDS
-from llorch.verify.training.goldens import TRUTH
-from llorch.verify.training.stages import CHECKPOINTS as TRAINING
+from llorch.families.config import ModelConfig
+from llorch.judging.expectations.long_contexts import LONG_MODES
+from llorch.judging.expectations.training_stages import CHECKPOINTS as TRAINING
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.training import TRUTH
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import BACKENDS
+from llorch.stages.comparison import FAIL, NOT_RUN, PASS, TIE, times_over
+from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES, keys
 
 NOT_JUDGED = "not judged"  # of tensors that llorch does not compute with
 KERNELS = "kernels"  # in place of a model: ours beside torch's own

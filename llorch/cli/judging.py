@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from llorch.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import KERNELS, NOT_JUDGED, TRAINING, JudgedModel, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
@@ -20,23 +19,24 @@ from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_brief_end, print_end, print_line, print_model
 from llorch.cli.tables import console
 from llorch.cli.workers import Workers
-from llorch.config import ModelConfig
 from llorch.engines import ProducerName
 from llorch.engines.abilities import cannot_judge
-from llorch.errors import LeftOut, MissingExtra
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
-from llorch.model import Model, load
-from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.expectations.files import undecoded
-from llorch.verify.expectations.quantised import CHECKPOINT, block_rows, model_rows
-from llorch.verify.expectations.quantised_models import MODELS
-from llorch.verify.goldens import N_GREEDY, unable_of
-from llorch.verify.judge import Comparison
-from llorch.verify.models import plan_live, verify_as_stored, verify_live, verify_stored
-from llorch.verify.runners.numpy import emulated
-from llorch.verify.training.claims import verify_training_stored
-from llorch.verify.training.goldens import MODELS as TRAINED
+from llorch.judging.expectations.files import undecoded
+from llorch.judging.expectations.quantised import CHECKPOINT, block_rows, model_rows
+from llorch.judging.expectations.quantised_models import MODELS
+from llorch.judging.expectations.training import verify_training_stored
+from llorch.judging.goldens.forward import N_GREEDY, unable_of
+from llorch.judging.goldens.training import MODELS as TRAINED
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import emulated
+from llorch.judging.verify import plan_live, verify_as_stored, verify_live, verify_stored
+from llorch.model.model import Model, load
+from llorch.ops.numerics import EXACT, GGML, Numerics
+from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
+from llorch.runtime.errors import LeftOut, MissingExtra
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend

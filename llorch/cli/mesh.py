@@ -16,9 +16,9 @@ import click
 
 from llorch.cli.options import SECONDS, group, page_option
 from llorch.cli.outcome import OK, error_line, exit_code
-from llorch.errors import MissingExtra, RankLost
-from llorch.torchrun import is_launched_by_us, is_rank, only_first_speaks
-from llorch.train.stopping import SIGNALS, Stopped
+from llorch.runtime.errors import MissingExtra, RankLost
+from llorch.runtime.launched_rank import is_launched_by_us, is_rank, only_first_speaks
+from llorch.training.stopping import SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from llorch.pytorch.distributed.launch import DeviceMesh

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from llorch.judging.expectations.kernels import kernel_rows
+from llorch.judging.expectations.packed import verify_quantised_torch
+from llorch.judging.judge import Comparison
+from llorch.judging.runners import Runner
+from llorch.judging.runners.torch import parallel_runners, torch_runners
+from llorch.judging.runners.training_torch import DTYPES as TRAINED_DTYPES
+from llorch.judging.runners.training_torch import verify_training_torch
+from llorch.judging.verify import verify_live, verify_stored
 from llorch.pytorch.device import Kernels, Target, target
 from llorch.pytorch.distributed.launch import DeviceMesh, named_on
-from llorch.verify.expectations.kernels import kernel_rows
-from llorch.verify.expectations.packed import verify_quantised_torch
-from llorch.verify.judge import Comparison
-from llorch.verify.models import verify_live, verify_stored
-from llorch.verify.runners import Runner
-from llorch.verify.runners.torch import parallel_runners, torch_runners
-from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
-from llorch.verify.training.torch_runner import verify_training_torch
 
 DTYPES = ("float64", "float32", "bfloat16")  # judged when none is asked for
 

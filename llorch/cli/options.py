@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from llorch.builtin import EVERY
 from llorch.cli.verbs import Verb, page_option
-from llorch.errors import decode_utf8
+from llorch.runtime.builtin import EVERY
+from llorch.runtime.errors import decode_utf8
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from llorch.config import ModelConfig
-    from llorch.tokenizer.chat import TemplateSettings
+    from llorch.families.config import ModelConfig
+    from llorch.files.tokenizer.chat import TemplateSettings
 
 ENGINES = ("llamacpp", "transformers")
 SPINS = "3000"  # of a waiting thread, some 0.1 ms: from one product of a token to the next, and no more
@@ -228,7 +228,7 @@ template_options = group(  # of `TemplateSettings`; `template_settings` reads th
 
 def template_settings(template_date: "datetime | None", chat_template_kwargs: "dict | None") -> "TemplateSettings":
     """Read the values of `template_options`."""
-    from llorch.tokenizer.chat import TemplateSettings
+    from llorch.files.tokenizer.chat import TemplateSettings
 
     return TemplateSettings(chat_template_kwargs, template_date)
 
@@ -250,7 +250,7 @@ def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
         raise click.UsageError("give a prompt or --tokens, not both")
 
 
-_WANTED = "llorch.threads"
+_WANTED = "llorch.runtime.threads"
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
@@ -269,7 +269,8 @@ threads_option = group(  # for whatever computes; `use_threads` reads it
 
 def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
     """Use the threads that the user says (`recorded`: said when the run began) or that suit; says how many."""
-    from llorch.threads import VARIABLES, is_small, limited, n_cores
+    from llorch.files.tensor_names import count_parameters
+    from llorch.runtime.threads import VARIABLES, is_small, limited, n_cores
 
     ctx = click.get_current_context()
     n = ctx.meta.get(_WANTED) or recorded
@@ -278,7 +279,7 @@ def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
             if os.environ.get(name):
                 return f"threads: {name}={os.environ[name]}"
         n_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of a mesh that share this machine
-        small = all(map(is_small, configs))
+        small = all(is_small(count_parameters(config)) for config in configs)
         if not small and n_here == 1:
             return "threads: all"
         n = 1 if small else max(1, n_cores() // n_here)
@@ -288,7 +289,7 @@ def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
 
 def allowed_cores() -> int:
     """Return how many cores a command may use at once: `--threads` if given, else the cores of the process."""
-    from llorch.threads import VARIABLES, n_cores
+    from llorch.runtime.threads import VARIABLES, n_cores
 
     said = [click.get_current_context().meta.get(_WANTED), *(os.environ.get(name) for name in VARIABLES)]
     return next((int(n) for n in said if n and str(n).isdigit()), n_cores())

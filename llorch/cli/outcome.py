@@ -24,7 +24,7 @@ from typing import TextIO
 
 import click
 
-from llorch.errors import (
+from llorch.runtime.errors import (
     CheckpointMismatch,
     EngineDied,
     FormatError,
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 
 def _missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
     """Name what brings the module; imported on an error only, because the import would slow every start."""
-    from llorch.machine.packages import missing_extra
+    from llorch.apps.doctor.machine.packages import missing_extra
 
     return missing_extra(error)
 
@@ -158,7 +158,7 @@ def _explain(error: BaseException, *, traceback: bool) -> None:
 
         click.echo("".join(tracebacks.format_exception(error)), err=True, nl=False)
     if isinstance(error, LearnerFault):
-        from llorch.learn.frames import own_frames
+        from llorch.apps.learn.frames import own_frames
 
         for line in own_frames(error.__cause__ or error):
             click.echo(f"  {printable(line)}", err=True)

@@ -20,17 +20,17 @@ from llorch.cli.options import (
     verb,
 )
 from llorch.cli.output import progress, say, to_json
-from llorch.errors import decode_utf8
-from llorch.memory import available_memory
+from llorch.runtime.errors import decode_utf8
+from llorch.runtime.memory import available_memory
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from llorch.evaluate.scores import Estimate, ModelDifference, Prediction
-    from llorch.evaluate.windows import Windows
+    from llorch.apps.evaluate.scores import Estimate, ModelDifference, Prediction
+    from llorch.apps.evaluate.windows import Windows
     from llorch.files.residency import Residency
-    from llorch.model import Model
-    from llorch.numerics import Numerics
+    from llorch.model.model import Model
+    from llorch.ops.numerics import Numerics
 
 _TOKENIZING = 200  # bytes of memory per byte of text; 173 were measured on prose with a vocabulary of 151 thousand
 
@@ -65,9 +65,9 @@ def command(
 
     With REFERENCE alone, print its perplexity.
     """
+    from llorch.apps.evaluate.windows import cut_text
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
-    from llorch.evaluate.windows import cut_text
-    from llorch.model import load
+    from llorch.model.model import load
 
     arithmetic = chosen_numerics(numerics, kv_cache)
     text = _read_text(path)
@@ -115,8 +115,8 @@ def _fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_
 
 def _loaded(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
     """Load the models: the last with `numerics`, every other one in exact arithmetic."""
-    from llorch.model import load
-    from llorch.numerics import EXACT
+    from llorch.model.model import load
+    from llorch.ops.numerics import EXACT
 
     chosen = [*[EXACT] * (len(paths) - 1), numerics]
     placed = zip(paths, chosen, strict=True)
@@ -131,8 +131,8 @@ def _judge(models: "list[Model]", windows: "Windows") -> "ModelDifference | Pred
     """Return the perplexity of one model, or the difference of the second model from the first."""
     import numpy as np
 
-    from llorch.evaluate.scores import PairScores, compare_models, perplexity
-    from llorch.evaluate.windows import score, score_pair
+    from llorch.apps.evaluate.scores import PairScores, compare_models, perplexity
+    from llorch.apps.evaluate.windows import score, score_pair
 
     if len(models) == 1:
         steps = score(models[0], windows)
@@ -146,7 +146,7 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
     """Collect the steps; show how far they are, the mean of some values of theirs so far, and the time left."""
     import numpy as np
 
-    from llorch.evaluate.scores import mean
+    from llorch.apps.evaluate.scores import mean
 
     done: list[Any] = []
     start = time.monotonic()
@@ -160,8 +160,8 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
 
 
 def _print_quality(about: dict[str, Any], judged: "ModelDifference | Prediction") -> None:
+    from llorch.apps.evaluate.scores import ModelDifference
     from llorch.cli.tables import console, print_table, table
-    from llorch.evaluate.scores import ModelDifference
 
     out = console()
     unused = about["tokens"] - about["windows"] * about["context"]

@@ -10,16 +10,16 @@ from rich.text import Text
 
 from llorch.cli.judged import TRAINING, JudgedModel, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
-from llorch.comparison import FACTOR, FAIL, FLOOR, NOT_RUN, PASS, TIE
 from llorch.engines import LoadPath
+from llorch.judging.expectations.long_contexts import IN_PARTS
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.forward import PRODUCERS
+from llorch.judging.goldens.training import TRUTH
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import BACKENDS
 from llorch.ops.precision import WIDE_LIMIT
-from llorch.stages import BY_NAME, CHECKPOINTS
-from llorch.verify.expectations.long_contexts import IN_PARTS
-from llorch.verify.float64_reference import WITNESS
-from llorch.verify.goldens import PRODUCERS
-from llorch.verify.judge import Comparison
-from llorch.verify.runners.numpy import BACKENDS
-from llorch.verify.training.goldens import TRUTH
+from llorch.stages.comparison import FACTOR, FAIL, FLOOR, NOT_RUN, PASS, TIE
+from llorch.stages.table import BY_NAME, CHECKPOINTS
 
 _ROWS = (
     "rows: three runs of llorch: in float32, in float32 with every sum in float32 (as in larger models), and\n"

@@ -95,9 +95,9 @@ def command(
     read from stdin.
     """
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
-    from llorch.model import load
-    from llorch.numerics import EXACT
-    from llorch.sampling import SamplingSettings
+    from llorch.model.model import load
+    from llorch.ops.numerics import EXACT
+    from llorch.ops.sampling import SamplingSettings
 
     settings, template = SamplingSettings(**sampling), template_settings(template_date, chat_template_kwargs)
     backend = "torch" if axes else backend
@@ -186,8 +186,8 @@ def refuse_misplaced(
 
 def _use_parts(impl: str | None, *, can: bool) -> None:
     """Put what a learner has written in the place of ours until the command ends, and say what that is."""
-    from llorch.learn.choice import chosen, opened
-    from llorch.learn.lessons import BY_NUMBER, LESSONS
+    from llorch.apps.learn.choice import chosen, opened
+    from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 
     if impl not in (None, OURS) and not can:
         raise click.UsageError("--impl goes with --backend numpy and exact numerics, without --adapter")

@@ -28,7 +28,7 @@ from llorch.cli.run import refuse_misplaced
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from llorch.generate import GenerationBatch
+    from llorch.model.generate import GenerationBatch
 
 CONTEXT = 4096
 
@@ -121,16 +121,16 @@ def command(
 
     /openapi.json describes all routes. A line on stderr says when the server is ready. Ctrl-C or SIGTERM ends it.
     """
-    from llorch.errors import MissingExtra
-    from llorch.threads import let_go
+    from llorch.runtime.errors import MissingExtra
+    from llorch.runtime.threads import let_go
 
     try:
-        from llorch.serve.app import make_app
-        from llorch.serve.engine import Engine
-        from llorch.serve.guard import Guard, require_key
-        from llorch.serve.server import RunningServer, bind, serve
-        from llorch.serve.service import Service
-        from llorch.serve.watchdog import watch_engine
+        from llorch.apps.serve.app import make_app
+        from llorch.apps.serve.engine import Engine
+        from llorch.apps.serve.guard import Guard, require_key
+        from llorch.apps.serve.server import RunningServer, bind, serve
+        from llorch.apps.serve.service import Service
+        from llorch.apps.serve.watchdog import watch_engine
     except ModuleNotFoundError as error:
         raise MissingExtra("serve", error.name or "starlette") from None
 
@@ -175,9 +175,9 @@ def _open_batch(
     device: str | None, dtype: str | None, kernels: Any, mode: Any,
 ) -> "tuple[Any, GenerationBatch]":  # fmt: skip
     """Open a model and the batch that runs it."""
+    from llorch.apps.serve.scheduler import Turns
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
-    from llorch.model import load
-    from llorch.serve.scheduler import Turns
+    from llorch.model.model import load
 
     refuse_misplaced(
         backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,

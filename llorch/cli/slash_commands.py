@@ -8,10 +8,10 @@ from pathlib import Path
 from llorch.cli.chat_session import Talk
 from llorch.cli.inputs import read_history
 from llorch.cli.trace import write
-from llorch.errors import printable, suggestion
 from llorch.files.new_file import new_file
-from llorch.generate import Token
-from llorch.sampling import SamplingSettings
+from llorch.model.generate import Token
+from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import printable, suggestion
 
 Outcome = str | Iterator[Token]
 NONE = "none"

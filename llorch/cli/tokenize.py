@@ -29,7 +29,7 @@ def command(*, model: str, text: str | None, no_special: bool, parse_special: bo
     """
     from llorch.cli.inputs import model_path, prompt_text
     from llorch.files import open_weights
-    from llorch.model import Model
+    from llorch.model.model import Model
 
     tokenizer = Model(open_weights(model_path(model))).tokenizer
     ids = tokenizer.encode(prompt_text(text), add_special=not no_special, parse_special=parse_special)

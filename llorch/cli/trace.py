@@ -70,7 +70,7 @@ def command(
     its metadata, under the name llorch. In Python, llorch.compare(a, b) finds the first stage where two traces differ.
     """
     from llorch.cli.inputs import choose_ids, model_path
-    from llorch.model import load
+    from llorch.model.model import load
 
     refuse_both(prompt, tokens)
     path = model_path(model)
@@ -100,7 +100,7 @@ def _check_place(output: Path, model: Path) -> None:
 def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:
     """Trace the stages of some tokens, by llorch or by a reference engine."""
     from llorch.engines import open_producer
-    from llorch.model import load
+    from llorch.model.model import load
 
     if producer is None:
         trace: dict = {}
@@ -111,7 +111,7 @@ def _take(path: Path, ids: list[int], first_position: int, producer: str | None)
 
 
 def _write_folder(output: Path, arrays: dict, ids: list[int], first_position: int, engine: str) -> None:
-    from llorch.dumps.writers.dump_writer import DumpWriter
+    from llorch.engines.dumps.writers.dump_writer import DumpWriter
     from llorch.files.new_file import new_folder
 
     with new_folder(output) as folder, DumpWriter(folder, engine=engine, dtype="float32", kv_cache="float32") as dump:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from llorch.errors import suggestion
+from llorch.runtime.errors import suggestion
 
 PAGES = "checkpoints/commands/"
 _STANDS_FOR_HYPHEN = "\u2011"  # while lines are broken; of the same width

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llorch.errors import FormatError
 from llorch.files import GGUFFile
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.quantised.activations import codes_of_engine
 from llorch.files.strict_json import read_settings
+from llorch.runtime.errors import FormatError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from llorch.channel import Channel, ready
-from llorch.threads import limited
-from llorch.worker import Worker
+from llorch.runtime.channel import Channel, ready
+from llorch.runtime.threads import limited
+from llorch.runtime.worker import Worker
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds for a process to remove its temporary files

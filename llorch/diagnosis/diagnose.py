@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.comparison import measure
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
 from llorch.diagnosis.judged import DumpJudge, Say
@@ -32,9 +31,10 @@ from llorch.diagnosis.verdict import (
     Suspect,
     percent,
 )
-from llorch.dumps.stage_dump import Misread, StageDump
+from llorch.engines.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
-from llorch.stages import matrix_of
+from llorch.stages.comparison import measure
+from llorch.stages.table import matrix_of
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3

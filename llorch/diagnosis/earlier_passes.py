@@ -11,9 +11,9 @@ import numpy as np
 
 from llorch.diagnosis.replay import Past, Replay
 from llorch.diagnosis.verdict import WRONG, StageResult
-from llorch.stages import Stage, input_keys, key
-from llorch.verify.rounding_costs import CHAINED
-from llorch.verify.tolerances.forward import CACHES, STATES
+from llorch.judging.tolerances.forward import CACHES, STATES
+from llorch.judging.tolerances.rounding import CHAINED
+from llorch.stages.table import Stage, input_keys, key
 
 N_RUNS = CHAINED + 1  # of variances
 

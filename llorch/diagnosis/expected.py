@@ -10,14 +10,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from llorch.comparison import FLOOR, Tolerance
 from llorch.diagnosis.replay import Arrays, Replay
-from llorch.dumps.stage_dump import Seen, StageDump
+from llorch.engines.dumps.stage_dump import Seen, StageDump
+from llorch.judging.tolerances.forward import CACHES, SCORES, STATES, limit, variances
+from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
 from llorch.ops.rounding import ActivationKind, round_activations
-from llorch.places import token_axis
-from llorch.stages import BY_NAME, Stage
-from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
-from llorch.verify.tolerances.forward import CACHES, SCORES, STATES, limit, variances
+from llorch.stages.comparison import FLOOR, Tolerance
+from llorch.stages.stage_ref import token_axis
+from llorch.stages.table import BY_NAME, Stage
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
 FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.comparison import FLOORS, measure
-from llorch.config import ModelConfig
 from llorch.diagnosis.search.norm_places import check_norms, relative_distance
 from llorch.diagnosis.weight_hashes import check_weights
-from llorch.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
-from llorch.dumps.index import open_raw
-from llorch.dumps.mapping import read_mapping
-from llorch.dumps.raw import with_earlier
-from llorch.dumps.stage_dump import Seen, StageDump
-from llorch.dumps.stage_mapping import stage_dump
-from llorch.errors import GuardFailed
+from llorch.engines.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
+from llorch.engines.dumps.index import open_raw
+from llorch.engines.dumps.mapping import read_mapping
+from llorch.engines.dumps.raw import with_earlier
+from llorch.engines.dumps.stage_dump import Seen, StageDump
+from llorch.engines.dumps.stage_mapping import stage_dump
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.ops.embedding import embedding
-from llorch.stages import Stage, keys
+from llorch.runtime.errors import GuardFailed
+from llorch.stages.comparison import FLOORS, measure
+from llorch.stages.table import Stage, keys
 
 _CLOSE = 0.1  # relative error of the same rows, whatever their dtype
 
@@ -175,7 +175,9 @@ def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, got: tupl
     if len(got) == len(wanted) and differ == ["ctx"]:
         hidden = "dump also the passes that filled the cache, and no later slot"
         return GuardFailed("positions", f"{where}: expected {expected}, got {got}; {hidden}", source=source)
-    advice = "name the order of axes in a mapping, or read the dump with llorch.dumps.stage_mapping, which finds it"
+    advice = (
+        "name the order of axes in a mapping, or read the dump with llorch.engines.dumps.stage_mapping, which finds it"
+    )
     return GuardFailed("layout", f"{where}: expected {expected}, got {got}; {advice}", source=source)
 
 

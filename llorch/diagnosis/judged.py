@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llorch.comparison import Difference, measure
 from llorch.diagnosis.earlier_passes import first_past, first_variances, unknown_stages
 from llorch.diagnosis.expected import EngineArithmetic, Expectations, Expected, rows
 from llorch.diagnosis.profile import profile
 from llorch.diagnosis.replay import EMBED, Arrays, Past, Replay
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
-from llorch.dumps.stage_dump import Seen
-from llorch.places import token_axis
-from llorch.verify.expert_selection import ExpertSelection
+from llorch.engines.dumps.stage_dump import Seen
+from llorch.judging.expert_selection import ExpertSelection
+from llorch.stages.comparison import Difference, measure
+from llorch.stages.stage_ref import token_axis
 
 Say = Callable[[str], None]
 _UNKNOWN = Difference(math.nan, math.nan)

@@ -5,9 +5,9 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.verdict import Profile
-from llorch.stages import Stage
+from llorch.families.config import ModelConfig
+from llorch.stages.table import Stage
 
 MAX_STRETCHES = 512  # of a vocabulary
 N_ULPS = 26  # 0, up to 1, 2, 4 ... 2^23, which is the number itself; and all that is farther off

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from llorch.cache import CacheRounding, DeltaState, KVCache
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, there
-from llorch.dumps.stage_dump import StageDump
-from llorch.families import parts_of
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
-from llorch.forward import block
+from llorch.model.blocks import parts_of
+from llorch.model.cache import CacheRounding, DeltaState, KVCache
+from llorch.model.forward import block
 from llorch.ops.embedding import embedding
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope_tables
-from llorch.places import Pass, Tokens
-from llorch.stages import Stage, input_key, input_keys, key, keys, output_matrix
+from llorch.stages.stage_ref import Pass, Tokens
+from llorch.stages.table import Stage, input_key, input_keys, key, keys, output_matrix
 
 Arrays = Mapping[str, np.ndarray]
 Places = Sequence[str]  # stage keys that ran since the dump showed the last ones

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from llorch.diagnosis.diagnose import judge_stages
 from llorch.diagnosis.judged import Say
 from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
-from llorch.dumps.stage_dump import StageDump
+from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights
-from llorch.places import StageRef
-from llorch.stages import BY_NAME
-from llorch.verify.judge import Comparison, row_of
-from llorch.verify.runners.numpy import FLOAT64, GGML
+from llorch.judging.judge import Comparison, row_of
+from llorch.judging.runners.numpy import FLOAT64, GGML
+from llorch.stages.stage_ref import StageRef
+from llorch.stages.table import BY_NAME
 
 
 def dump_rows(

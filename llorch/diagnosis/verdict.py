@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from llorch.comparison import Difference, Tolerance
+from llorch.stages.comparison import Difference, Tolerance
 
 RIGHT, HONEST, WRONG = "RIGHT", "HONEST", "WRONG"
 EARLIER_PASSES = (

@@ -10,18 +10,18 @@ from functools import cached_property
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, wrong_readings
-from llorch.dumps.raw import digest
-from llorch.dumps.stage_dump import Misread
-from llorch.errors import GuardFailed
+from llorch.engines.dumps.raw import digest
+from llorch.engines.dumps.stage_dump import Misread
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.export import assembled
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Tensor, Weight, huggingface_tensors, interleave, inventory, undo_interleave
 from llorch.files.tensor_storage import AS_IS
 from llorch.ops.rounding import round_activations
+from llorch.runtime.errors import GuardFailed
 
 Change = Callable[[np.ndarray], np.ndarray]
 ROUNDED: Mapping[str, Change] = {

@@ -22,9 +22,9 @@ from llorch.engines.interface import (
     stored_route,
 )
 from llorch.engines.process import GGML_VARIABLES, EngineInChild, Say
-from llorch.errors import MissingExtra
-from llorch.numerics import EXACT, DtypeName, Numerics
-from llorch.threads import n_asked
+from llorch.ops.numerics import EXACT, DtypeName, Numerics
+from llorch.runtime.errors import MissingExtra
+from llorch.runtime.threads import n_asked
 
 __all__ = [
     "OURS",

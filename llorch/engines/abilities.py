@@ -5,10 +5,10 @@ We compute what the configuration says, and leave the verdict to the other engin
 
 import numpy as np
 
-from llorch.config import FAMILIES, ModelConfig
-from llorch.config.llamacpp import cannot_express
-from llorch.config_reader import shortest
+from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.llamacpp_limits import cannot_express
 from llorch.ops.delta_rule import L2_EPS
+from llorch.runtime.fields import shortest
 
 
 def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from llorch.channel import Channel, own_channel
 from llorch.engines.messages import described, message, receive
+from llorch.runtime.channel import Channel, own_channel
 
 
 def main(first_import: str) -> None:

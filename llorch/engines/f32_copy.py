@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from llorch.config import ModelConfig
 from llorch.engines.interface import OURS, LoadPath
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.export import FILE_TYPES, gguf_size, write_gguf
 from llorch.files.gguf import GGUFFile
 from llorch.files.quant import GGMLType
-from llorch.numerics import DtypeName
+from llorch.ops.numerics import DtypeName
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from llorch import stages
-from llorch.config import ModelConfig
-from llorch.sampling import SamplingSettings
+from llorch.families.config import ModelConfig
+from llorch.ops.sampling import SamplingSettings
+from llorch.stages import table as stages
 
 ProducerName = Literal["llamacpp", "transformers"]
 Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names

@@ -22,15 +22,16 @@ import llama_cpp
 import numpy as np
 from jaxtyping import Float32
 
-from llorch.config import ModelConfig
 from llorch.engines import ggml_tensor
 from llorch.engines.f32_copy import FLOAT_TYPES, float_gguf
 from llorch.engines.interface import Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
 from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.numerics import EXACT, DtypeName, Numerics
-from llorch.sampling import SamplingSettings
-from llorch.threads import n_threads_for
+from llorch.files.tensor_names import count_parameters
+from llorch.ops.numerics import EXACT, DtypeName, Numerics
+from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.threads import n_threads_for
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class LlamaCpp:
         self.dtype: DtypeName = dtype
         with ExitStack() as resources:
             run_path, self.config, self.route = resources.enter_context(_as_run(self.path, numerics, dtype))
-            self.n_threads = n_threads or n_threads_for(self.config)
+            self.n_threads = n_threads or n_threads_for(count_parameters(self.config))
             model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
             if run_path != self.path and self.path.is_file():
                 vocabulary = resources.enter_context(_loaded_model(self.path, self.path, dtype, vocab_only=True))

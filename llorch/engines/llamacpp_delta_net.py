@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from llorch.architecture import DeltaNet
-from llorch.config import FAMILIES, ModelConfig
+from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.layers import DeltaNet
 
 B_AND_A = "b_and_a"  # of Qwen3-Next: of every key head its b, then its a
 Rule = tuple[str, str, str | None, str | None]

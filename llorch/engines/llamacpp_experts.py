@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llorch.architecture import Experts
-from llorch.config import FAMILIES, ModelConfig
 from llorch.engines.llamacpp_delta_net import Rule
+from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.layers import Experts
 
 
 def expert_rules(config: ModelConfig) -> Iterator[Rule]:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import llama_cpp
 import numpy as np
 
-from llorch.config import FAMILIES, ModelConfig
 from llorch.engines import ggml_tensor
 from llorch.engines.ggml_tensor import GgmlTensor
 from llorch.engines.llamacpp_delta_net import Rule, delta_net_rules, delta_net_stages
 from llorch.engines.llamacpp_experts import expert_rules, of_experts
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files.tensor_names import undo_interleave
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from llorch.channel import Channel
+from llorch.runtime.channel import Channel
 
-_OWN = ("builtins", "llorch.errors")  # modules whose exceptions arrive as what they are
+_OWN = ("builtins", "llorch.runtime.errors")  # modules whose exceptions arrive as what they are
 
 
 def message(value: object) -> list[bytes | memoryview]:

@@ -18,8 +18,8 @@ from typing import Any
 from weakref import finalize
 
 from llorch.engines.messages import message, raised, receive
-from llorch.errors import EngineDied
-from llorch.worker import Worker, last_line, python, signal_name, tail
+from llorch.runtime.errors import EngineDied
+from llorch.runtime.worker import Worker, last_line, python, signal_name, tail
 
 GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
 _VARIABLES = {"llamacpp": GGML_VARIABLES}

@@ -31,9 +31,6 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llorch.architecture import Experts
-from llorch.comparison import Difference, distance
-from llorch.config import FAMILIES, FactorScaling, Family, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.engines.child import tell
 from llorch.engines.float64_everywhere import float64_everywhere
 from llorch.engines.interface import OURS, Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
@@ -47,14 +44,25 @@ from llorch.engines.transformers_streamed import (
     named_once,
     without_weights,
 )
+from llorch.families.config import (
+    FAMILIES,
+    FactorScaling,
+    Family,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    YarnScaling,
+)
+from llorch.families.layers import Experts
 from llorch.files import Weights, open_weights
 from llorch.files.layerwise import fits
 from llorch.files.quantised import QuantisedFolder
-from llorch.files.tensor_names import written_family
-from llorch.numerics import DtypeName
-from llorch.sampling import SamplingSettings
-from llorch.stages import ATTENTION, key, keys
-from llorch.threads import limited, n_threads_for
+from llorch.files.tensor_names import count_parameters, written_family
+from llorch.ops.numerics import DtypeName
+from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.threads import limited, n_threads_for
+from llorch.stages.comparison import Difference, distance
+from llorch.stages.table import ATTENTION, key, keys
 
 
 def _classes_of(family: Family) -> tuple[Any, Any]:
@@ -97,7 +105,7 @@ class Transformers:
             weights.config = replace(weights.config, family=written_family(weights.config))
         self.config = weights.config
         self.dtype = dtype
-        self.n_threads = n_threads or n_threads_for(self.config)
+        self.n_threads = n_threads or n_threads_for(count_parameters(self.config))
         with ExitStack() as resources:
             resources.enter_context(limited(self.n_threads))
             resources.enter_context(closing(weights.source))

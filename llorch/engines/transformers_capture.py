@@ -20,9 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llorch.config import ModelConfig
-from llorch.pytorch.capture.calls import watched_calls
-from llorch.pytorch.capture.capture import (
+from llorch.engines.capture.calls import watched_calls
+from llorch.engines.capture.capture import (
     CALLS,
     CONTEXT,
     NEW_KEYS,
@@ -32,7 +31,8 @@ from llorch.pytorch.capture.capture import (
     with_infinite_mask,
     without_batch,
 )
-from llorch.stages import ATTENTION, key
+from llorch.families.config import ModelConfig
+from llorch.stages.table import ATTENTION, key
 
 _RECORDER: ContextVar["HookRecorder | None"] = ContextVar(
     "recorder", default=None

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from llorch.config import FAMILIES
+from llorch.families.config import FAMILIES
 from llorch.files import Weights
 from llorch.files.layerwise import Lockstep, Turn
 from llorch.files.tensor_names import Weight, inventory

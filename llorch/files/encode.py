@@ -13,8 +13,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from llorch.errors import FormatError
 from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.runtime.errors import FormatError
 
 _ELEMENTS_AT_ONCE = 1 << 18  # encoded in one go, so that memory does not grow with the tensor
 _FLOAT16, _BFLOAT16, _FLOAT32 = 65504.0, float.fromhex("0x1.fep127"), float(np.finfo(np.float32).max)

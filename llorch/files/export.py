@@ -20,8 +20,15 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
 
-from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, yarn_gain
-from llorch.errors import FormatError
+from llorch.families.config import (
+    FAMILIES,
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    YarnScaling,
+    yarn_gain,
+)
 from llorch.files import GGUFFile, Weights
 from llorch.files.encode import LARGEST, encode, encoded_size
 from llorch.files.export_blocks import kept_bytes
@@ -32,6 +39,7 @@ from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.tensor_names import Tensor, Weight, gguf_tensors, interleave, inventory
 from llorch.files.tensor_storage import AS_IS
 from llorch.ops.rope import frequencies, llama3_factors
+from llorch.runtime.errors import FormatError
 
 _VALUE_TYPES = {dtype: kind for kind, dtype in NUMBERS.items() if kind is not GGUFValueType.BOOL}
 NO_VOCABULARY: Mapping[str, object] = {"tokenizer.ggml.model": "no_vocab"}

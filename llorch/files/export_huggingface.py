@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.architecture import Experts
-from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
-from llorch.config.families import Family
-from llorch.config_reader import shortest
-from llorch.errors import FormatError
+from llorch.families.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.family import Family
+from llorch.families.layers import Experts
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
 from llorch.files.export import assembled, rope_sections
@@ -26,6 +24,8 @@ from llorch.files.quant import GGMLType
 from llorch.files.safetensors import header_bytes
 from llorch.files.tensor_names import Tensor, huggingface_tensors, inventory, written_family
 from llorch.ops.rope import frequencies, llama3_factors
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import shortest
 
 SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.errors import FormatError
 from llorch.files.packed import Packed
 from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import is_plain_name
+from llorch.runtime.errors import FormatError
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llorch.errors import FormatError
+from llorch.runtime.errors import FormatError
 
 HEAD = 256  # bytes that tell the format
 _AGAIN = "download the file again"

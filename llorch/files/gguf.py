@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFValueType
 
-from llorch.errors import FormatError
 from llorch.files.foreign import HEAD, refuse_other_format
 from llorch.files.mapped import Entry, MappedFile, TensorFile, note_once
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor, MetadataLimits, StringArray, Value, read_metadata
 from llorch.files.packed import Packed
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.tensor_names import is_plain_name
+from llorch.runtime.errors import FormatError
 
 __all__ = ["GGUFFile", "MetadataLimits", "StringArray", "TensorInfo", "open_gguf"]
 

@@ -13,8 +13,8 @@ from threading import Semaphore, Thread
 from typing import Generic, TypeVar
 
 from llorch.files import Weights
-from llorch.memory import available_memory
-from llorch.numerics import DtypeName
+from llorch.ops.numerics import DtypeName
+from llorch.runtime.memory import available_memory
 
 _ROOM = 1.2  # times the weights of a model: what is decoded while they load, and activations
 T = TypeVar("T")

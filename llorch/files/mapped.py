@@ -23,9 +23,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from llorch.errors import ErrorCode, FormatError
 from llorch.files.foreign import HEAD, refuse_pointer
-from llorch.memory import address_space_left
+from llorch.runtime.errors import ErrorCode, FormatError
+from llorch.runtime.memory import address_space_left
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import overload
 import numpy as np
 from gguf import GGUFValueType
 
-from llorch.errors import ErrorCode, FormatError
 from llorch.files.mapped import MappedFile
+from llorch.runtime.errors import ErrorCode, FormatError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llorch.config import FAMILIES, ModelConfig
-from llorch.config.families import BY_WHOLE
-from llorch.config_reader import Recorded
-from llorch.errors import ErrorCode, FormatError
+from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.family import BY_WHOLE
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
 from llorch.files.quantised import QuantisedFolder, is_quantised
@@ -19,6 +17,8 @@ from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import Weight, found_in, path_alone
 from llorch.files.weights import Slot, Weights
 from llorch.files.zeros import require_folder_written
+from llorch.runtime.errors import ErrorCode, FormatError
+from llorch.runtime.fields import Recorded
 
 logger = logging.getLogger(__name__)
 

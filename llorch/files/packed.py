@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.errors import FormatError
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode, decode_into, has_bad_scale
+from llorch.runtime.errors import FormatError
 
 TILE = 1 << 20  # elements decoded in one go: large enough for a fast product, small beside a model
 _SCAN = 1 << 18  # elements looked at in one go: the mask stays in the processor cache

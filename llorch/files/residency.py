@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.packed import StoredType
-from llorch.memory import available_memory
+from llorch.runtime.memory import available_memory
 
 Residency = Literal["auto", "decoded", "packed"]
 

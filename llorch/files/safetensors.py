@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from llorch.errors import FormatError
 from llorch.files.foreign import HEAD, refuse_other_format
 from llorch.files.mapped import Entry, MappedFile, TensorFile
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
 from llorch.files.tensor_names import is_plain_name
+from llorch.runtime.errors import FormatError
 
 # Bits per element of every dtype of the format.
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8}

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llorch.errors import FormatError
 from llorch.files.foreign import HEAD, refuse_other_format
 from llorch.files.mapped import read_regular
+from llorch.runtime.errors import FormatError
 
 _MAX_SETTINGS = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
 _MAX_DEPTH = 32

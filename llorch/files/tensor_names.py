@@ -16,13 +16,14 @@ Source: llama.cpp gguf-py/gguf/tensor_mapping.py and conversion of LlamaModel (`
 modeling_llama.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
 
-from llorch.config import FAMILIES, Family, FamilyName, ModelConfig
+from llorch.families.config import FAMILIES, Family, FamilyName, ModelConfig
 from llorch.files.tensor_storage import AS_IS, Layout, in_gguf, joined_layout
 
 
@@ -149,6 +150,11 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
             )
             weights[weight.name] = _laid_out(weight, row.name, config, family)
     return weights
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Count the numbers of all weights of a model."""
+    return sum(math.prod(weight.shape) for weight in inventory(config).values())
 
 
 def prefixes_of(layer: int) -> tuple[str, str, str]:

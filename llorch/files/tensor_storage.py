@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from llorch.architecture import DeltaNet
+from llorch.families.layers import DeltaNet
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 

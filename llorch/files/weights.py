@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
-from llorch.errors import FormatError, cut
+from llorch.families.config import ModelConfig
 from llorch.files.folder import SafetensorsFolder
 from llorch.files.gguf import GGUFFile
 from llorch.files.matrix import Matrix
@@ -21,8 +20,9 @@ from llorch.files.quantised.activations import Activations
 from llorch.files.tensor_names import undo_interleave
 from llorch.files.tensor_storage import AS_IS, Layout, expert_of, rows_of
 from llorch.files.zeros import ZeroSearch
-from llorch.numerics import EXACT, SCHEME, Numerics
+from llorch.ops.numerics import EXACT, SCHEME, Numerics
 from llorch.ops.scheme_rounding import SchemeRounding
+from llorch.runtime.errors import FormatError, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class Weights(Mapping):
             FormatError: Unsupported for numerics that these weights do not have.
         """
         if not isinstance(numerics, Numerics | None):
-            message = "numerics: expected an instance of Numerics, as EXACT, GGML and SCHEME of llorch.numerics are"
+            message = "numerics: expected an instance of Numerics, as EXACT, GGML and SCHEME of llorch.ops.numerics are"
             raise TypeError(f"{message}, got {cut(repr(numerics))}")
         other = copy(self)
         other.numerics = self.numerics if numerics is None else numerics

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.errors import FormatError
 from llorch.files.folder import SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile
 from llorch.files.mapped import Entry, TensorFile, note_once
@@ -27,6 +26,7 @@ from llorch.files.packed import Packed, has_codes
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_storage import AS_IS, expert_of
+from llorch.runtime.errors import FormatError
 
 _FEWEST_BYTES, _FEWEST_NUMBERS = 32, 8
 _PART_OF_ROW = 8  # an eighth

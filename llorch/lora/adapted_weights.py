@@ -10,8 +10,8 @@ from jaxtyping import Float
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from llorch.lora.targets import LoraTarget, MatrixPart
-from llorch.numerics import Numerics
 from llorch.ops.lora import Lora, LoraMatrix, Trained
+from llorch.ops.numerics import Numerics
 
 
 class AdaptedWeights(Weights):

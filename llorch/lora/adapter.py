@@ -11,10 +11,10 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float32
 
-from llorch.config import ModelConfig
-from llorch.errors import ErrorCode, FormatError
+from llorch.families.config import ModelConfig
 from llorch.lora.config import LoraConfig
 from llorch.lora.targets import LoraTarget, targets_of
+from llorch.runtime.errors import ErrorCode, FormatError
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
 _SHOWN = 5  # names of one fault in a message

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.config import FAMILIES, ModelConfig
-from llorch.config_reader import Fields
-from llorch.errors import FormatError
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files import Weights
 from llorch.files.export import read_once
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import inventory
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import Fields
 
 _AT_ONCE = 4  # tensors that are read and hashed at the same time
 _MAX_BYTES = 1 << 16  # of a remembered digest

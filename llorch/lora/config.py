@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import regex
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.lora.targets import OF_EXPERTS, ROUTERS, LoraTarget, in_whole, targets_of
 
 Number = TypeVar("Number", int, float)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
-from llorch.errors import FormatError
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.new_file import folders_above, new_folder
+from llorch.files.output_paths import check_places, size_of
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.config import LoraConfig, names_of
@@ -20,7 +20,7 @@ from llorch.lora.files import adapter_for, read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
 from llorch.lora.peft_format import BASE_FILE, OF_WHOLE, TENSOR_FILE, write_peft
-from llorch.output_paths import check_places, size_of
+from llorch.runtime.errors import FormatError
 
 
 @dataclass(frozen=True, kw_only=True)

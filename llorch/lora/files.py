@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
-from llorch.errors import FormatError
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
+from llorch.files.hub.cached import look
+from llorch.files.hub.reference import Reference
 from llorch.files.packed import has_codes
 from llorch.files.tensor_names import inventory
-from llorch.hub.cached import look
-from llorch.hub.reference import Reference
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import (
     QUANTISATION_ERROR,
@@ -25,6 +24,7 @@ from llorch.lora.base import (
 )
 from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
+from llorch.runtime.errors import FormatError
 
 _BF16, _LEAST = 2.0**-8, 1e-7  # a copy may have been rounded to half the width
 

@@ -20,9 +20,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 
-from llorch.config import FAMILIES, ModelConfig
-from llorch.config_reader import Fields
-from llorch.errors import FormatError
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files.export import TensorToWrite, write_entries
 from llorch.files.gguf import GGUFFile
 from llorch.files.new_file import new_file
@@ -33,6 +31,8 @@ from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, names_of
 from llorch.lora.targets import LoraTarget, MatrixPart, targets_of
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import Fields
 
 ALPHA, BASE_KEY = "adapter.lora.alpha", "llorch.base"
 _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float, Float32
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig

@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float
 
-from llorch.errors import FormatError
 from llorch.files import Slot, Weights
 from llorch.lora.adapter import Adapter, LoraTensors
 from llorch.lora.targets import LoraTarget, MatrixPart
+from llorch.runtime.errors import FormatError
 
 _AT_ONCE = 1 << 20  # elements in float64 at a time
 

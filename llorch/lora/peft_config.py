@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llorch.config import FAMILIES, ModelConfig
-from llorch.config_reader import Fields
-from llorch.errors import FormatError
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files.strict_json import read_json
 from llorch.lora.config import ALL_LINEAR, LoraConfig, modules, pattern_of, patterns_of
 from llorch.lora.targets import OF_EXPERTS, LoraTarget
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import Fields
 
 logger = logging.getLogger(__name__)
 

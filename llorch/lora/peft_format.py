@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
-from llorch.errors import FormatError
+from llorch.families.config import ModelConfig
 from llorch.files.folder import PICKLE_SUFFIXES, file_inside
 from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile, tensor_bytes
@@ -31,6 +30,7 @@ from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, from_whole
 from llorch.lora.peft_config import CONFIG_FILE, REMEDY, config_json, in_version_5, read_config, with_tied
 from llorch.lora.targets import LoraTarget, alone
+from llorch.runtime.errors import FormatError
 
 logger = logging.getLogger(__name__)
 

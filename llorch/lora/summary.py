@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from llorch.config_reader import Fields
 from llorch.files import Weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.safetensors import SafetensorsFile
@@ -19,6 +18,7 @@ from llorch.lora.gguf_format import ALPHA
 from llorch.lora.peft_config import read_config
 from llorch.lora.peft_format import tensor_file
 from llorch.lora.targets import LoraTarget, targets_of
+from llorch.runtime.fields import Fields
 
 _PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.default)?(?:\.weight)?$")
 _GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")

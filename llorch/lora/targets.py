@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import FAMILIES, ModelConfig
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files.tensor_names import Weight, interleave, inventory, path_in_whole, prefixes_of, written_family
 
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names

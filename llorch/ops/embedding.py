@@ -7,7 +7,7 @@ dL/dweight[v] = sum of dL/dy[t] over all t with ids[t] = v        0 for tokens t
 import numpy as np
 from jaxtyping import Float, Int
 
-from llorch.numerics import QuantMethod
+from llorch.ops.numerics import QuantMethod
 
 
 def embedding(

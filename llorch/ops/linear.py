@@ -10,7 +10,7 @@ The weight is frozen, so dL/dweight = dL/dy^T @ x is never computed; what is tra
 import numpy as np
 from jaxtyping import Float
 
-from llorch.numerics import QuantMethod
+from llorch.ops.numerics import QuantMethod
 from llorch.ops.precision import widen
 
 

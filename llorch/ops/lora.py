@@ -18,10 +18,10 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from llorch.numerics import QuantMethod
 from llorch.ops.dora import dora, dora_backward, row_lengths
 from llorch.ops.embedding import embedding, embedding_backward
 from llorch.ops.linear import linear, linear_backward, product
+from llorch.ops.numerics import QuantMethod
 from llorch.ops.precision import widen
 
 Trained = dict[str, np.ndarray]  # lora_A, lora_B, with DoRA magnitude -> gradient

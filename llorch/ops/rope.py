@@ -17,7 +17,7 @@ import math
 import numpy as np
 from jaxtyping import Float, Float64, Int
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llorch.ops.precision import widen
 
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from llorch.numerics import QuantMethod
 from llorch.ops.attention import attention_probs, attention_probs_backward
 from llorch.ops.linear import linear
+from llorch.ops.numerics import QuantMethod
 from llorch.ops.precision import widen
 
 

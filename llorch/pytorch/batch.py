@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from llorch.generate import Answer, Job, Token
+from llorch.model.generate import Answer, Job, Token
 from llorch.pytorch.decoding import Decoding
 
 GROUP = 8  # on CUDA, steps that are launched before the host looks at the tokens of the group before

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from llorch.architecture import Bound, DeltaNet
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.layers import Bound, DeltaNet
 from llorch.ops.rope import rope_tables
 
 Visible = Bool[Tensor, "batch 1 seq ctx"] | None  # None: each token sees all before it, and there is no padding

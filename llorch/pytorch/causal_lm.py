@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from llorch.config import ModelConfig
-from llorch.forward import dense_only
+from llorch.families.config import ModelConfig
+from llorch.model.forward import dense_only
 from llorch.pytorch.cache import Cache, PassPlacement, Visible
 
 Keep = Callable[[str, Tensor], Tensor]

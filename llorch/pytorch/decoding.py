@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from llorch.generate import Job
+from llorch.model.generate import Job
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens, uniforms
-from llorch.sampling import SamplingSettings
 
 SMALLEST = 256  # slots of the smallest class; below, looking at all of them costs nothing beside the weights
 

@@ -7,8 +7,8 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from llorch.errors import MissingDevice
-from llorch.numerics import DtypeName
+from llorch.ops.numerics import DtypeName
+from llorch.runtime.errors import MissingDevice
 
 Kernels = Literal["auto", "torch", "own"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
@@ -17,7 +17,6 @@ from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import Weight, inventory
 from llorch.files.tensor_storage import AS_IS, rows_of
-from llorch.memory import return_freed_memory
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
@@ -33,6 +32,7 @@ from llorch.pytorch.stored_kinds import (
     pack_stored,
     stays_half,
 )
+from llorch.runtime.memory import return_freed_memory
 
 BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
 

@@ -13,18 +13,18 @@ from typing import Literal
 
 import torch
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.quant import GGMLType
 from llorch.files.residency import Residency
 from llorch.files.tensor_names import inventory
-from llorch.memory import available_memory
 from llorch.pytorch.device import DTYPES, Target
 from llorch.pytorch.distributed.sharding_plan import cut_axis, of_a_rank
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.load import BETWEEN_RETURNS
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.stored_kinds import kind_of, packed_bytes, stays_half
+from llorch.runtime.memory import available_memory
 
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a batch per pass of long prompts
 SLOTS = 256  # caches for generation are whole multiples

@@ -1,4 +1,4 @@
-"""A model ready to run in torch: what `llorch.model` is for NumPy, on any device and in any dtype."""
+"""A model ready to run in torch: what `llorch.model.model` is for NumPy, on any device and in any dtype."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from llorch.cache import require_context
 from llorch.files import Weights, open_weights
+from llorch.files.hub import find
 from llorch.files.residency import Residency
-from llorch.finite import Look, name_first_stage
-from llorch.generate import Answer, Job, Token
-from llorch.hub import find
-from llorch.model import Prompt, given
+from llorch.files.tokenizer.chat import Message
+from llorch.model.cache import require_context
+from llorch.model.finite import Look, name_first_stage
+from llorch.model.generate import Answer, Job, Token
+from llorch.model.model import Prompt, given
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.batch import RunningBatch, one_each
 from llorch.pytorch.batch_invariant.reproducible import make_reproducible
 from llorch.pytorch.cache import Cache
@@ -28,8 +30,6 @@ from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
 from llorch.pytorch.sampling import Needs
-from llorch.sampling import SamplingSettings
-from llorch.tokenizer.chat import Message
 
 Mode = Literal["fast", "reproducible"]
 
@@ -119,7 +119,8 @@ class TorchModel(AdaptedModules):
     ) -> Iterator[Token]:
         """Continue a prompt or answer a conversation, token by token.
 
-        Arguments, tokens and errors are those of `llorch.model.Model.generate`; a seed draws what it draws in NumPy.
+        Arguments, tokens and errors are those of `llorch.model.model.Model.generate`; a seed draws the tokens that it
+        draws in NumPy.
         """
         how = {"settings": settings, "ignore_eos": ignore_eos, "adapter": adapter}
         job = self.job(given(prompt, messages), max_tokens=max_tokens, **how)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.codes import E4M3, INT8, integers
 from llorch.files.tensor_names import Weight, inventory

@@ -1,4 +1,4 @@
-"""`llorch.sampling` for a batch and on its device: the same filters in the same order, nothing read back by the host.
+"""`llorch.ops.sampling` for a batch, on its device: the same filters in the same order, nothing read by the host.
 
     penalties -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
 
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from llorch.sampling import SamplingSettings
+from llorch.ops.sampling import SamplingSettings
 
 Wide = Float64[Tensor, "batch vocab"]
 PerRow = Float64[Tensor, "batch 1"]
@@ -77,7 +77,7 @@ class BatchSettings:
 
 
 def uniforms(settings: Sequence[SamplingSettings], n_draws: int) -> Float64[np.ndarray, "batch draws"]:
-    """Return the numbers that `llorch.generate.sample_ids` would draw, one row per sequence."""
+    """Return the numbers that `llorch.model.generate.sample_ids` would draw, one row per sequence."""
     return np.stack([np.random.default_rng(s.seed).random(n_draws) for s in settings])
 
 

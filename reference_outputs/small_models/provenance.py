@@ -6,7 +6,7 @@ import json
 import platform
 from pathlib import Path
 
-from llorch.verify.goldens import sha256
+from llorch.judging.goldens.forward import sha256
 from small_models.shapes import Recipe
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "gguf", "llama-cpp-python", "numpy")

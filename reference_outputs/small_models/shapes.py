@@ -7,7 +7,7 @@ cannot: llama.cpp wants the q_width of a qwen2 file equal to its hidden size.
 from dataclasses import dataclass, field
 from typing import Any
 
-from llorch.config import FamilyName
+from llorch.families.config import FamilyName
 
 
 @dataclass(frozen=True, kw_only=True)

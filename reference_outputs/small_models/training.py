@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import transformers
 
-from llorch.config import FAMILIES
 from llorch.engines.transformers import CLASSES
+from llorch.families.config import FAMILIES
 from small_models.corpus import stories
 from small_models.shapes import Recipe
 from small_models.vocabulary import Vocabulary

@@ -6,12 +6,12 @@ import pytest
 from runs.command_line import invoke
 from runs.refusals import assert_tells
 
-from llorch import bench
-from llorch.bench import SHAPES
+from llorch.apps.bench import measure as bench
 from llorch.cli import bench as verb
+from llorch.families.real_shapes import SHAPES
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.pytorch import memory
 from llorch.pytorch.kernels.packing import PACKERS
-from llorch.verify.expectations.quantised_models import write_model
 
 SHORT = ("--prompt", "5", "--decode", "2", "--rounds", "1")
 

@@ -12,11 +12,11 @@ from runs.refusals import refuses
 
 from llorch import load_torch
 from llorch.cli.chat_session import Talk
-from llorch.generate import Token
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
-from llorch.model import Model, load
-from llorch.sampling import SamplingSettings
+from llorch.model.generate import Token
+from llorch.model.model import Model, load
+from llorch.ops.sampling import SamplingSettings
 
 TURNS = ("Hello <|eot_id|> there", "And then the fox", "Why?")
 

@@ -14,10 +14,10 @@ from runs.command_line import REPOSITORY, invoke, spawn, words_of
 from runs.refusals import assert_cli_refuses
 
 import llorch
-from llorch import bench
-from llorch.builtin import EVERY, builtin_path
+from llorch.apps.bench import measure as bench
 from llorch.cli import main
 from llorch.cli.tables import console
+from llorch.runtime.builtin import EVERY, builtin_path
 
 VERBS = (
     "verify", "diagnose", "diff", "dump-writer", "trace", "learn", "lora", "data", "run", "chat", "serve",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs.command_line import REPOSITORY, invoke
 
-from llorch.builtin import EVERY
+from llorch.runtime.builtin import EVERY
 
 TAB = """
 source <(llorch completion bash) || exit 9

@@ -15,11 +15,11 @@ from runs.command_line import REPOSITORY, invoke
 from runs.interrupts import heed_interrupts
 from runs.refusals import assert_cli_refuses, assert_tells
 
-from llorch.builtin import EVERY
 from llorch.cli.convert import TYPES
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import FILE_TYPES
-from tests.test_convert_failures import names, sparse_model
+from llorch.runtime.builtin import EVERY
+from tests.files.test_convert_failures import names, sparse_model
 
 
 def test_a_model_is_converted_there_and_back(tmp_path: Path):

@@ -16,17 +16,17 @@ from runs.refusals import assert_cli_refuses, assert_tells
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase
-from llorch.builtin import builtin_path
-from llorch.dumps.raw import digest
-from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.engines.dumps.raw import digest
+from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
 from llorch.files.tensor_names import inventory
+from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.judging.runners.numpy import run
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.ops.rounding import round_activations
-from llorch.places import Pass
-from llorch.verify.runners.numpy import run
-from llorch.verify.training.recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.stage_ref import Pass
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 33, 17)
 SHORT = (3, 11, 7, 20, 5, 9)  # for a vocabulary of 24

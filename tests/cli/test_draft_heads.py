@@ -13,12 +13,12 @@ from builders.tiny_models import write_file
 from runs.command_line import invoke
 from runs.refusals import assert_tells
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import open_gguf, open_weights
+from llorch.files.convert import convert
 from llorch.lora.base import identity_of
-from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import write_peft
+from llorch.runtime.builtin import builtin_path
+from llorch.training.merge_files import merge
 
 N_TENSORS = 15
 

@@ -7,9 +7,9 @@ from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses
 
 from llorch.cli.dump_writer import WRITERS
-from llorch.dumps.index import open_raw
-from llorch.places import Tokens
-from tests.dumps.test_writers import WRITERS as FILES
+from llorch.engines.dumps.index import open_raw
+from llorch.stages.stage_ref import Tokens
+from tests.engines.dumps.test_writers import WRITERS as FILES
 
 
 @pytest.mark.parametrize("language", WRITERS)

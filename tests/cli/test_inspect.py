@@ -17,8 +17,8 @@ from runs.refusals import assert_tells
 
 import llorch
 from llorch.cli.weight_types import in_short
-from llorch.convert import convert
 from llorch.files import GGUFFile
+from llorch.files.convert import convert
 from llorch.files.metadata import Cursor, StringArray, read_metadata
 from llorch.files.quant import GGMLType
 

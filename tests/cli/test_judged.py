@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from runs.refusals import assert_tells
 
-from llorch.builtin import builtin_path
 from llorch.cli.judged import EXACT, JudgedModel, checkpoints_of, closer_to_truth, first_failure, lines, summary
 from llorch.cli.judging import _exit_code
 from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line, print_model
 from llorch.cli.tables import console
-from llorch.comparison import NOT_RUN
 from llorch.files import open_weights
-from llorch.verify.judge import Comparison
+from llorch.judging.judge import Comparison
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import NOT_RUN
 
 
 def row(**changes: Any) -> Comparison:

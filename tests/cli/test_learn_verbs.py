@@ -10,10 +10,10 @@ from runs.command_line import invoke
 from runs.one_model import lessons_on_one_model
 from runs.refusals import assert_cli_refuses
 
-from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP
-from llorch.learn.materials import hints_of, stub_of
-from llorch.learn.progress import LearnerProgress
-from llorch.learn.sandbox import Outcome, outcomes
+from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP
+from llorch.apps.learn.materials import hints_of, stub_of
+from llorch.apps.learn.progress import LearnerProgress
+from llorch.apps.learn.sandbox import Outcome, outcomes
 
 NORM = BY_NUMBER["01"]
 STEPS = hints_of(NORM)["rms_norm"]
@@ -134,7 +134,7 @@ def test_reset_keeps_what_was_there(folder: Path):
 
 def test_a_certificate_can_be_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     few = {number: BY_NUMBER[number] for number in ("00", "01", "02")}
-    monkeypatch.setattr("llorch.learn.lessons.BY_NUMBER", few)
+    monkeypatch.setattr("llorch.apps.learn.lessons.BY_NUMBER", few)
     write(folder, RIGHT)
     assert "1 PASS" in learn("certificate")
     said = json.loads((folder / "certificate.json").read_text())
@@ -151,7 +151,9 @@ def test_a_certificate_can_be_computed_again(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_certificate_of_a_stub_that_nobody_has_changed_has_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.learn.lessons.BY_NUMBER", {number: BY_NUMBER[number] for number in ("00", WARM_UP)})
+    monkeypatch.setattr(
+        "llorch.apps.learn.lessons.BY_NUMBER", {number: BY_NUMBER[number] for number in ("00", WARM_UP)}
+    )
     stub = folder / f"{BY_NUMBER[WARM_UP].module}.py"
     stub.write_text(stub_of(BY_NUMBER[WARM_UP]))
     assert "FAIL" not in learn("certificate")

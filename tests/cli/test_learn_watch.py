@@ -14,9 +14,9 @@ from select import select
 import pytest
 from runs.interrupts import heed_interrupts
 
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.materials import hints_of, stub_of
 from llorch.cli.learn.watch import KEYS
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.materials import hints_of, stub_of
 
 NORM = BY_NUMBER["01"]
 RIGHT = f"import numpy as np\n{hints_of(NORM)['rms_norm'][-1]}"

@@ -10,8 +10,8 @@ from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, assert_tells
 from runs.training_runs import ragged_rows, small_data, write_rows
 
-from llorch.model import load
-from llorch.train.batch import IGNORED
+from llorch.model.model import load
+from llorch.training.batch import IGNORED
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from llorch.files.export import write_gguf
 from llorch.files.quant import GGMLType
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
-from llorch.model import load
+from llorch.model.model import load
 
 
 @pytest.fixture

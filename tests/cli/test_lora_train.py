@@ -14,15 +14,15 @@ from builders.random_adapters import random_adapter, tiny_base
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
-from llorch.builtin import builtin_path
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it
-from llorch.convert import convert
 from llorch.files import open_weights
+from llorch.files.convert import convert
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
-from llorch.train.settings import TrainSettings
-from llorch.train.settings_file import FOREIGN, settings_from
+from llorch.runtime.builtin import builtin_path
+from llorch.training.settings import TrainSettings
+from llorch.training.settings_file import FOREIGN, settings_from
 
 SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
 

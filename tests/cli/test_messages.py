@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs.command_line import invoke
 
-from llorch.builtin import EVERY, builtin_path
+from llorch.runtime.builtin import EVERY, builtin_path
 
 TABLE = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))["message"]
 

@@ -10,8 +10,8 @@ from runs.refusals import assert_cli_refuses, refuses
 
 from llorch.cli import main
 from llorch.cli.lora.settings_options import Pair
-from llorch.sampling import SamplingSettings
-from llorch.train.settings import TrainSettings
+from llorch.ops.sampling import SamplingSettings
+from llorch.training.settings import TrainSettings
 
 NUMBERS = click.types.IntParamType, click.types.FloatParamType
 OF_SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty"}  # ranges that Python users share

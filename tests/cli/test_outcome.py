@@ -21,8 +21,8 @@ from llorch.cli import main
 from llorch.cli.outcome import error_line, reported
 from llorch.cli.output import to_json
 from llorch.cli.tables import print_table, table
-from llorch.errors import CheckpointMismatch, EngineDied, FormatError, Guard, GuardFailed, MissingExtra
-from llorch.sampling import SamplingSettings
+from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import CheckpointMismatch, EngineDied, FormatError, Guard, GuardFailed, MissingExtra
 
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
 

@@ -9,7 +9,7 @@ from builders.story_files import rounded, tale
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses
 
-from llorch.convert import convert
+from llorch.files.convert import convert
 
 SHORT = ("--context", "64", "--windows", "6")
 

@@ -9,15 +9,15 @@ import pytest
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, refuses
 
-from llorch.builtin import builtin_path
 from llorch.cli.inputs import say_plan
 from llorch.files import GGUFFile, open_weights
 from llorch.files.export import write_gguf
 from llorch.files.gguf import open_gguf
 from llorch.files.quant import GGMLType
-from llorch.model import load
-from llorch.numerics import SCHEME
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.model.model import load
+from llorch.ops.numerics import SCHEME
+from llorch.runtime.builtin import builtin_path
 
 TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
 

@@ -15,7 +15,7 @@ import llorch
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
-from llorch.model import load
+from llorch.model.model import load
 
 START = "Once upon a time"
 

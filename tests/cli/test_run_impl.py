@@ -6,15 +6,15 @@ import pytest
 from runs.command_line import invoke
 from runs.refusals import assert_tells
 
+from llorch.apps.learn.choice import opened
+from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.cli.outcome import DIFFERS, MISSING, USAGE
-from llorch.learn.choice import opened
-from llorch.learn.lessons import BY_NUMBER, LESSONS
-from llorch.model import load
-from llorch.verify.models import stored
+from llorch.judging.verify import stored
+from llorch.model.model import load
 
 START = "Once upon a time"
 LIVE = LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1]
-OURS = "from llorch.learn.lessons import PARTS\ndef {0}(**given):\n    return PARTS['{0}'].reference(**given)\n"
+OURS = "from llorch.apps.learn.lessons import PARTS\ndef {0}(**given):\n    return PARTS['{0}'].reference(**given)\n"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from runs.served import listening
 
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
-from llorch.model import load
+from llorch.model.model import load
 
 ASKED: Any = [{"role": "user", "content": "Once upon a time"}]
 Ask = Callable[..., Any]  # of a function of the address of a server, and of the words behind `llorch serve`
@@ -37,7 +37,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
             with listening(app) as port:
                 answers.append(question(f"http://127.0.0.1:{port}"))
 
-        monkeypatch.setattr("llorch.serve.server.serve", serve_here)
+        monkeypatch.setattr("llorch.apps.serve.server.serve", serve_here)
         result = invoke("serve", *words, "--port", "0")
         assert (result.exit_code, len(answers)) == (0, 1), result.stderr
         return answers[0]
@@ -139,7 +139,9 @@ def test_with_a_key_nobody_is_answered_who_does_not_know_it(ask: Ask, monkeypatc
 
 
 def test_an_engine_that_dies_ends_the_process():
-    dying = "import llorch.serve.scheduler as t; t.Turns.leave = lambda *a: 1 / 0; from llorch.cli import main; main()"
+    dying = (
+        "import llorch.apps.serve.scheduler as t; t.Turns.leave = lambda *a: 1 / 0; from llorch.cli import main; main()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", dying, "serve", "story", "--port", "0"],
         stderr=subprocess.PIPE,

@@ -13,7 +13,7 @@ from runs.refusals import assert_tells
 from llorch.cli.slash_commands import COMMANDS
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
-from llorch.model import load
+from llorch.model.model import load
 
 
 @pytest.fixture(scope="module")

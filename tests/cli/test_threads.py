@@ -15,8 +15,8 @@ from runs.refusals import assert_cli_refuses
 from runs.training_runs import small_data
 from threadpoolctl import threadpool_info
 
-from llorch.model import Model
-from llorch.threads import VARIABLES, let_go, limited
+from llorch.model.model import Model
+from llorch.runtime.threads import VARIABLES, let_go, limited
 
 
 def n_threads() -> tuple[int, int]:
@@ -58,7 +58,7 @@ def test_a_small_model_computes_with_one_thread_and_the_process_gets_back_what_i
 
 @pytest.mark.usefixtures("three")
 def test_a_large_model_computes_with_all(seen: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.threads.SMALL", 1)
+    monkeypatch.setattr("llorch.runtime.threads.SMALL", 1)
     assert run().endswith("; threads: all\n")
     assert seen == [(3, 3)]
 

@@ -18,7 +18,7 @@ from runs.command_line import REPOSITORY, invoke, spawn
 from runs.refusals import assert_cli_refuses, assert_tells
 
 if TYPE_CHECKING:
-    from llorch.verify.judge import Comparison
+    from llorch.judging.judge import Comparison
 
 CHANGED = "micro-qwen2"
 TOKENS = "3,1,4,15,9,2,6,5"
@@ -28,9 +28,9 @@ FIELDS = "model checkpoint stage layer producer backend mode error producer_erro
 @pytest.fixture(scope="module")
 def changed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`micro-qwen2` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
-    from llorch.builtin import builtin_path, goldens_folder
     from llorch.files import open_gguf
-    from llorch.verify.goldens import sha256
+    from llorch.judging.goldens.forward import sha256
+    from llorch.runtime.builtin import builtin_path, goldens_folder
 
     folder, name = tmp_path_factory.mktemp("changed"), CHANGED
     path = folder / f"{name}.gguf"
@@ -52,30 +52,30 @@ def changed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def changed_weight(changed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of that model, which stands for the built-in one."""
-    monkeypatch.setattr("llorch.verify.models.builtin_path", lambda _: changed_folder / f"{CHANGED}.gguf")
-    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: changed_folder / "goldens")
+    monkeypatch.setattr("llorch.judging.verify.builtin_path", lambda _: changed_folder / f"{CHANGED}.gguf")
+    monkeypatch.setattr("llorch.judging.verify.goldens_folder", lambda: changed_folder / "goldens")
     return CHANGED
 
 
 @cache
 def rows_of(model: str) -> Sequence["Comparison"]:
     """The rows of a model as it is at the first call: no model is judged both as it is and with a changed weight."""
-    from llorch.verify.models import verify_stored
+    from llorch.judging.verify import verify_stored
 
     return tuple(verify_stored(model))
 
 
 @cache
 def training_rows_of(model: str) -> Sequence["Comparison"]:
-    from llorch.verify.training.claims import verify_training_stored
+    from llorch.judging.expectations.training import verify_training_stored
 
     return tuple(verify_training_stored(model))
 
 
 @pytest.fixture
 def few_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long contexts are judged on one backend; `tests/verify/test_long_contexts.py` judges them on all."""
-    from llorch.verify.expectations.long_contexts import LongSuite
+    """Long contexts are judged on one backend; `tests/judging/test_long_contexts.py` judges them on all."""
+    from llorch.judging.expectations.long_contexts import LongSuite
 
     rows = LongSuite.rows
     monkeypatch.setattr(LongSuite, "rows", lambda suite, on: rows(suite, on) if on.name == "numpy" else iter(()))
@@ -100,11 +100,11 @@ def what_verify_prints() -> str:
     return result.stdout
 
 
-@pytest.mark.slow  # README's first command; the plain test of each comparison is tests/verify/test_checkpoints.py
+@pytest.mark.slow  # README's first command; the plain test of each comparison is tests/judging/test_checkpoints.py
 def test_every_built_in_model_agrees_with_its_goldens():
     from runs.stored_goldens import golden_of
 
-    from llorch.builtin import EVERY
+    from llorch.runtime.builtin import EVERY
 
     printed = what_verify_prints()
     passed = re.findall(r"^(\S+) +PASS +([\d,]+) of \2 .* \d+\.\d s(   1 NOT RUN)?$", printed, re.MULTILINE)
@@ -156,10 +156,10 @@ def test_verbose_prints_the_table_of_each_model(option: str, changed_weight: str
 
 @pytest.mark.usefixtures("judged_once")
 def test_table_of_a_model_has_a_line_for_each_checkpoint():
-    from llorch.builtin import builtin_path
     from llorch.cli.judged import TRAINING, checkpoints_of
     from llorch.files import open_weights
-    from llorch.stages import CHECKPOINTS
+    from llorch.runtime.builtin import builtin_path
+    from llorch.stages.table import CHECKPOINTS
 
     numbers = (*checkpoints_of(open_weights(builtin_path("micro-qwen3")).config), *TRAINING)
     table = [line for line in invoke("verify", "micro-qwen3", *ALONE).stdout.splitlines() if line[:2].isdigit()]
@@ -182,7 +182,7 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     }  # fmt: skip
     assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact", "whole", "in parts"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
-    from llorch.verify.runners.numpy import BACKENDS
+    from llorch.judging.runners.numpy import BACKENDS
 
     forward = [row for row in rows if row["mode"] == "chained" and row["checkpoint"] < "15"]
     places = len({(row["case"], row["stage"], row["layer"]) for row in forward})
@@ -243,15 +243,15 @@ def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
 
 
 def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):
-    from llorch.builtin import goldens_folder
+    from llorch.runtime.builtin import goldens_folder
 
-    monkeypatch.setattr("llorch.verify.models.goldens_folder", goldens_folder)
+    monkeypatch.setattr("llorch.judging.verify.goldens_folder", goldens_folder)
     weights = f"{changed_weight}.gguf"
     assert_cli_refuses(invoke("verify", changed_weight), 2, f"golden {changed_weight}", weights, "regenerate.py")
 
 
 def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("llorch.judging.verify.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-llama")
     assert result.exit_code == 3
     assert result.stdout.count("- NOT RUN") == 20
@@ -279,7 +279,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
 
 
 def test_color_is_for_terminals_and_on_request_only(monkeypatch: pytest.MonkeyPatch):
-    from llorch.verify.models import verify_stored
+    from llorch.judging.verify import verify_stored
 
     monkeypatch.setattr("llorch.cli.judging.verify_stored", lambda name: islice(verify_stored(name), 2))
     for name, colored in (("", False), ("FORCE_COLOR", True), ("NO_COLOR", False)):  # each added to those before
@@ -320,8 +320,8 @@ def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypat
 def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from llorch.builtin import goldens_folder
-    from llorch.verify.training.claims import verify_training_stored
+    from llorch.judging.expectations.training import verify_training_stored
+    from llorch.runtime.builtin import goldens_folder
 
     (header,) = [line for line in detail.splitlines() if line.startswith("checkpoint ") and " peft " in line]
     assert "transformers" not in header
@@ -329,7 +329,7 @@ def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     assert "\n18 parameters: " in detail
     shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
     (tmp_path / "micro-qwen3" / "training.json").unlink()
-    monkeypatch.setattr("llorch.verify.training.claims.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("llorch.judging.expectations.training.goldens_folder", lambda: tmp_path)
     monkeypatch.setattr("llorch.cli.judging.verify_training_stored", verify_training_stored)
     result = invoke("verify", "micro-qwen3", *ALONE)
     assert result.exit_code == 3

@@ -20,10 +20,10 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints 14 to 20 judge all of them, every type of packed matrices, and long contexts."""
-    from llorch.verify.expectations import packed
-    from llorch.verify.expectations.long_contexts import LongSuite
-    from llorch.verify.runners import torch
-    from llorch.verify.training import torch_runner
+    from llorch.judging.expectations import packed
+    from llorch.judging.expectations.long_contexts import LongSuite
+    from llorch.judging.runners import torch
+    from llorch.judging.runners import training_torch as torch_runner
 
     monkeypatch.setattr(torch, "VARIANTS", {suffix: torch.VARIANTS[suffix] for suffix in ("", "-batch")})
     monkeypatch.setattr(torch_runner, "VARIANTS", {"-trainer": torch_runner.VARIANTS["-trainer"]})
@@ -46,15 +46,15 @@ def test_a_built_in_model_agrees_on_torch_and_cuda_is_counted_as_not_run():
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_cuda", "few_variants")
 def test_json_names_backends_and_what_was_not_run(monkeypatch: pytest.MonkeyPatch):
-    from llorch.verify.runners import torch
+    from llorch.judging.runners import torch
 
     monkeypatch.delitem(torch.VARIANTS, "-batch")
     found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
     from runs.stored_goldens import weights_of
 
+    from llorch.judging.runners.torch import variants_for
+    from llorch.judging.runners.training_torch import VARIANTS
     from llorch.pytorch.device import target
-    from llorch.verify.runners.torch import variants_for
-    from llorch.verify.training.torch_runner import VARIANTS
 
     at = target("cpu", "bfloat16")
     assert found["summary"]["backends"] == sorted(
@@ -97,7 +97,7 @@ def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.M
 
 
 def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("llorch.judging.verify.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-llama", "--backend", "torch", "--dtype", "float32")
     assert result.exit_code == 3
     assert result.stdout.count("- NOT RUN") == 20

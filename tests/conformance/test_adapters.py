@@ -8,15 +8,15 @@ from builders.families import FAMILIES, random_folder
 from builders.family_adapters import family_adapter
 from builders.random_adapters import logits_of
 
-from llorch.config import FAMILIES as TABLE
+from llorch.families.config import FAMILIES as TABLE
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import read_lora_gguf, write_lora_gguf
 from llorch.lora.merge import MergedWeights
-from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import write_peft
+from llorch.training.merge_files import merge
 
 pytestmark = pytest.mark.live
 READ_BY_LLAMACPP = [name for name in FAMILIES if TABLE[name].reads_eps]  # elsewhere it has an epsilon of its own
@@ -44,8 +44,8 @@ def assert_alike(got: np.ndarray, want: np.ndarray, limit: float) -> None:
 
 @pytest.mark.parametrize("base", READ_BY_LLAMACPP, indirect=True)
 def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the_same(weights, adapter, tmp_path):
-    from llorch.convert import convert
     from llorch.engines.llamacpp import logits_with_adapter
+    from llorch.files.convert import convert
 
     twin = convert(weights.path, tmp_path / "twin.gguf").target
     write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from builders.families import BOTH, labelled, random_folder, twin
 
-from llorch.comparison import FAIL, TIE
 from llorch.engines import ProducerName, open_producer
 from llorch.files import open_weights
-from llorch.verify.models import plan_live, unable_for, verify_live
+from llorch.judging.verify import plan_live, unable_for, verify_live
+from llorch.stages.comparison import FAIL, TIE
 
 pytestmark = pytest.mark.live
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 100, 30)]

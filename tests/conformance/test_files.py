@@ -8,10 +8,10 @@ import pytest
 from builders.families import COMMON, FAMILIES, WITH_TEXT_CLASS, random_folder, twin
 from runs.refusals import refuses
 
-from llorch.config import FAMILIES as TABLE
-from llorch.config.families import BY_GGUF
-from llorch.convert import convert
+from llorch.families.config import FAMILIES as TABLE
+from llorch.families.family import BY_GGUF
 from llorch.files import Weights, open_gguf, open_weights
+from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
 from llorch.ops.rope import rope_tables
 

@@ -12,7 +12,7 @@ from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import read_peft, write_peft
-from llorch.train.numpy_step import of_document
+from llorch.training.numpy_step import of_document
 
 pytestmark = pytest.mark.live
 

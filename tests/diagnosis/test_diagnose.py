@@ -10,8 +10,6 @@ from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passe
 from runs.refusals import assert_tells
 from runs.stored_goldens import golden_of
 
-from llorch.builtin import OTHERS
-from llorch.cache import KVCache
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.expected import HALF
 from llorch.diagnosis.judged import DumpJudge
@@ -19,10 +17,12 @@ from llorch.diagnosis.replay import Change, Plant, Replay
 from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import stage_of
 from llorch.diagnosis.verdict import RIGHT, Finding
-from llorch.dumps.stage_dump import Features, StageDump
+from llorch.engines.dumps.stage_dump import Features, StageDump
+from llorch.judging.goldens.forward import PRODUCERS
+from llorch.model.cache import KVCache
 from llorch.ops.rounding import ActivationKind, round_activations
-from llorch.stages import keys
-from llorch.verify.goldens import PRODUCERS
+from llorch.runtime.builtin import OTHERS
+from llorch.stages.table import keys
 
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
 MODEL, SLOW = "micro-qwen3", pytest.mark.slow

@@ -11,11 +11,11 @@ from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.judged import DumpJudge
 from llorch.diagnosis.replay import Change, Replay
 from llorch.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
-from llorch.dumps.raw import RawDump, with_earlier
-from llorch.dumps.stage_dump import StageDump
-from llorch.dumps.stage_mapping import stage_dump
-from llorch.places import Tokens
-from llorch.verify.models import stored
+from llorch.engines.dumps.raw import RawDump, with_earlier
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.engines.dumps.stage_mapping import stage_dump
+from llorch.judging.verify import stored
+from llorch.stages.stage_ref import Tokens
 
 LLAMA, MISTRAL = "micro-llama", "micro-mistral"  # Mistral sees 19 tokens
 IDS = tuple(range(3, 35))

@@ -9,8 +9,8 @@ from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.judged import DumpJudge
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.verdict import RIGHT, WRONG
-from llorch.dumps.stage_dump import StageDump
-from llorch.stages import BY_NAME
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.stages.table import BY_NAME
 
 GATED, PLAIN = "micro-qwen2-moe", "micro-qwen3-moe"
 PLANTED = [

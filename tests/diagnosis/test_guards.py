@@ -10,19 +10,19 @@ import pytest
 from builders.raw_dumps import golden_trace, raw_dump, weights_of
 from runs.refusals import assert_tells, refuses
 
-from llorch.builtin import BUILTIN
 from llorch.diagnosis.guards import read_comparable, require_comparable
-from llorch.dumps.raw import RawDump, digest
-from llorch.dumps.stage_dump import Features, Seen, StageDump
-from llorch.dumps.stage_mapping import stage_dump
-from llorch.dumps.writers.dump_writer import DumpWriter
-from llorch.errors import GuardFailed
+from llorch.engines.dumps.raw import RawDump, digest
+from llorch.engines.dumps.stage_dump import Features, Seen, StageDump
+from llorch.engines.dumps.stage_mapping import stage_dump
+from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights
 from llorch.files.tensor_names import inventory
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rounding import round_activations
-from llorch.places import Tokens
+from llorch.runtime.builtin import BUILTIN
+from llorch.runtime.errors import GuardFailed
+from llorch.stages.stage_ref import Tokens
 
 NAME = "micro-llama"
 WEIGHTS = weights_of(NAME)
@@ -138,7 +138,7 @@ MISFITS: dict[str, tuple[str, np.ndarray, tuple[str, ...], tuple[str, ...]]] = {
         "l0.q_rope", TRACE["l0.q_rope"].swapaxes(0, 1), ("pass 0", "seq=12, heads=6, head_dim=32"), ("(6, 12, 32)",)
     ),
     "a batch": ("l0.q_rope", TRACE["l0.q_rope"][None], ("pass 0", "seq=12"),
-                ("(1, 12, 6, 32)", "llorch.dumps.stage_mapping")),
+                ("(1, 12, 6, 32)", "llorch.engines.dumps.stage_mapping")),
     "tokens left out": ("l0.attn_probs", TRACE["l0.attn_probs"][:, :5], ("pass 0", "seq=12, ctx=12"), ("(6, 5, 12)",)),
     "a stage of another family": ("l0.q_norm", TRACE["l0.q_rope"], ("stage",), ("l0.q_norm",)),
     "a layer too far": ("l9.block_out", TRACE[LAST], ("stage",), ("l9.block_out",)),

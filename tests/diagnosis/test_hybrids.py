@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from inject.wrong_dumps import dumped, everywhere, mistake, passes, wide
 
-from llorch.cache import KVCache
 from llorch.diagnosis.diagnose import causes
-from llorch.dumps.stage_dump import StageDump
-from llorch.families import forward
+from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.places import Pass
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
+from llorch.stages.stage_ref import Pass
 
 pytestmark = pytest.mark.live  # transformers makes the models
 

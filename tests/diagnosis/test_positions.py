@@ -11,16 +11,16 @@ from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passe
 from runs.refusals import assert_tells
 from runs.stored_goldens import golden_of
 
-from llorch.architecture import Layer
-from llorch.config import YarnScaling
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.positions import POSITIONS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.replay import UNCHANGED, Change, Plant
-from llorch.dumps.stage_mapping import stage_dump
-from llorch.stages import BY_NAME, key, keys
+from llorch.engines.dumps.stage_mapping import stage_dump
+from llorch.families.config import YarnScaling
+from llorch.families.layers import Layer
+from llorch.stages.table import BY_NAME, key, keys
 
 PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*POSITIONS, *LAYERS)
            for model in models_of(each)]  # fmt: skip

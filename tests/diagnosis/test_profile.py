@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
 from llorch.diagnosis import profile as module
 from llorch.diagnosis.profile import N_ULPS, profile
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.stages import BY_NAME
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.table import BY_NAME
 
 N_TOKENS = 5
 

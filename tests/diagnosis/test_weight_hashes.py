@@ -11,12 +11,12 @@ from runs.refusals import assert_tells, refuses
 
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.weight_hashes import check_weights
-from llorch.dumps.raw import digest
-from llorch.dumps.stage_dump import Misread
-from llorch.errors import GuardFailed
+from llorch.engines.dumps.raw import digest
+from llorch.engines.dumps.stage_dump import Misread
 from llorch.files import Weights, open_weights
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.rounding import round_activations
+from llorch.runtime.errors import GuardFailed
 
 NAME = "micro-llama"
 WEIGHTS = weights_of(NAME)

@@ -16,14 +16,14 @@ from fakes.faulty_engine import ERRORS
 from runs.command_line import REPOSITORY, spawn
 from runs.refusals import assert_tells, refuses
 
-from llorch.builtin import builtin_path
 from llorch.engines import Producer, open_producer, process
 from llorch.engines.process import EngineInChild, in_child
-from llorch.errors import EngineDied, MissingExtra
 from llorch.files import open_weights
-from llorch.numerics import GGML
-from llorch.verify.goldens import SAMPLINGS
-from tests.tokenizer.test_template_process import ends_within, running
+from llorch.judging.goldens.forward import SAMPLINGS
+from llorch.ops.numerics import GGML
+from llorch.runtime.builtin import builtin_path
+from llorch.runtime.errors import EngineDied, MissingExtra
+from tests.files.tokenizer.test_template_process import ends_within, running
 
 MODEL = builtin_path("micro-llama")
 IDS = "3,1,4,15,9,2,6,5"
@@ -249,7 +249,7 @@ def test_a_verification_imports_no_engine_here():
 import os, sys
 from pathlib import Path
 from llorch.files import open_weights
-from llorch.verify.models import plan_live, verify_live
+from llorch.judging.verify import plan_live, verify_live
 before = dict(os.environ)
 rows = list(verify_live(plan_live(open_weights(Path({str(MODEL)!r})), range(8), ["llamacpp", "transformers"])))
 print({{row.verdict for row in rows}}, {{"torch", "transformers", "llama_cpp"}} & {{*sys.modules}})

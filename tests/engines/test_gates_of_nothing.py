@@ -9,14 +9,14 @@ from runs.command_line import invoke
 from runs.refusals import assert_tells
 from safetensors.numpy import load_file, save_file
 
-from llorch.comparison import PASS
 from llorch.engines import open_producer
 from llorch.files import open_weights
-from llorch.model import load
-from llorch.numerics import GGML
-from llorch.places import Pass
-from llorch.verify.models import plan_live, verify_as_stored, verify_live
-from llorch.verify.runners.numpy import run
+from llorch.judging.runners.numpy import run
+from llorch.judging.verify import plan_live, verify_as_stored, verify_live
+from llorch.model.model import load
+from llorch.ops.numerics import GGML
+from llorch.stages.comparison import PASS
+from llorch.stages.stage_ref import Pass
 
 pytestmark = pytest.mark.live
 IDS = [5, 71, 12, 99, 34, 8, 60, 47, 23]

@@ -9,11 +9,11 @@ from builders.families import HYBRIDS, random_folder, twin
 
 from llorch.engines import ProducerName, Trace, open_here
 from llorch.engines.abilities import cannot_judge
-from llorch.families.delta_net import heads
 from llorch.files import open_weights
-from llorch.places import Pass
-from llorch.stages import BY_NAME
-from llorch.verify.runners.numpy import run
+from llorch.judging.runners.numpy import run
+from llorch.model.blocks.delta_net import heads
+from llorch.stages.stage_ref import Pass
+from llorch.stages.table import BY_NAME
 
 pytestmark = pytest.mark.live
 IDS = tuple(np.random.default_rng(0).integers(3, 104, 70).tolist())  # more than a chunk of 64

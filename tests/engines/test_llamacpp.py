@@ -10,14 +10,14 @@ from builders.random_adapters import IDS as ADAPTER_IDS
 from builders.random_adapters import random_adapter, tiny_base
 from runs.refusals import refuses
 
-from llorch.builtin import builtin_path
 from llorch.engines import LoadPath, f32_copy
 from llorch.engines import open_here as open_producer
 from llorch.files import open_weights
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.numerics import GGML, DtypeName
+from llorch.ops.numerics import GGML, DtypeName
 from llorch.ops.rounding import ActivationKind, round_activations
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 

@@ -19,13 +19,13 @@ from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 from tokenizers import models, pre_tokenizers, processors
 
-from llorch.builtin import builtin_path
 from llorch.engines import Producer, ProducerName, f32_copy
 from llorch.engines import open_here as open_producer  # what is watched here is inside the engines
-from llorch.errors import MissingExtra
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
-from llorch.verify.goldens import SAMPLINGS
+from llorch.judging.goldens.forward import SAMPLINGS
+from llorch.runtime.builtin import builtin_path
+from llorch.runtime.errors import MissingExtra
 
 pytestmark = pytest.mark.live
 

@@ -8,15 +8,15 @@ import pytest
 from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
 from llorch.engines import LoadPath
 from llorch.engines import open_here as open_producer
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.tensor_names import inventory
-from llorch.numerics import DtypeName
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 
@@ -112,7 +112,7 @@ def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be
         moved = {"l1.attn_context", "l1.attention"}
         assert {name for name, difference in found.items() if difference.error > 1e-9} == moved | {"l1.attn_out"}
         assert [found[name].error for name in sorted(moved)] == [pytest.approx(0.25)] * 2
-        from llorch.pytorch.capture.capture import HUGGINGFACE  # needs torch
+        from llorch.engines.capture.capture import HUGGINGFACE  # needs torch
 
         monkeypatch.delitem(HUGGINGFACE, "output of lm_head")
         with refuses(RuntimeError, ["logits"], where="transformers"):

@@ -10,12 +10,12 @@ import safetensors.numpy
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 from runs.refusals import refuses
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.engines import OURS, Call, open_here
 from llorch.files import open_weights
-from llorch.numerics import DtypeName
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.files.convert import convert
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
 

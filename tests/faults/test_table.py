@@ -9,8 +9,8 @@ from inject import table
 from inject.fault import Check, InjectedFault, assert_seen
 from inject.into_numpy import FAULTS
 
-from llorch.comparison import FAIL, PASS, TIE
-from llorch.verify.judge import Comparison
+from llorch.judging.judge import Comparison
+from llorch.stages.comparison import FAIL, PASS, TIE
 
 ROWS = (*table.NUMPY, *table.FLOAT64, *table.PACKED, *table.TORCH, *table.LIVE, *table.TORCH_TRAINING)
 RIGHT = Comparison("m", "05", "ffn_act", 0, "near", "llamacpp", "numpy", "isolated", 1, 1, 1, 1, 1, 1, PASS)

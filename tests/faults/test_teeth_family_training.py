@@ -12,7 +12,7 @@ from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.train.numpy_step import of_document
+from llorch.training.numpy_step import of_document
 
 pytestmark = pytest.mark.live  # transformers makes the models
 

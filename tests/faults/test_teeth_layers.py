@@ -11,20 +11,20 @@ from builders.families import random_folder
 from inject.situations import by_name, chain, first_failing, models_of
 from inject.wrong_dumps import dump_of, everywhere, mistake_in
 
-from llorch.comparison import measure
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
 from llorch.diagnosis.search.hypotheses import FAMILIES
-from llorch.dumps.stage_dump import StageDump
 from llorch.engines import ProducerName
+from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import open_weights
-from llorch.places import Tokens
-from llorch.stages import BY_NAME, key
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.models import ask, plan_live
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.verify import ask, plan_live
+from llorch.stages.comparison import measure
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import BY_NAME, key
 
 pytestmark = pytest.mark.live
 ENGINE: ProducerName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone

@@ -10,10 +10,10 @@ from inject.fault import InjectedFault, assert_seen
 from inject.table import FLOAT64, NUMPY
 from runs.stored_goldens import suite_of, weights_of
 
-from llorch.verify.float64_reference import WITNESS
-from llorch.verify.runners.numpy import FLOAT64 as IN_FLOAT64
-from llorch.verify.runners.numpy import NumpyRunner
-from llorch.verify.tolerances.forward import MATHEMATICS
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.runners.numpy import FLOAT64 as IN_FLOAT64
+from llorch.judging.runners.numpy import NumpyRunner
+from llorch.judging.tolerances.forward import MATHEMATICS
 
 
 @pytest.mark.parametrize("fault", NUMPY, ids=str)

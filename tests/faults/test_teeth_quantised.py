@@ -12,13 +12,13 @@ from inject.table import PACKED
 from runs.refusals import assert_tells
 from runs.stored_goldens import quantised_golden, rounding_variant
 
-from llorch.comparison import FAIL, PASS
 from llorch.files import packed
 from llorch.files.quant import GGMLType
+from llorch.judging.expectations import quantised as verify_quantised
+from llorch.judging.expectations.quantised import decode_rows, rounding_rows, stage_rows
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.ops.rounding import VariantName
-from llorch.verify.expectations import quantised as verify_quantised
-from llorch.verify.expectations.quantised import decode_rows, rounding_rows, stage_rows
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.stages.comparison import FAIL, PASS
 
 
 @pytest.mark.slow_cases(

@@ -24,8 +24,6 @@ from inject.situations import (
 )
 from runs.stored_goldens import golden_of, suite_of, weights_of
 
-from llorch.builtin import OTHERS
-from llorch.comparison import EXACT, Tolerance, measure
 from llorch.diagnosis.mistakes import (
     GENERATION,
     IN_PRODUCTS,
@@ -39,9 +37,11 @@ from llorch.diagnosis.mistakes.generation import right as right_loop
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, variants
 from llorch.files.quant import GGMLType
-from llorch.stages import BY_NAME, keys
-from llorch.verify.expectations.quantised_models import MODELS
-from llorch.verify.goldens import PRODUCERS
+from llorch.judging.expectations.quantised_models import MODELS
+from llorch.judging.goldens.forward import PRODUCERS
+from llorch.runtime.builtin import OTHERS
+from llorch.stages.comparison import EXACT, Tolerance, measure
+from llorch.stages.table import BY_NAME, keys
 
 PURE = [name for name in MODELS if name != "Q4_K_M"]
 SHOWN = [mistake for mistake in STAGE_MISTAKES if models_of(mistake)]  # the others in `test_teeth_layers.py`

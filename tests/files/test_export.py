@@ -18,7 +18,7 @@ from builders.tiny_models import (
 )
 from runs.refusals import Refusal, refuses, row
 
-from llorch.config import FactorScaling, LinearScaling, YarnScaling
+from llorch.families.config import FactorScaling, LinearScaling, YarnScaling
 from llorch.files import StringArray, Weights, open_gguf, open_weights
 from llorch.files.export import FILE_TYPES, gguf_size, gguf_types, write_gguf
 from llorch.files.quant import GGMLType

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, NAMES
 
-from llorch.builtin import builtin_path
-from llorch.cache import KVCache
-from llorch.convert import convert
 from llorch.files import open_gguf, open_weights
+from llorch.files.convert import convert
 from llorch.files.export import gguf_size
 from llorch.files.export_blocks import find_blocks
 from llorch.files.quant import GGMLType
 from llorch.files.tensor_names import interleave, inventory
-from llorch.forward import forward
+from llorch.model.cache import KVCache
+from llorch.model.forward import forward
+from llorch.runtime.builtin import builtin_path
 
 IDS = np.array([1, 5, 9, 2, 17, 11, 3])
 EXPECTED = {

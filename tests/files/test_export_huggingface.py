@@ -10,7 +10,7 @@ import pytest
 from builders.tiny_models import FAMILIES, random_tensors, write_folder
 from runs.refusals import Refusal, refuses, row
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_safetensors, open_weights
 from llorch.files.export_huggingface import huggingface_config, huggingface_size, write_safetensors
 from llorch.files.quant import GGMLType

@@ -10,13 +10,13 @@ from builders.tiny_models import random_tensors, write_folder
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, refuses
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import open_gguf, open_safetensors
+from llorch.files.convert import convert
 from llorch.files.mapped import MappedFile, read_regular
 from llorch.files.strict_json import read_json
-from llorch.tokenizer import Tokenizer
-from llorch.train.data.read import read_records
+from llorch.files.tokenizer import Tokenizer
+from llorch.runtime.builtin import builtin_path
+from llorch.training.data.read import read_records
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 READERS: dict[str, Callable[[Path], object]] = {

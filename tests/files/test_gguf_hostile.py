@@ -239,7 +239,7 @@ HUNGRY = (
 
 MEASURE = """
 import json, resource, sys
-from llorch.errors import FormatError
+from llorch.runtime.errors import FormatError
 from llorch.files import open_gguf
 from llorch.files.gguf import MetadataLimits
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

@@ -11,8 +11,8 @@ from builders.gguf_bytes import sound_file
 from runs.ggml_library import load_ggml
 from runs.work_limit import work_limit
 
-from llorch.errors import FormatError
 from llorch.files import open_gguf
+from llorch.runtime.errors import FormatError
 
 EXTREMES = [struct.pack("<Q", number) for number in (0, 1, 7, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 64, 2**64 - 1)]
 

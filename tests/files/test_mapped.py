@@ -15,15 +15,15 @@ from builders.tiny_models import random_tensors, write_folder
 from runs.command_line import REPOSITORY, invoke
 from runs.refusals import assert_tells
 
-from llorch.builtin import builtin_path
-from llorch.errors import FormatError
 from llorch.files import open_gguf, open_safetensors, open_weights
+from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary
 from llorch.lora.peft_config import read_config
-from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+from llorch.runtime.builtin import builtin_path
+from llorch.runtime.errors import FormatError
 
 CUT = """
 import os, sys, llorch
-from llorch.errors import FormatError
+from llorch.runtime.errors import FormatError
 model = llorch.load(sys.argv[1])
 model.forward([1, 2, 3])
 os.truncate(sys.argv[1], 4096)

@@ -8,10 +8,10 @@ from llorch.files.matrix import Matrix
 from llorch.files.packed import TILE, Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.files.tensor_names import undo_interleave
-from llorch.numerics import EXACT, GGML, Numerics
+from llorch.judging.expectations.quantised_models import matrix_bytes
 from llorch.ops.linear import linear
+from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.ops.rounding import block_sums, round_activations
-from llorch.verify.expectations.quantised_models import matrix_bytes
 
 SHAPE = (96, 512)
 ROUNDING = [GGMLType.F16, GGMLType.BF16, GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.IQ4_XS]

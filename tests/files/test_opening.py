@@ -8,9 +8,9 @@ import pytest
 from builders.whole_folders import write_whole_folder
 from runs.refusals import refuses
 
-from llorch.convert import convert
 from llorch.files import open_weights
-from llorch.tokenizer import Tokenizer
+from llorch.files.convert import convert
+from llorch.files.tokenizer import Tokenizer
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 OPENING, READING, CONVERTING = "opening", "tokenizer", "convert"

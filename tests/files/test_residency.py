@@ -7,11 +7,11 @@ import pytest
 from runs.refusals import assert_tells, refuses
 
 import llorch
-from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights, residency
 from llorch.files.residency import plan, remembered, working_bytes
-from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.ops.numerics import EXACT, GGML, Numerics
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from builders.safetensors_bytes import safetensors_bytes, tensor
 from runs.refusals import refuses
 from runs.work_limit import work_limit
 
-from llorch.errors import FormatError
 from llorch.files import open_safetensors
 from llorch.files.strict_json import parse_json, read_json
+from llorch.runtime.errors import FormatError
 
 EIGHT = bytes(8)
 SOUND = json.dumps({"a": tensor()}).encode()

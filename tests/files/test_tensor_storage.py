@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 from runs.refusals import refuses
 
-from llorch.architecture import DeltaNet
+from llorch.families.layers import DeltaNet
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.files.tensor_storage import Layout, in_gguf, joined_layout

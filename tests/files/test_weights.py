@@ -19,13 +19,13 @@ from builders.tiny_models import (
 from gguf import MODEL_ARCH, get_tensor_name_map
 from runs.refusals import assert_tells, refuses
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import Weights, open_weights
+from llorch.files.convert import convert
 from llorch.files.matrix import Matrix
 from llorch.files.tensor_names import interleave, inventory, undo_interleave
-from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.ops.numerics import EXACT, GGML, Numerics
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,8 +11,8 @@ import pytest
 from builders.tiny_models import GGUF_METADATA, HIDDEN, gguf_tensors, random_tensors, write_file, write_folder
 from runs.refusals import assert_tells, refuses
 
-from llorch.errors import FormatError
 from llorch.files import open_weights
+from llorch.runtime.errors import FormatError
 
 Tensors = dict[str, np.ndarray]
 Change = Callable[[Tensors], object]

@@ -24,15 +24,15 @@ from builders.tiny_models import (
 from runs.command_line import invoke
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import SafetensorsFile, Weights, open_gguf, open_weights
+from llorch.files.convert import convert
 from llorch.files.export import write_gguf
 from llorch.files.mapped import Entry
 from llorch.files.quant import GGMLType
+from llorch.judging.expectations import quantised_models
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import read_peft, write_peft
-from llorch.verify.expectations import quantised_models
+from llorch.runtime.builtin import builtin_path
 
 N_CUTS = 40
 MAY_BE_ZERO = (  # ends of names of tensors: rows of some tokens, and what no product needs

@@ -8,14 +8,14 @@ import pytest
 from builders.families import MICRO
 from builders.random_adapters import EVERY, fresh, random_adapter
 
-from llorch.builtin import builtin_path
-from llorch.cache import KVCache
-from llorch.families import forward
 from llorch.files import Weights, open_weights
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.numerics import GGML
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 from llorch.ops.lora import LoraMatrix
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.ops.numerics import GGML
+from llorch.runtime.builtin import builtin_path
 
 IDS = np.array([5, 60, 17, 33, 2, 91, 44])
 ALL = (*EVERY, "embed_tokens", "lm_head")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 

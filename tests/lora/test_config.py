@@ -5,7 +5,7 @@ import math
 import pytest
 from runs.refusals import Refusal, refuses, row
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.lora.config import LAYER_TARGETS, LoraConfig
 from llorch.lora.targets import MatrixPart, targets_of
 

@@ -9,14 +9,14 @@ from builders.random_adapters import EVERY, IDS, adapted_logits, plain_logits, r
 from gguf import GGUFWriter
 from runs.refusals import refuses
 
-from llorch.config import ModelConfig
-from llorch.errors import FormatError
+from llorch.families.config import ModelConfig
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import write_gguf
 from llorch.lora import gguf_format
 from llorch.lora.base import identity_of
 from llorch.lora.files import read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
+from llorch.runtime.errors import FormatError
 
 KINDS = {
     "every matrix": {"target_modules": EVERY},

@@ -8,12 +8,12 @@ import pytest
 from runs.refusals import refuses
 from runs.training_passes import ALL, SETTINGS
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter, LoraTensors, wanted_shapes
 from llorch.lora.config import LoraConfig
 from llorch.lora.initial import INITS, initial_adapter, over_original, principal
+from llorch.runtime.builtin import builtin_path
 
 EVERY = (*ALL, "embed_tokens", "lm_head")
 EVERY_INIT = pytest.mark.parametrize("init", INITS)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from runs.training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
+from llorch.runtime.builtin import builtin_path
 from tests.lora.test_initial import drawn, qwen_05b
 
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]  # PEFT's advice on tied embeddings

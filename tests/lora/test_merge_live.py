@@ -18,8 +18,8 @@ from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import write_peft
+from llorch.training.merge_files import merge
 
 pytestmark = pytest.mark.live
 CASES = [

@@ -25,9 +25,9 @@ from runs.refusals import refuses
 
 from llorch.files import open_safetensors, open_weights
 from llorch.lora.base import BaseIdentity, identity_of
-from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft, write_peft
 from llorch.lora.summary import summarise
+from llorch.training.merge_files import merge
 
 KINDS = {
     "every matrix": {"target_modules": EVERY},

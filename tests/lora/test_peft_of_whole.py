@@ -14,14 +14,14 @@ from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter, same_tensors
 from runs.refusals import refuses
 
-from llorch.builtin import EVERY, builtin_path
-from llorch.config import FAMILIES, ModelConfig
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files import open_weights
 from llorch.files.tensor_names import path_alone, path_in_whole
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
 from llorch.lora.peft_format import is_of_whole, read_peft, write_peft
 from llorch.lora.targets import targets_of
+from llorch.runtime.builtin import EVERY, builtin_path
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = BaseIdentity(name="base", config="", vectors="", matrices="", types=())

@@ -16,10 +16,10 @@ from builders.random_adapters import (
 )
 from runs.refusals import refuses
 
-from llorch.config import FAMILIES as TABLE
-from llorch.convert import convert
-from llorch.doctor import examine
+from llorch.apps.doctor.adapter import examine
+from llorch.families.config import FAMILIES as TABLE
 from llorch.files import open_weights
+from llorch.files.convert import convert
 from llorch.lora.base import identity_of
 from llorch.lora.export import export
 from llorch.lora.gguf_format import write_lora_gguf

@@ -11,12 +11,12 @@ import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
 from runs.refusals import assert_tells, refuses
 
-from llorch.config import ModelConfig
-from llorch.errors import FormatError
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.lora.base import identity_of
 from llorch.lora.files import read_adapter, recorded_base
 from llorch.lora.peft_format import write_peft
+from llorch.runtime.errors import FormatError
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from runs.finite_differences import assert_is_gradient
 
-from llorch.numerics import QuantMethod
 from llorch.ops.linear import linear
 from llorch.ops.lora import (
     Lora,
@@ -16,6 +15,7 @@ from llorch.ops.lora import (
     lora_backward,
     lora_delta,
 )
+from llorch.ops.numerics import QuantMethod
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
 from llorch.ops.rope import (
     frequencies,
     llama3_factors,

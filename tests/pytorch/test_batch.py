@@ -9,12 +9,12 @@ import torch
 from runs.refusals import refuses
 
 import llorch
-from llorch.builtin import BUILTIN
-from llorch.generate import Token
+from llorch.model.generate import Token
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.batch import one_each, positions_of
 from llorch.pytorch.decoding import left_padded
 from llorch.pytorch.memory import CHUNK
-from llorch.sampling import SamplingSettings
+from llorch.runtime.builtin import BUILTIN
 
 PROMPTS = ["The", "Once upon a time there was a small red", "A fox", "x", "Once upon a time"]
 LENGTHS = [11, 3, 9, 5, 1]

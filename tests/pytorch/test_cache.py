@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs.refusals import refuses
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache
 
 

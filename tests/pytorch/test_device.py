@@ -16,14 +16,14 @@ from runs.command_line import REPOSITORY, invoke
 from runs.refusals import Refusal, assert_cli_refuses, assert_tells, refuses, row
 from threadpoolctl import threadpool_info
 
-from llorch.builtin import builtin_path
-from llorch.errors import MissingDevice
 from llorch.files import open_weights
-from llorch.model import load
+from llorch.model.model import load
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.device import Target, compute_as_named, require_dtype, require_index, target
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import load_torch
+from llorch.runtime.builtin import builtin_path
+from llorch.runtime.errors import MissingDevice
 
 VERBS = [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]]
 EVERY_VERB = pytest.mark.parametrize("verb", VERBS)

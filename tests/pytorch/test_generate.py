@@ -9,10 +9,10 @@ import pytest
 from runs.refusals import assert_tells, refuses
 
 import llorch
-from llorch.builtin import BUILTIN
+from llorch.judging.goldens.forward import SAMPLINGS
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.memory import CHUNK
-from llorch.sampling import SamplingSettings
-from llorch.verify.goldens import SAMPLINGS
+from llorch.runtime.builtin import BUILTIN
 
 IDS = [5, 260, 17, 33, 2, 91, 144, 78, 300]
 START = "Once upon a time"

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llorch
-from llorch.generate import Job
+from llorch.model.generate import Job
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.kernels.triton.graph import GraphedSteps, try_out
 from llorch.pytorch.sampling import Needs
-from llorch.sampling import SamplingSettings
 
 DRAWN = SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
 IDS = [5, 60, 17, 33, 2]

@@ -13,10 +13,10 @@ from runs.command_line import REPOSITORY
 from runs.refusals import refuses
 from runs.split_runs import written
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import Weights, open_weights, packed
+from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
+from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.pytorch import stored_kinds
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
@@ -25,7 +25,7 @@ from llorch.pytorch.kernels.quantised_linear import PackedMatrix, QuantisedEmbed
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.models.experts import QuantisedExperts
-from llorch.verify.expectations.quantised_models import MODELS, write_model
+from llorch.runtime.builtin import builtin_path
 
 CPU = torch.device("cpu")
 PACKED = [name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys()]
@@ -207,7 +207,7 @@ def test_half_precision_load_refuses_a_number_that_is_not_finite(bits: int, tmp_
 
 def test_a_process_that_cuts_no_tensor_imports_no_dtensor():
     run = "import llorch.pytorch.model as m; m.load_torch(sys.argv[1]).forward([1, 2])"
-    commands = "import llorch.cli.on_torch, llorch.pytorch.bench, llorch.pytorch.train.trainer"
+    commands = "import llorch.cli.on_torch, llorch.apps.bench.torch, llorch.pytorch.train.trainer"
     code = f"import sys; {run}; {commands}; print(*sys.modules)"
     command = [sys.executable, "-c", code, str(builtin_path("micro-llama"))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)

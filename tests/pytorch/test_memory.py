@@ -12,9 +12,9 @@ from runs.command_line import REPOSITORY, invoke
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 from runs.split_runs import written
 
-from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
 from llorch.files.quant import GGMLType
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.pytorch import memory, model
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed.sharding_plan import cut_axis
@@ -24,7 +24,7 @@ from llorch.pytorch.model import load_torch
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.stored_kinds import packed_bytes
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.fixture

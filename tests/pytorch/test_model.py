@@ -8,16 +8,16 @@ import torch
 from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 
-from llorch.builtin import BUILTIN, EVERY, builtin_path, held
 from llorch.files import open_weights
-from llorch.model import Model
+from llorch.model.model import Model
 from llorch.pytorch.batch import positions_of
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, rms_norm, swiglu
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import TorchModel, load_torch
 from llorch.pytorch.models.families import build
-from llorch.stages import keys
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, held
+from llorch.stages.table import keys
 
 IDS = (5, 26, 17, 33, 2, 19, 14, 38, 30)
 CPU = torch.device("cpu")

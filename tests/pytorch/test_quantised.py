@@ -9,18 +9,18 @@ import pytest
 import torch
 from runs.stored_goldens import quantised_golden
 
-from llorch.comparison import FAIL, PASS
 from llorch.files.quant import GGMLType
+from llorch.judging.expectations import packed as verification
+from llorch.judging.expectations import quantised
+from llorch.judging.expectations.packed import PACKED_MODELS, product_rows, verify_quantised_torch
+from llorch.judging.expectations.quantised_models import MODELS, write_model
+from llorch.judging.judge import Comparison
 from llorch.pytorch import load, stored_kinds
 from llorch.pytorch.device import target
 from llorch.pytorch.kernels import packing
 from llorch.pytorch.kernels.packing import PACKERS, Fields
-from llorch.stages import STAGES
-from llorch.verify.expectations import packed as verification
-from llorch.verify.expectations import quantised
-from llorch.verify.expectations.packed import PACKED_MODELS, product_rows, verify_quantised_torch
-from llorch.verify.expectations.quantised_models import MODELS, write_model
-from llorch.verify.judge import Comparison
+from llorch.stages.comparison import FAIL, PASS
+from llorch.stages.table import STAGES
 
 Judged = tuple[str, str, str]  # stage, mode, backend
 TARGETS = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16", "float16")]

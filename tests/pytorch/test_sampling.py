@@ -1,4 +1,4 @@
-"""Sampling on the device against `llorch.sampling` and against what the engines gave for the same logits."""
+"""Sampling on the device against `llorch.ops.sampling` and against what the engines gave for the same logits."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from llorch.builtin import BUILTIN, goldens_folder
-from llorch.comparison import measure
+from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
+from llorch.judging.tolerances.forward import limit_of_softmax
+from llorch.ops.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
 from llorch.pytorch import sampling
-from llorch.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
-from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
-from llorch.verify.tolerances.forward import limit_of_softmax
+from llorch.runtime.builtin import BUILTIN, goldens_folder
+from llorch.stages.comparison import measure
 
 INF = math.inf
 CPU = torch.device("cpu")

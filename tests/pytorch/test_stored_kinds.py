@@ -14,7 +14,6 @@ import torch
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed
 from runs.refusals import refuses
 
-from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.pytorch.causal_lm import CausalLM
@@ -25,6 +24,7 @@ from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.stored_kinds import block_size, group_order, in_group_order, kind_of, pack_stored, packed_bytes
+from llorch.runtime.errors import FormatError
 
 
 def quantised(weights: Weights) -> list[str]:

@@ -1,67 +1,61 @@
-"""ARCHITECTURE.md: every package of llorch has one sentence, in the order of imports; its picture names modules."""
+"""The tree of packages stands in three pages, equal, in the order of imports; the picture names folders that exist."""
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.repository.test_layers import ROOMS
+from tests.repository.test_layers import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 PICTURE = PAGE.partition("```\n")[2].partition("```")[0]
-PACKAGES = [name for name in ROOMS if (ROOT / "llorch" / name / "__init__.py").exists()]
+TREE = re.search(r"^llorch/\n.*?(?=^```)", PAGE, re.MULTILINE | re.DOTALL)
+PARTS = re.compile(r"[\w/]+(?:/|\.py)(?=[\s,:;]|$)")
 
 
-def described(page: str) -> list[tuple[str, str]]:
-    """Find the packages of the table, each with its sentence."""
-    return re.findall(r"^\| \[`(\w+)/`\]\(llorch/\1\) \| (.*) \|$", page, re.MULTILINE)
+def tree() -> list[str]:
+    """Return the lines of the tree in ARCHITECTURE.md."""
+    assert TREE
+    return TREE[0].splitlines()
 
 
-def test_every_package_has_its_sentence_in_the_order_of_imports():
-    assert [name for name, _ in described(PAGE)] == PACKAGES
-    assert [text for _, text in described(PAGE) if not re.fullmatch(r"[A-Z][^.]*(\.\w[^.]*)*\.", text)] == []
+def missing(lines: list[str]) -> list[str]:
+    """List the folders and files that a tree names and the repository lacks."""
+    names = []
+    for line in lines:
+        folder, *parts = PARTS.findall(line)
+        home = f"llorch/{folder}" if line.startswith(" ") else folder
+        names += [] if (ROOT / home).exists() else [home]
+        names += [home + part for part in parts if not any((ROOT / parent / part).exists() for parent in (home, "."))]
+    return names
 
 
-def test_picture_names_existing_packages_and_modules():
-    named = re.findall(r"([a-z_]+)(/|\.py)(?=[\s,]|$)", PICTURE)
-    assert len(named) > 15
-    assert [name for name, end in named if not (ROOT / "llorch" / f"{name}{end}").exists()] == []
+def test_tree_names_every_package_in_the_order_of_imports():
+    packages = [line.split("/")[0].strip() for line in tree() if line.startswith("  ")]
+    assert packages == [name for name in PACKAGES if (ROOT / "llorch" / name / "__init__.py").exists()]
+    assert len(tree()) <= 25
+    assert missing(tree()) == []
+
+
+@pytest.mark.parametrize("path", ["README.md", "llorch/__init__.py"])
+def test_other_pages_show_the_same_tree(path: str):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    page = text if path.endswith(".md") else ast.get_docstring(ast.parse(text)) or ""
+    indent = "" if path.endswith(".md") else "    "
+    assert "".join(f"{indent}{line}\n" for line in tree()) in f"{page}\n"
+
+
+def test_missing_folder_or_file_of_a_tree_is_listed():
+    assert missing(["  ops/  one a file: rope.py, rape.py", "nowhere/  nothing"]) == ["llorch/ops/rape.py", "nowhere/"]
+
+
+def test_picture_names_existing_folders():
+    names = re.findall(r"(?<!\w)[a-z_/]+/(?=[\s,)]|$)", PICTURE)
+    assert len(names) > 12
+    assert [name for name in names if not any((ROOT / parent / name).exists() for parent in ("llorch", "."))] == []
 
 
 def test_page_is_short():
     assert PAGE.count("\n") <= 80
-
-
-def test_a_missing_package_or_sentence_is_found():
-    row = "| [`ops/`](llorch/ops) | Computes. |\n"
-    assert described(row + row.replace("(llorch/ops)", "(llorch/op)") + "| `files/` | Reads. |\n") == [
-        ("ops", "Computes.")
-    ]
-
-
-MAPS = [*sorted((ROOT / "llorch").rglob("__init__.py")), ROOT / "llorch/serve/app.py"]
-
-
-def mapped_modules(docstring: str) -> Iterator[str]:
-    """Yield the modules in the left column of a module map; lines without two columns hold none."""
-    for line in docstring.splitlines():
-        left, gap, _ = re.sub(r" ?\(.*?\)", "", line.strip()).partition("  ")
-        words = re.split(r",? ", left.strip())
-        if gap and all(re.fullmatch(r"[a-z_0-9]+/?", word) for word in words):
-            yield from words
-
-
-@pytest.mark.parametrize("path", MAPS, ids=lambda path: path.relative_to(ROOT / "llorch").as_posix())
-def test_module_map_of_a_docstring_names_existing_modules(path: Path):
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    names = [*mapped_modules(docstring)]
-    assert [name for name in names if not any((path.parent / f"{name}{end}").exists() for end in ("", ".py"))] == []
-
-
-def test_module_map_of_the_server_names_all_its_modules():
-    docstring = ast.get_docstring(ast.parse((ROOT / "llorch/serve/app.py").read_text(encoding="utf-8"))) or ""
-    modules = {file.stem for file in (ROOT / "llorch/serve").glob("*.py")} - {"__init__", "app"}
-    assert modules - {*mapped_modules(docstring)} == {"openapi", "replies_of_responses", "requests_of_responses"}

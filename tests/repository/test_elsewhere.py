@@ -73,7 +73,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.mark.slow
 def test_every_module_that_needs_no_torch_is_imported(seen: Seen):
-    assert {"llorch.verify.models", "llorch.train.snapshots", "llorch.tokenizer.template_worker"} <= seen.modules
+    assert {
+        "llorch.judging.verify",
+        "llorch.training.snapshots",
+        "llorch.files.tokenizer.template_worker",
+    } <= seen.modules
 
 
 @pytest.mark.slow
@@ -85,7 +89,7 @@ def test_the_command_line_works(arguments: tuple[str, ...], seen: Seen):
 
 def test_a_snapshot_is_written_and_nothing_locks_its_folder(tmp_path: Path):
     code = (
-        "from llorch.train.snapshots import SnapshotStore\nimport numpy\nfrom pathlib import Path\n"
+        "from llorch.training.snapshots import SnapshotStore\nimport numpy\nfrom pathlib import Path\n"
         "store = SnapshotStore(Path('run'))\nwith store.lock() as without:\n"
         " print(without)\n store.save(1, {'a': numpy.ones(3)}, {})\nprint(store.steps())"
     )
@@ -97,5 +101,5 @@ def test_a_snapshot_is_written_and_nothing_locks_its_folder(tmp_path: Path):
 def test_an_engine_that_cannot_be_asked_is_one_sentence(tmp_path: Path):
     code = "from llorch.engines.process import EngineProcess\nEngineProcess('llamacpp')"
     kind, said = elsewhere(code, tmp_path).stderr.splitlines()[-1].split(": ", 1)
-    assert kind == "llorch.errors.EngineDied"
+    assert kind == "llorch.runtime.errors.EngineDied"
     assert_tells(said, "llamacpp", "system", "built-in")

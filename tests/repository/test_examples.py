@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs.refusals import refuses
 
-from llorch.builtin import DATA, find_data
+from llorch.runtime.builtin import DATA, find_data
 
 SPLITS = ("train", "valid", "test")
 
@@ -36,7 +36,7 @@ def test_every_choice_and_slot_of_the_templates_was_filled():
 
 @pytest.mark.slow
 def test_tales_fit_the_context_of_story_and_use_tokens_that_it_was_trained_on(monkeypatch: pytest.MonkeyPatch):
-    from llorch.model import load
+    from llorch.model.model import load
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "reference_outputs"))
     stories = importlib.import_module("small_models.corpus").stories(5)

@@ -1,4 +1,4 @@
-"""A family is a row: no code outside the table `llorch/config/families.py` asks which family a model is of."""
+"""A family is a row: no code outside the table `llorch/families/family.py` asks which family a model is of."""
 
 import ast
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llorch.config import FAMILIES
+from llorch.families.config import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-TABLE = "llorch/config/families.py"
+TABLE = "llorch/families/family.py"
 NAMES = {
     name
     for key, family in FAMILIES.items()
@@ -17,7 +17,7 @@ NAMES = {
     if name
 }
 WORDS = {  # words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp
-    f"llorch/tokenizer/{module}.py": set(words.split())
+    f"llorch/files/tokenizer/{module}.py": set(words.split())
     for module, words in {
         "export_gguf": "llama", "gguf_vocabulary": "llama", "export_huggingface": "qwen2 qwen35",
         "byte_level": "qwen2 qwen35 llama4", "pipeline": "qwen2 qwen35 llama4",

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports point down only, and the core needs no optional package."""
+"""The packages of llorch: imports point down only, and the core needs no optional package."""
 
 import ast
 import re
@@ -14,24 +14,27 @@ import pytest
 import llorch
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (  # each may import those before it, at the top of a file or in a function
-    "errors", "channel", "worker", "torchrun", "numerics", "config_reader", "finite", "memory", "architecture",
-    "config", "builtin", "hub", "ops", "stages", "places", "comparison", "files", "cache", "forward", "backward",
-    "families", "sampling", "tokenizer", "output_paths", "convert", "threads", "generate", "lora", "model", "evaluate",
-    "train", "bench", "dumps", "pytorch", "engines", "doctor", "verify", "diagnosis", "machine", "learn", "serve",
-    "__init__", "cli", "__main__",
+PACKAGES = (  # each may import those before it, at the top of a file or in a function
+    "runtime", "families", "stages", "ops", "files", "lora", "model", "training", "pytorch", "engines", "judging",
+    "diagnosis", "apps", "__init__", "cli", "__main__",
 )  # fmt: skip
-LAYER = {name: level for level, name in enumerate(ROOMS)}
+LAYER = {name: level for level, name in enumerate(PACKAGES)}
 ON_TORCH = (  # nothing imports these at its top
-    "llorch/pytorch/", "llorch/engines/", "llorch/verify/runners/torch", "llorch/verify/expectations/packed",
-    "llorch/verify/training/torch_", "llorch/verify/training/peft", "llorch/learn/on_torch/", "llorch/serve/",
+    "llorch/pytorch/", "llorch/engines/", "llorch/judging/runners/torch", "llorch/judging/runners/training_ranks",
+    "llorch/judging/runners/training_torch", "llorch/judging/expectations/packed", "llorch/apps/learn/on_torch/",
+    "llorch/apps/serve/", "llorch/apps/bench/torch",
 )  # fmt: skip
 OPTIONAL = (
     "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "uvicorn", "pydantic",
     "prometheus_client", "llguidance", "peft", "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = ("llorch/__main__.py", "llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/sandbox.py")
+PRINTING = (
+    "llorch/__main__.py",
+    "llorch/cli/",
+    "llorch/files/tokenizer/template_worker.py",
+    "llorch/apps/learn/sandbox.py",
+)
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 
@@ -136,18 +139,24 @@ def test_only_the_worker_and_the_launcher_of_ranks_start_processes():
             modules = {name.split(".")[0] for name in names if not name.startswith("multiprocessing.connection")}
             if modules & {"subprocess", "multiprocessing", "pty"} or starts.search(source) or "ProcessPool" in source:
                 found.add(path)
-    assert found == {"llorch/worker.py", "llorch/pytorch/distributed/launch.py"}
+    assert found == {"llorch/runtime/worker.py", "llorch/pytorch/distributed/launch.py"}
 
 
-def test_every_module_is_in_a_room():
+def test_every_module_is_in_a_package():
     without = {part_of(path) for path in SOURCES} - LAYER.keys()
-    assert not without, f"give these modules a room: {sorted(without)}"
+    assert not without, f"give these modules a place in PACKAGES: {sorted(without)}"
 
 
-def test_the_first_page_shows_the_rooms_in_this_order():
-    page = ast.get_docstring(ast.parse((ROOT / "llorch/__init__.py").read_text())) or ""
-    shown = [line.split("/")[0].strip() for line in page.splitlines() if line.startswith("    ") and "/  " in line]
-    assert shown == [room for room in ROOMS if (ROOT / "llorch" / room / "__init__.py").exists()]
+def test_no_app_imports_another():
+    apps = [path for path in SOURCES if path.startswith("llorch/apps/") and path.count("/") > 2]
+    assert len(apps) > 50
+    wrong = {
+        path: name
+        for path in apps
+        for name, _ in imported_modules(SOURCES[path], package_of(path))
+        if name.startswith("llorch.apps.") and name.split(".")[2] != path.split("/")[2]
+    }
+    assert wrong == {}
 
 
 def test_imports_point_down_only():
@@ -175,19 +184,19 @@ def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_pa
 @pytest.mark.parametrize(
     ("source", "part", "package", "found"),
     [
-        ("from llorch.forward import forward", "stages", "llorch", 1),
-        ("import llorch.model", "forward", "llorch", 1),
-        ("from llorch import model", "config", "llorch", 1),
+        ("from llorch.model.forward import forward", "stages", "llorch", 1),
+        ("import llorch.model.model", "ops", "llorch", 1),
+        ("from llorch import model", "families", "llorch", 1),
         ("import llorch", "stages", "llorch", 1),
-        ("def f():\n    from llorch.cli import main", "verify", "llorch", 1),
-        ("from .. import verify", "files", "llorch.files", 1),
-        ("from ..forward import forward", "ops", "llorch.ops", 1),
-        ("from .model import load", "errors", "llorch", 1),
-        ("from llorch.nowhere import x", "errors", "llorch", 1),
-        ("from llorch.config import ModelConfig", "forward", "llorch", 0),
+        ("def f():\n    from llorch.cli import main", "judging", "llorch", 1),
+        ("from .. import judging", "files", "llorch.files", 1),
+        ("from ..model import forward", "ops", "llorch.ops", 1),
+        ("from .model import load", "runtime", "llorch", 1),
+        ("from llorch.nowhere import x", "runtime", "llorch", 1),
+        ("from llorch.families.config import ModelConfig", "model", "llorch", 0),
         ("from llorch.files.gguf import open_gguf", "files", "llorch.files", 0),
         ("from .gguf import open_gguf", "files", "llorch.files", 0),
-        ("import numpy as np\nfrom gguf import GGUFWriter", "errors", "llorch", 0),
+        ("import numpy as np\nfrom gguf import GGUFWriter", "runtime", "llorch", 0),
     ],
 )
 def test_an_import_that_points_up_is_found_and_no_other(source: str, part: str, package: str, found: int):

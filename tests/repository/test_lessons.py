@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints.generated.pages import FOLDER, page
-from llorch.learn.lessons import LESSONS, Lesson
-from llorch.learn.materials import hints_of, stub_of, typed_mistakes
-from llorch.stages import CHECKPOINTS
+from llorch.apps.learn.lessons import LESSONS, Lesson
+from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.stages.table import CHECKPOINTS
 
 BLOCKS = ("where we are", "idea", "maths", "picture", "reference", "run it", "mistake", "exercise", "engines differ")
 FETCHED = re.compile(r"!\[[^]]*\]\(https?:|<(?:img|script|iframe|link|video)\b")

@@ -97,7 +97,7 @@ def losses(folder: Path) -> list[float]:
 def of_one_process(folder: Path, steps: int) -> list[float]:
     from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
-    from llorch.train.settings import TrainSettings
+    from llorch.training.settings import TrainSettings
 
     given: dict[str, Any] = {"r": 4, "lr": 5e-3, "warmup_steps": 0, "batch_size": 4, "dtype": "float64"}
     training = Training(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from llorch.machine import identity
+from llorch.apps.doctor.machine import identity
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
-ALLOWED = ("llorch/hub/", "llorch/serve/", "llorch/cli/serve", "llorch/cli/chat")
+ALLOWED = ("llorch/files/hub/", "llorch/apps/serve/", "llorch/cli/serve", "llorch/cli/chat")
 OF_THE_NETWORK = {
     "socket", "ssl", "socketserver", "http", "urllib", "ftplib", "smtplib", "imaplib", "poplib", "xmlrpc", "telnetlib",
     "requests", "urllib3", "httpx", "httpx2", "aiohttp", "websockets", "huggingface_hub", "hf_xet", "openai", "uvicorn",
@@ -61,7 +61,7 @@ def test_only_the_hub_and_the_server_import_what_asks_the_network():
     found["llorch/engines/process.py"].remove("socket")
     found["llorch/engines/transformers.py"].remove("huggingface_hub")  # the class of an error
     assert {path: names for path, names in found.items() if names and not path.startswith(ALLOWED)} == {}
-    assert "huggingface_hub" in found["llorch/hub/fetch.py"]
+    assert "huggingface_hub" in found["llorch/files/hub/fetch.py"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_command_on_a_model_that_is_here_opens_no_socket(line: str):
 def test_installer_is_named_by_no_module():
     named = re.compile(rf"[\"'](?:{'|'.join(PROGRAMS)})[\"']")
     found = [file.relative_to(ROOT).as_posix() for file in FILES if named.search(file.read_text())]
-    assert found == ["llorch/machine/identity.py"]
+    assert found == ["llorch/apps/doctor/machine/identity.py"]
     assert identity._COMMAND[:2] == ("git", "describe")  # reads the checkout, for llorch --version
 
 

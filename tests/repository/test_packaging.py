@@ -16,11 +16,11 @@ from runs.command_line import invoke
 from runs.refusals import assert_tells
 
 import llorch
-from llorch.builtin import IN_WHEEL
-from llorch.comparison import NOT_RUN, PASS
-from llorch.learn.implementation import Implementation
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.sandbox import _check_in_sandbox
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.sandbox import _check_in_sandbox
+from llorch.runtime.builtin import IN_WHEEL
+from llorch.stages.comparison import NOT_RUN, PASS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -95,16 +95,16 @@ def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | t
 @pytest.fixture
 def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Look for models and goldens in the unpacked wheel; lessons read them again, as they do after the test."""
-    monkeypatch.setattr("llorch.builtin._PACKAGE", wheel / "llorch")
+    monkeypatch.setattr("llorch.runtime.builtin._PACKAGE", wheel / "llorch")
     forget_what_lessons_read()
     yield
     forget_what_lessons_read()
 
 
 def forget_what_lessons_read() -> None:
-    """Empty the caches of the functions below `llorch.learn`: an earlier test leaves no model or golden there."""
+    """Empty the caches of the functions below `llorch.apps.learn`: an earlier test leaves no model or golden there."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("llorch.learn."):
+        if name.startswith("llorch.apps.learn."):
             for each in vars(module).values():
                 if hasattr(each, "cache_clear"):
                     each.cache_clear()

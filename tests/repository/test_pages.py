@@ -11,9 +11,9 @@ from runs.refusals import refuses
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same
 from checkpoints.generated.tables import equal, table
-from llorch.places import StageRef
-from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verify.judge import exact_row
+from llorch.judging.judge import exact_row
+from llorch.stages.stage_ref import StageRef
+from llorch.stages.table import CHECKPOINTS, STAGES
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")

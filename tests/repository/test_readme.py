@@ -68,10 +68,10 @@ def test_the_first_two_blocks_are_the_two_commands():
 def test_forward_has_the_lines_that_the_readme_counts_and_every_stage_is_judged_three_times():
     from runs.stored_goldens import golden_of
 
-    from llorch.builtin import EVERY
-    from llorch.verify.goldens import PRODUCERS
+    from llorch.judging.goldens.forward import PRODUCERS
+    from llorch.runtime.builtin import EVERY
 
-    source = (ROOT / "llorch/forward.py").read_text()
+    source = (ROOT / "llorch/model/forward.py").read_text()
     counts = re.findall(r"forward pass in (\d+) lines.*? for (\d+) models, (\d+) of them", README, re.DOTALL)[0]
     n_both = sum({*PRODUCERS} <= golden_of(name).evidence.keys() for name in EVERY)
     assert [int(count) for count in counts] == [source.count("\n"), len(EVERY) + 1, n_both]
@@ -85,7 +85,7 @@ def test_forward_has_the_lines_that_the_readme_counts_and_every_stage_is_judged_
 def test_models_whose_weights_llorch_decodes_for_transformers_are_those_of_the_readme():
     from runs.stored_goldens import golden_of
 
-    from llorch.builtin import EVERY
+    from llorch.runtime.builtin import EVERY
 
     (names,) = re.findall(r"transformers does so for (.*?) and quantised folders", README, re.DOTALL)
     decoded = [name for name in EVERY if golden_of(name).evidence["transformers"].route.decoded == "llorch"]

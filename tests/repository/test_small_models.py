@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from builders.families import MICRO
 
-from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.files import GGUFFile, Weights, open_weights
-from llorch.verify.goldens import sha256
+from llorch.judging.goldens.forward import sha256
+from llorch.runtime.builtin import EVERY, FOLDERS, builtin_path
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "llorch" / "models"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.diagnosis.port import Port
-from llorch.builtin import BUILTIN
+from llorch.runtime.builtin import BUILTIN
 
 WITH_BIAS, WITH_HEAD_NORM, SCALED = "micro-qwen2", "micro-qwen3", "micro-llama3"
 LLAMA = "micro-llama micro-llama3 story"  # rows of q and k in pairs in the file

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from llorch.tokenizer import Tokenizer
-from llorch.train.batch import IGNORED, Example
-from llorch.train.data import Examples, TrainingData
-from llorch.train.data.plan import best_fit
+from llorch.files.tokenizer import Tokenizer
+from llorch.training.batch import IGNORED, Example
+from llorch.training.data import Examples, TrainingData
+from llorch.training.data.plan import best_fit
 
 _MARKS = "[[", "]]"  # around what is learned, where there is no colour
 

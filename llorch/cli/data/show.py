@@ -10,7 +10,7 @@ from llorch.cli.output import progress, say, to_json
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from llorch.train.data import TrainOn
+    from llorch.training.data import TrainOn
 
 
 @verb(
@@ -55,12 +55,12 @@ def command(
     DATA is pirate (built in), a .jsonl file, a .json list, or a folder with train.jsonl. Rows have one of these forms:
     text; prompt and completion; messages; conversations (ShareGPT); instruction and output (Alpaca); input_ids.
     """
-    from llorch.builtin import find_data
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary
     from llorch.cli.inputs import has_vocabulary, model_path, say_once
     from llorch.files import open_weights
-    from llorch.model import Model
-    from llorch.train.data import DataSettings, read_data
+    from llorch.model.model import Model
+    from llorch.runtime.builtin import find_data
+    from llorch.training.data import DataSettings, read_data
 
     opened = Model(open_weights(model_path(model)))
     room = max_length or min(DataSettings.max_length, opened.config.max_position_embeddings)

@@ -39,12 +39,12 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
 
     Exit code 1, with --check: something other than a version differs.
     """
+    from llorch.apps.learn.certificate import certificate, differences, with_untouched
+    from llorch.apps.learn.lessons import BY_NUMBER
+    from llorch.apps.learn.sandbox import outcomes
     from llorch.cli.learn.shown import counted
     from llorch.files.new_file import new_file
     from llorch.files.strict_json import read_json
-    from llorch.learn.certificate import certificate, differences, with_untouched
-    from llorch.learn.lessons import BY_NUMBER
-    from llorch.learn.sandbox import outcomes
 
     folder = learners_folder(impl)
     said = read_json(given, limit=1 << 20) if given else None

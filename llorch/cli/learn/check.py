@@ -43,9 +43,9 @@ def command(
 
     Your code runs in its own process. The text that it prints goes to stderr.
     """
+    from llorch.apps.learn.progress import LearnerProgress
+    from llorch.apps.learn.sandbox import outcomes
     from llorch.cli.learn.shown import counted, exit_code, print_outcome
-    from llorch.learn.progress import LearnerProgress
-    from llorch.learn.sandbox import outcomes
 
     if answers is not None:
         _judge_answers(lessons, answers, full=full, strict=strict, as_json=as_json, alone=not (chain or impl))
@@ -68,10 +68,10 @@ def command(
 def _judge_answers(
     lessons: Sequence[str], answers: Path, *, full: bool, strict: bool, as_json: bool, alone: bool
 ) -> NoReturn:
+    from llorch.apps.learn.answers import answered
+    from llorch.apps.learn.check import check
+    from llorch.apps.learn.sandbox import outcome_of
     from llorch.cli.learn.shown import exit_code, print_outcome
-    from llorch.learn.answers import answered
-    from llorch.learn.check import check
-    from llorch.learn.sandbox import outcome_of
 
     if len(lessons) != 1 or not alone:
         raise click.UsageError("--answers goes with one lesson, without --chain and --impl")

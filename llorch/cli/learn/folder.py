@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.options import SECONDS, group, page_option
-from llorch.errors import suggestion
+from llorch.runtime.errors import suggestion
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
+    from llorch.apps.learn.lessons import Lesson
 
 impl_option = group(
     "Input",
@@ -28,7 +28,7 @@ seconds_option = group(
 
 def learners_source(impl: str | None) -> str:
     """Choose the folder or program of the learner."""
-    from llorch.learn.choice import chosen
+    from llorch.apps.learn.choice import chosen
 
     if (source := chosen(impl)) is None:
         raise click.UsageError("--impl: expected a lesson folder, got none; make one with: llorch learn init my_llama")
@@ -47,7 +47,7 @@ def learners_folder(impl: str | None) -> Path:
 
 def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
     """Return the lessons by number or name, in their order; all of them if none is named."""
-    from llorch.learn.lessons import LESSONS
+    from llorch.apps.learn.lessons import LESSONS
 
     wanted = [one_lesson(word) for word in words]
     return [lesson for lesson in LESSONS if not words or lesson in wanted]
@@ -55,7 +55,7 @@ def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
 
 def one_lesson(word: str) -> "Lesson":
     """Find a lesson by number or name."""
-    from llorch.learn.lessons import LESSONS
+    from llorch.apps.learn.lessons import LESSONS
 
     names = {name: lesson for lesson in LESSONS for name in (lesson.number, lesson.name, lesson.module)}
     if word not in names:

@@ -9,10 +9,10 @@ import click
 from llorch.cli.learn.folder import impl_option, learners_folder, one_lesson
 from llorch.cli.options import verb
 from llorch.cli.output import say
-from llorch.errors import suggestion
+from llorch.runtime.errors import suggestion
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
+    from llorch.apps.learn.lessons import Lesson
 
 
 @verb(
@@ -35,8 +35,8 @@ def command(*, lesson: str, part: str | None, impl: str | None) -> None:
 
 def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
     """Take one step more and print all so far."""
-    from llorch.learn.materials import hints_of
-    from llorch.learn.progress import LearnerProgress
+    from llorch.apps.learn.materials import hints_of
+    from llorch.apps.learn.progress import LearnerProgress
 
     hints = hints_of(lesson)
     if part is not None and part not in hints:
@@ -53,8 +53,8 @@ def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int], *, wrong: st
 
     Else it is the first that has hints left, else the first.
     """
-    from llorch.learn.folder import unwritten_in
-    from llorch.learn.materials import hints_of
+    from llorch.apps.learn.folder import unwritten_in
+    from llorch.apps.learn.materials import hints_of
 
     hints = hints_of(lesson)
     if wrong in hints:

@@ -24,9 +24,9 @@ def command(*, folder: Path) -> None:
 
     Files that exist stay as they are.
     """
+    from llorch.apps.learn.lessons import LESSONS
+    from llorch.apps.learn.materials import stub_of
     from llorch.cli.output import say
-    from llorch.learn.lessons import LESSONS
-    from llorch.learn.materials import stub_of
 
     files = {"pyproject.toml": PROJECT} | {f"{lesson.module}.py": stub_of(lesson) for lesson in LESSONS}
     folder.mkdir(parents=True, exist_ok=True)

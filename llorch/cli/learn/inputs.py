@@ -28,7 +28,7 @@ def command(*, lesson: str, output: Path) -> None:
     The member manifest.json lists the calls, their arrays and the names of the answers. To judge the answers, type
     llorch learn check 01b --answers answers.npz.
     """
-    from llorch.learn.answers import write_calls
+    from llorch.apps.learn.answers import write_calls
 
     if output.exists():
         raise click.UsageError(f"{output}: already exists; choose another name")

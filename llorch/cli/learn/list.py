@@ -24,10 +24,10 @@ def command(*, impl: str | None) -> None:
 
 def show_list(folder: Path) -> None:
     """Print a table of the lessons, with their state in a folder."""
+    from llorch.apps.learn.lessons import LESSONS
+    from llorch.apps.learn.progress import LearnerProgress
     from llorch.cli.learn.shown import coloured
     from llorch.cli.tables import console, print_table, table
-    from llorch.learn.lessons import LESSONS
-    from llorch.learn.progress import LearnerProgress
 
     progress = LearnerProgress(folder, say)
     standing = progress.read()

@@ -10,7 +10,7 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
+    from llorch.apps.learn.lessons import Lesson
 
 PAGE = "README.md"
 
@@ -30,8 +30,8 @@ def command(*, impl: str | None) -> None:
 
 def next_lesson(folder: Path, after: "Lesson | None" = None) -> "Lesson | None":
     """Find the first lesson that has not passed, if possible after the given one."""
-    from llorch.learn.lessons import LESSONS
-    from llorch.learn.progress import LearnerProgress
+    from llorch.apps.learn.lessons import LESSONS
+    from llorch.apps.learn.progress import LearnerProgress
 
     progress = LearnerProgress(folder, say)
     standing = progress.read()

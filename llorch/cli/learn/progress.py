@@ -11,8 +11,8 @@ from llorch.cli.options import json_option, verb
 from llorch.cli.output import say, to_json
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
-    from llorch.learn.progress import Standing
+    from llorch.apps.learn.lessons import Lesson
+    from llorch.apps.learn.progress import Standing
 
 
 @verb(
@@ -31,7 +31,7 @@ def command(*, impl: str | None, as_json: bool) -> None:
 
 def summed_up(folder: Path) -> str:
     """Format the state of all lessons in a folder as one line."""
-    from llorch.learn.lessons import LESSONS
+    from llorch.apps.learn.lessons import LESSONS
 
     standing, passed, left = _read_standing(folder)
     hints = sum(sum(each.hints.values()) for each in standing.values())
@@ -43,8 +43,8 @@ def summed_up(folder: Path) -> str:
 
 def _read_standing(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
     """Return the state of every lesson, the lessons that pass, and the minutes that the others take."""
-    from llorch.learn.lessons import LESSONS
-    from llorch.learn.progress import LearnerProgress
+    from llorch.apps.learn.lessons import LESSONS
+    from llorch.apps.learn.progress import LearnerProgress
 
     progress = LearnerProgress(folder, say)
     standing = progress.read()

@@ -10,7 +10,7 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
+    from llorch.apps.learn.lessons import Lesson
 
 
 @verb(
@@ -28,8 +28,8 @@ def command(*, lesson: str, impl: str | None) -> None:
 
 def reset(folder: Path, lesson: "Lesson") -> None:
     """Set the file aside, write the stub, forget the verdict."""
-    from llorch.learn.materials import stub_of
-    from llorch.learn.progress import LearnerProgress, set_aside
+    from llorch.apps.learn.materials import stub_of
+    from llorch.apps.learn.progress import LearnerProgress, set_aside
 
     stub, file = stub_of(lesson), folder / f"{lesson.module}.py"
     kept = f"; your old file is now {set_aside(file).name}" if file.exists() else ""

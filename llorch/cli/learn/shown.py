@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import console
-from llorch.comparison import FAIL, NOT_RUN, PASS
+from llorch.stages.comparison import FAIL, NOT_RUN, PASS
 
 if TYPE_CHECKING:
-    from llorch.learn.sandbox import Outcome
+    from llorch.apps.learn.sandbox import Outcome
 
 STYLES = {PASS: "bold green", FAIL: "bold red", "BORROWED": "yellow", NOT_RUN: "magenta", "CHANGED": "yellow"}
 

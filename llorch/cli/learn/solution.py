@@ -10,7 +10,7 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
+    from llorch.apps.learn.lessons import Lesson
 
 
 @verb(
@@ -31,8 +31,8 @@ def command(*, lesson: str, impl: str | None) -> None:
 
 def show_solution(folder: Path, lesson: "Lesson") -> None:
     """Print the last hint of every part."""
-    from llorch.learn.materials import hints_of
-    from llorch.learn.progress import LearnerProgress
+    from llorch.apps.learn.materials import hints_of
+    from llorch.apps.learn.progress import LearnerProgress
 
     with LearnerProgress(folder, say).changed(lesson) as standing:
         standing.solution = True

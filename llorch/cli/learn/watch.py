@@ -20,8 +20,8 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.learn.lessons import Lesson
-    from llorch.learn.sandbox import Outcome
+    from llorch.apps.learn.lessons import Lesson
+    from llorch.apps.learn.sandbox import Outcome
 
 KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
 
@@ -50,7 +50,7 @@ def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float
 
 class _Loop:
     def __init__(self, folder: Path, *, seconds: float, full: bool) -> None:
-        from llorch.learn.lessons import LESSONS
+        from llorch.apps.learn.lessons import LESSONS
 
         self.folder, self.seconds, self.full = folder, seconds, full
         self.lesson: Lesson = next_lesson(folder) or LESSONS[-1]
@@ -91,7 +91,7 @@ class _Loop:
 
     def _saved(self) -> None:
         """Check the lessons that are other code now, the one to go on with first."""
-        from llorch.learn.lessons import LESSONS
+        from llorch.apps.learn.lessons import LESSONS
 
         before, self.seen = self.seen, self._fingerprints()
         changed = [lesson for lesson in LESSONS if self.seen[lesson.number] != before[lesson.number]]
@@ -102,7 +102,7 @@ class _Loop:
 
     def _warm(self) -> None:
         """Import ahead of time all that checks of the current lesson need, once for each lesson."""
-        from llorch.learn.sandbox import warm
+        from llorch.apps.learn.sandbox import warm
 
         if self.lesson not in self.warm:
             self.warm.append(self.lesson)
@@ -110,9 +110,9 @@ class _Loop:
 
     def _check(self, lessons: "list[Lesson]", *, begun_only: bool = False) -> None:
         """Check the lessons, and record and print each outcome; `begun_only` hides other lessons that are not begun."""
+        from llorch.apps.learn.progress import LearnerProgress
+        from llorch.apps.learn.sandbox import outcomes
         from llorch.cli.learn.shown import counted, print_outcome
-        from llorch.learn.progress import LearnerProgress
-        from llorch.learn.sandbox import outcomes
 
         progress, found = LearnerProgress(self.folder, say), []
         numbers = [lesson.number for lesson in lessons]
@@ -126,8 +126,8 @@ class _Loop:
             click.echo(counted(found))
 
     def _fingerprints(self) -> dict[str, str]:
-        from llorch.learn.lessons import LESSONS
-        from llorch.learn.sources import lesson_fingerprint
+        from llorch.apps.learn.lessons import LESSONS
+        from llorch.apps.learn.sources import lesson_fingerprint
 
         return {lesson.number: lesson_fingerprint(self.folder, lesson) for lesson in LESSONS}
 

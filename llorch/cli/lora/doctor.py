@@ -42,8 +42,8 @@ def command(*, paths: tuple[str, ...], base: str | None, against: str | None, an
 
     Exit codes: 0 no check is WRONG, 1 a check is WRONG.
     """
+    from llorch.apps.doctor.adapter import ENGINES, WRONG, examine
     from llorch.cli.inputs import model_path
-    from llorch.doctor import ENGINES, WRONG, examine
 
     engines = _engines(against, ENGINES)
     model, adapter = _base_and_adapter(paths, base)

@@ -48,7 +48,7 @@ def command(
 
     from llorch.cli.inputs import model_path
     from llorch.files.quant import GGMLType
-    from llorch.lora.merge_files import merge
+    from llorch.training.merge_files import merge
 
     kind = GGMLType[type_name.upper()] if type_name is not None else None
     with cleaning_up_when_terminated(), progress(f"merging to {target}") as report:

@@ -4,10 +4,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from llorch.cli.options import group, page_option, use_threads
-from llorch.errors import MissingExtra
+from llorch.runtime.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from llorch.train.settings import TrainSettings
+    from llorch.training.settings import TrainSettings
 
 force_option = group("Output", page_option("--force", is_flag=True, help="Permission to replace TARGET."))
 any_base_option = group(

@@ -1,4 +1,4 @@
-"""The options of `llorch lora train`, one per field of `llorch.train.settings`, and the settings that come of them."""
+"""The options of `llorch lora train`, one per field of `llorch.training.settings`, and the settings that they make."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -7,10 +7,10 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
-from llorch.builtin import DATA, EVERY, wins
 from llorch.cli.options import SEED, JsonObject, RealNumber, WholeNumber, group, page_option
-from llorch.train.settings import TrainSettings
-from llorch.train.settings_file import SHORT, read_settings, settings_from
+from llorch.runtime.builtin import DATA, EVERY, wins
+from llorch.training.settings import TrainSettings
+from llorch.training.settings_file import SHORT, read_settings, settings_from
 
 config_option = page_option(
     "--config", type=click.Path(path_type=Path), help="Settings file, .yaml or .toml; options win."

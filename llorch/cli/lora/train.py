@@ -10,8 +10,8 @@ from llorch.cli.lora.settings_options import chosen_settings, config_option, set
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.output import say, to_json
-from llorch.torchrun import n_restarts
-from llorch.train.settings_file import FOREIGN
+from llorch.runtime.launched_rank import n_restarts
+from llorch.training.settings_file import FOREIGN
 
 
 @verb(
@@ -53,7 +53,7 @@ def command(
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import TrainingProgress, try_it
-    from llorch.train.stopping import Stopped
+    from llorch.training.stopping import Stopped
 
     require_torch()
     from llorch.pytorch.train.run import RUN, Run, saved_settings, saved_threads

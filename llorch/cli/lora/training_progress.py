@@ -7,14 +7,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llorch.builtin import find_data
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.output import say
 from llorch.files import open_weights
-from llorch.hub import find
-from llorch.model import Opened
-from llorch.train.data.formats import Chat, Instruction, LearnedTokens, Parsed, PromptCompletion, Text, format_of, parse
-from llorch.train.data.read import find_splits, read_records
+from llorch.files.hub import find
+from llorch.model.model import Opened
+from llorch.runtime.builtin import find_data
+from llorch.training.data.formats import (
+    Chat,
+    Instruction,
+    LearnedTokens,
+    Parsed,
+    PromptCompletion,
+    Text,
+    format_of,
+    parse,
+)
+from llorch.training.data.read import find_splits, read_records
 
 if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training

@@ -13,7 +13,7 @@ from llorch.cli.mesh import mesh_option
 from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
-from llorch.torchrun import is_rank
+from llorch.runtime.launched_rank import is_rank
 
 if TYPE_CHECKING:
     from llorch.pytorch.train.verify_resume import Proof, RunComparison
@@ -54,7 +54,7 @@ def command(
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.pytorch.train.verify_resume import verify_resume
-    from llorch.train.stopping import Stopped
+    from llorch.training.stopping import Stopped
 
     require_torch()
     from llorch.pytorch.distributed.launch import RanksEnded

@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 
-from llorch.architecture import Layer
 from llorch.diagnosis.mistakes.in_stage import QUERY_AND_KEY
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.families.positions import seen_from
+from llorch.families.layers import Layer
+from llorch.model.blocks.positions import seen_from
 from llorch.ops.attention import attention_probs
 
 SCORES = ("attn_scores", "attn_probs")

@@ -8,7 +8,7 @@ import numpy as np
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.linear import linear
-from llorch.stages import output_matrix
+from llorch.stages.table import output_matrix
 
 PART = "logits"
 MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # what attention or a delta net, and the feed-forward part made

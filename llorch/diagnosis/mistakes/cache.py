@@ -8,7 +8,7 @@ from llorch.diagnosis.mistakes.in_stage import KEY, rows_of_cache
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.stages import rope_input
+from llorch.stages.table import rope_input
 
 CACHES, PART = ("k_cache", "v_cache"), "append"
 

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE, LENGTHS
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.families.delta_net import heads
+from llorch.families.config import ModelConfig
+from llorch.model.blocks.delta_net import heads
 from llorch.ops.delta_rule import delta_rule, of_value_heads
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm

@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.feed_forward import gate_and_up_swapped
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear
 from llorch.ops.rounding import round_activations
 from llorch.ops.routing import linear_by_expert, router_probs
 from llorch.ops.sigmoid import sigmoid
-from llorch.stages import BY_NAME
+from llorch.stages.table import BY_NAME
 
 EXPERT_WIDE, SHARED_WIDE = ("expert_gate", "expert_up"), ("shared_ffn_gate", "shared_ffn_up")
 BY_EXPERT = (*EXPERT_WIDE, "expert_out")

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear
 from llorch.ops.rope import frequencies, rope
 from llorch.ops.sigmoid import sigmoid
-from llorch.stages import rope_input
+from llorch.stages.table import rope_input
 
 ROTATED = ("q_rope", "k_rope")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from llorch.cache import KVCache
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import instead
-from llorch.families import forward
 from llorch.files import Weights
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 
 Step = Callable[[Any], np.ndarray]  # runs new ids after those before, and gives the last row of logits
 Loop = Callable[[Step, np.ndarray, int], Iterator[int]]

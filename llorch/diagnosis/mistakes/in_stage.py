@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from llorch.cache import KVCache
-from llorch.config import YarnScaling
 from llorch.diagnosis.mistakes.planting import Replacement, replaced
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.families import forward
-from llorch.families.delta_net import heads
-from llorch.families.positions import seen_from
+from llorch.families.config import YarnScaling
+from llorch.model.blocks import forward
+from llorch.model.blocks.delta_net import heads
+from llorch.model.blocks.positions import seen_from
+from llorch.model.cache import KVCache
 from llorch.ops.attention import attention_context, attention_probs, attention_scores
 from llorch.ops.delta_rule import delta_rule, l2_norm, log_decay
 from llorch.ops.embedding import embedding
@@ -24,10 +24,10 @@ from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import frequencies, scale_frequencies
 from llorch.ops.routing import linear_by_expert, mixed, top_k, topk_weights
+from llorch.ops.sampling import greedy, probabilities
 from llorch.ops.short_conv import short_conv
 from llorch.ops.swiglu import swiglu
-from llorch.sampling import greedy, probabilities
-from llorch.stages import BY_NAME, DENSE_PRODUCTS, STAGES, output_matrix, rope_input
+from llorch.stages.table import BY_NAME, DENSE_PRODUCTS, STAGES, output_matrix, rope_input
 
 InStage = Callable[[Replacement, Any, str], np.ndarray]  # of the wrong function, a stage's inputs, the stage's name
 
@@ -246,7 +246,7 @@ def _filter(name: str) -> InStage:
     """Run the whole sampler with one wrong filter in it."""
 
     def in_stage(wrong: Replacement, s: Any, step: str) -> np.ndarray:
-        with replaced(f"llorch.sampling.{name}", wrong):
+        with replaced(f"llorch.ops.sampling.{name}", wrong):
             return s.probabilities()
 
     return in_stage

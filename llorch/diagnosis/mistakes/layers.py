@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.architecture import Layer
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.attention import QUERY_AND_KEY, SCORES, hidden_in, with_mask
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.families.llama4 import head_norm
+from llorch.families.config import ModelConfig
+from llorch.families.layers import Layer
+from llorch.model.blocks.llama4 import head_norm
 
 Other = Callable[[ModelConfig, int], Layer]
 PROJECTED = {"q": "q_norm|q_proj", "k": "k_norm|k_proj"}  # heads before what depends on the position

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE
 from llorch.diagnosis.mistakes.planting import Replacement
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.stages import BY_NAME
-from llorch.verify.training.stages import TRAINING_STAGES
+from llorch.families.config import ModelConfig
+from llorch.judging.expectations.training_stages import TRAINING_STAGES
+from llorch.stages.table import BY_NAME
 
 Inputs = TypeVar("Inputs")
 Wrong = Callable[[StageInputs, str], np.ndarray]  # of a stage of the table
@@ -46,7 +46,7 @@ class Mistake(Generic[Inputs]):
             `AFTER_LOGITS`, or some of `IN_PRODUCTS`.
         diagnosis: The mistake and the right way, in one sentence.
         part: The function that it takes the place of: one that a lesson has learners write (`rms_norm`), or one of
-            llorch (`llorch.train.adamw.moved`). Empty: the whole computation of a stage.
+            llorch (`llorch.training.adamw.moved`). Empty: the whole computation of a stage.
         wrong: Makes the wrong function from the right one; without a part, makes the wrong array from the inputs of
             a stage and its name.
         also: Other ways to make the array, of code with this mistake that differs at an edge.

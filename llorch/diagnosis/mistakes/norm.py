@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.in_stage import HEAD_NORMS, NORMS, normalised_rows
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.config import ModelConfig
 
 EVERYWHERE = tuple(NORMS)
 PART = "rms_norm"

@@ -20,7 +20,7 @@ class Plantable(Protocol):
 
     @property
     def part(self) -> str:
-        """The function, `llorch.train.adamw.moved`."""
+        """The function, `llorch.training.adamw.moved`."""
         ...
 
     @property
@@ -43,7 +43,7 @@ def planted(*mistakes: Plantable) -> Iterator[None]:
 
 @contextmanager
 def replaced(part: str, wrong: Replacement) -> Iterator[None]:
-    """Put a wrong function wherever the right one, `llorch.train.adamw.moved`, is found under its own name."""
+    """Put a wrong function wherever the right one, `llorch.training.adamw.moved`, is found under its own name."""
     owner, name = owner_of(part)
     right = getattr(owner, name)
     found = {id(place): (place, vars(place)[name]) for place in (owner, *_users(name, right))}

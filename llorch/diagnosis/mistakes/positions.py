@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.architecture import Temperature
-from llorch.config import ModelConfig, YarnScaling
-from llorch.config.scaling import yarn_gain
 from llorch.diagnosis.mistakes.cache import KEY
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.config import ModelConfig, YarnScaling
+from llorch.families.layers import Temperature
+from llorch.families.rope_scaling import yarn_gain
 from llorch.ops.rope import frequencies, rope, scale_frequencies
 from llorch.ops.routing import router_probs
-from llorch.stages import rope_input
+from llorch.stages.table import rope_input
 
 ROTATED = ("q_rope", "k_rope")
 

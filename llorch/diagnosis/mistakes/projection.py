@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import FAMILIES, ModelConfig
 from llorch.diagnosis.mistakes.in_stage import PROJECTIONS, projected
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.linear import linear
 

@@ -10,7 +10,7 @@ import numpy as np
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs, in_blocks, in_matrix
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
-from llorch.verify.expectations.quantised_models import SCALES
+from llorch.judging.expectations.quantised_models import SCALES
 
 # Bytes of the codes of a block, where their order or zero point can be mistaken.
 CODES = {

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.diagnosis.mistakes.in_stage import rotated_heads, scaled_frequencies, turned
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
+from llorch.families.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.ops.rope import frequencies
 
 ROTATED = ("q_rope", "k_rope")

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from llorch.architecture import Layer
-from llorch.cache import DeltaState
-from llorch.config import ModelConfig, RopeScaling
-from llorch.families.delta_net import heads
+from llorch.families.config import ModelConfig, RopeScaling
+from llorch.families.layers import Layer
 from llorch.files import Weights
+from llorch.model.blocks.delta_net import heads
+from llorch.model.cache import DeltaState
 from llorch.ops.delta_rule import delta_rule_in_chunks
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope, rope_adjacent, rope_tables
 from llorch.ops.short_conv import next_state
-from llorch.places import Pass, part_of
-from llorch.stages import BY_NAME, Stage, input_key, key, keys
+from llorch.stages.stage_ref import Pass, part_of
+from llorch.stages.table import BY_NAME, Stage, input_key, key, keys
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import FAMILIES, ModelConfig
 from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
+from llorch.families.config import FAMILIES, ModelConfig
 
 Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"

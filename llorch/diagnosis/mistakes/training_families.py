@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
+from llorch.families.config import ModelConfig
 
 Function = Callable[..., Any]
 OPS = "llorch.ops."

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
 from llorch.diagnosis.mistakes.training_adapter import not_scaled
+from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear_backward
 from llorch.ops.rms_norm import root_mean_square
 
@@ -200,12 +200,12 @@ GRADIENTS: tuple[Mistake[Any], ...] = (
         "The frozen matrix blocked the gradient; it is not trained, but passes the gradient on.",
     ),
     _gradient_mistake(
-        "gradient-graph-cut-between-blocks", "llorch.backward.block_backward", graph_cut,
+        "gradient-graph-cut-between-blocks", "llorch.model.backward.block_backward", graph_cut,
         "Blocks below got no gradient: the graph was cut, as by recomputation with a frozen input, and their adapters "
         "are never trained.",
     ),
     _gradient_mistake(
-        "gradient-residual-left-out", "llorch.backward.block_backward", residual_cut,
+        "gradient-residual-left-out", "llorch.model.backward.block_backward", residual_cut,
         "The gradient of the residual stream was lost; it passes every block unchanged.",
     ),
     _gradient_mistake(

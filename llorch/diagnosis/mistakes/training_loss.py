@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
-from llorch.train.batch import IGNORED, Batch
+from llorch.training.batch import IGNORED, Batch
 
 Function = Callable[..., Any]
 LOSS = "llorch.ops.cross_entropy.cross_entropy"
 BACK = "llorch.ops.cross_entropy.cross_entropy_backward"
-DOCUMENTS = "llorch.train.batch.Batch.each_document"
-STEP = "llorch.train.numpy_step.loss_and_gradients"
+DOCUMENTS = "llorch.training.batch.Batch.each_document"
+STEP = "llorch.training.numpy_step.loss_and_gradients"
 
 
 def not_shifted(right: Function) -> Function:

@@ -20,12 +20,12 @@ from llorch.diagnosis.mistakes.training_loss import STEP
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.lora.adapter import LORA_A, LORA_B
 from llorch.ops.lora import lora_backward
-from llorch.train.batch import Batch
+from llorch.training.batch import Batch
 
 Function = Callable[..., Any]
 Deal = Callable[[int, int, int], Sequence[int]]  # rows, number of ranks, rank -> the rows that the rank has
 N_RANKS = (2, 4, 8)
-PROJECTION = "llorch.backward.projection_backward"
+PROJECTION = "llorch.model.backward.projection_backward"
 WHOLE = {  # matrix -> the factor that is not cut with it
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), LORA_A),
     **dict.fromkeys(("o_proj", "down_proj"), LORA_B),

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from llorch.comparison import Difference, measure
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import (
     QUANTISED,
     SAMPLING,
@@ -20,9 +18,11 @@ from llorch.diagnosis.mistakes import (
 )
 from llorch.diagnosis.mistakes.sampling import RIGHT
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
+from llorch.families.config import ModelConfig
 from llorch.files import Weights
-from llorch.places import Pass
-from llorch.stages import BY_NAME, Stage
+from llorch.stages.comparison import Difference, measure
+from llorch.stages.stage_ref import Pass
+from llorch.stages.table import BY_NAME, Stage
 
 VISIBLE = 10.0  # a mistake counts where it exceeds the tolerance by this factor
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.comparison import times_over
 from llorch.diagnosis.profile import N_ULPS
+from llorch.stages.comparison import times_over
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 400, 210, 42, 24
 MAX_CELLS = 128

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from llorch.comparison import NOT_RUN, times_over
 from llorch.diagnosis.report.figures import LEVELS, Rung, heat, histogram, ladder
 from llorch.diagnosis.report.record import (
     causes,
@@ -24,8 +23,9 @@ from llorch.diagnosis.report.record import (
     verdict,
 )
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
-from llorch.errors import printable
-from llorch.stages import STAGES
+from llorch.runtime.errors import printable
+from llorch.stages.comparison import NOT_RUN, times_over
+from llorch.stages.table import STAGES
 
 MAX_FIGURES = 6  # findings with heat maps; a page of hundreds would load for minutes
 MARKS = {RIGHT: "✓", HONEST: "≈", WRONG: "✗", NOT_RUN: "-"}

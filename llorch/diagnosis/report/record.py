@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from llorch.comparison import NOT_RUN, Difference, Tolerance
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
-from llorch.errors import printable
+from llorch.runtime.errors import printable
+from llorch.stages.comparison import NOT_RUN, Difference, Tolerance
 
 VERSION = 1  # of the record; a change that a reader would trip over makes it the next one
 

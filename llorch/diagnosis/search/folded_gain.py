@@ -6,9 +6,9 @@ Both ways are mathematically equal. Rotated queries and keys are then smaller by
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llorch.config import ModelConfig, YarnScaling
 from llorch.diagnosis.verdict import WRONG, StageResult
-from llorch.dumps.stage_dump import Seen, StageDump
+from llorch.engines.dumps.stage_dump import Seen, StageDump
+from llorch.families.config import ModelConfig, YarnScaling
 
 TURNED = ("q_rope", "k_rope", "q_tempered", "k_cache")
 BEHIND = "attn_scores"

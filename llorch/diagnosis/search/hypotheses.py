@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llorch.architecture import Layer
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig
 from llorch.diagnosis.expected import HALF
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.attention import hidden_in, with_mask
@@ -21,10 +19,12 @@ from llorch.diagnosis.mistakes.norm import NORM, NORMS
 from llorch.diagnosis.mistakes.rope import ROTATED
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.replay import Change, LayerSetting, Places, Plant
-from llorch.numerics import QuantMethod
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig
+from llorch.families.layers import Layer
+from llorch.ops.numerics import QuantMethod
 from llorch.ops.rope import frequencies, llama3_factors, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
-from llorch.stages import BY_NAME, DENSE_PRODUCTS, STAGES, rope_input
+from llorch.stages.table import BY_NAME, DENSE_PRODUCTS, STAGES, rope_input
 
 Kind = Literal["mistake", "setting", "honest"]
 ATTENDED = ("q_rope", "k_cache", "attn_probs", "v_cache")  # inputs of attention's two

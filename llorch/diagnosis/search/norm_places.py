@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.dumps.stage_dump import StageDump
-from llorch.errors import GuardFailed
+from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
-from llorch.stages import BY_NAME, DENSE_PRODUCTS, input_key, input_keys, key, keys, matrix_of
+from llorch.runtime.errors import GuardFailed
+from llorch.stages.table import BY_NAME, DENSE_PRODUCTS, input_key, input_keys, key, keys, matrix_of
 
 _UNIT = 3e-3  # how far the mean square of a normalised row is from 1, in bfloat16 too
 _SAME = 1e-3  # relative error of the same array in another dtype

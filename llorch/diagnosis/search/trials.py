@@ -11,12 +11,12 @@ from itertools import combinations
 
 import numpy as np
 
-from llorch.comparison import Difference, Tolerance, times_over
 from llorch.diagnosis.judged import ArrayPair, pair_of
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
 from llorch.diagnosis.search.hypotheses import FAMILIES, Hypothesis, SettingFamily, honest, known_mistakes
 from llorch.diagnosis.verdict import StageResult
+from llorch.stages.comparison import Difference, Tolerance, times_over
 
 NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
 EXPLAINS = 0.9  # the share of the error that it explains at least

@@ -18,12 +18,12 @@ from llorch.diagnosis.training.judge import JudgedArray, TrainingJudge, first_wr
 from llorch.diagnosis.training.replay import FLOW, Key, TrainingReplay
 from llorch.diagnosis.training.score import AFTER_CLIPPING, NEAR, Cure, Scored, Scorer
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
-from llorch.dumps.raw import RawDump
-from llorch.dumps.training_dump import TrainingDump, training_dump
+from llorch.engines.dumps.raw import RawDump
+from llorch.engines.dumps.training_dump import TrainingDump, training_dump
 from llorch.files import Weights
+from llorch.judging.expectations.training_places import ISOLATED
 from llorch.lora.adapter import Adapter
-from llorch.numerics import DtypeName
-from llorch.verify.training.places import ISOLATED
+from llorch.ops.numerics import DtypeName
 
 MOST_FINDINGS = 8
 HALF: tuple[DtypeName, ...] = ("bfloat16", "float16")

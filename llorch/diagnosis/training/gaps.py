@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, possible
 from llorch.diagnosis.training.judge import TrainingJudge
 from llorch.diagnosis.training.replay import FLOW, Key, Planted, TrainingReplay
-from llorch.dumps.training_dump import TrainingDump
+from llorch.engines.dumps.training_dump import TrainingDump
+from llorch.families.config import ModelConfig
 from llorch.lora.adapter import LORA_B, Adapter
-from llorch.train.batch import IGNORED
+from llorch.training.batch import IGNORED
 
 MOST_WORK = 1e9  # numbers of the base times tokens of the dump, from which on nothing is planted to see
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import ONE_STEP
 from llorch.diagnosis.mistakes.training_adapter import SCALING
@@ -16,8 +15,9 @@ from llorch.diagnosis.mistakes.training_mesh import MESH
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
 from llorch.diagnosis.training.replay import FLOW, Planted, Where
-from llorch.dumps.training_dump import TrainingDump, TrainingStep
-from llorch.train.batch import PADDING, Batch
+from llorch.engines.dumps.training_dump import TrainingDump, TrainingStep
+from llorch.families.config import ModelConfig
+from llorch.training.batch import PADDING, Batch
 
 IN_FLOW = {"lora_delta": "adapted_logits", "loss_curve": "loss"}  # group of the table -> the one that a dump shows
 OUTSIDE = {  # mistakes that no step makes, by the first of their stages

@@ -7,14 +7,14 @@ from functools import cached_property
 
 import numpy as np
 
-from llorch.comparison import FLOORS, Difference, Tolerance, measure, measure_in
-from llorch.config import ModelConfig
 from llorch.diagnosis.training.replay import FLOW, Key, ReplayedRun
-from llorch.dumps.training_dump import StepArray, TrainingDump, TrainingStep
-from llorch.numerics import DtypeName
-from llorch.verify.training import limits
-from llorch.verify.training.places import CHAINED, ISOLATED
-from llorch.verify.training.recipe import OptimizerRecipe
+from llorch.engines.dumps.training_dump import StepArray, TrainingDump, TrainingStep
+from llorch.families.config import ModelConfig
+from llorch.judging.expectations.training_places import CHAINED, ISOLATED
+from llorch.judging.goldens.training_recipe import OptimizerRecipe
+from llorch.judging.tolerances import training as limits
+from llorch.ops.numerics import DtypeName
+from llorch.stages.comparison import FLOORS, Difference, Tolerance, measure, measure_in
 
 MOMENTS = ("first_moment", "second_moment")
 

@@ -12,19 +12,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llorch.cache import KVCache
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, replaced
 from llorch.diagnosis.mistakes.training_loss import STEP
-from llorch.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
-from llorch.families import forward
+from llorch.engines.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
 from llorch.files import Weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
-from llorch.train.adamw import adamw_step, clip_by_norm
-from llorch.train.batch import Batch
-from llorch.train.numpy_step import loss_and_gradients
+from llorch.training.adamw import adamw_step, clip_by_norm
+from llorch.training.batch import Batch
+from llorch.training.numpy_step import loss_and_gradients
 
 Where = Literal["both", "shown", "back"]  # the whole step, what it shows of its loss alone, its gradients alone
 Named = dict[str, np.ndarray]
@@ -36,7 +36,7 @@ FLOW = (
 _Given = tuple[tuple[Adapter, Sequence[Batch]], dict[str, Any]]  # of `loss_and_gradients`, after the weights
 STATE = ("parameters", "first_moment", "second_moment")
 _OF_TOKENS, _OF_PASSES = ("adapted_logits", "token_losses"), ("loss", "gradient")
-_OPTIMIZER = "llorch.train.adamw."
+_OPTIMIZER = "llorch.training.adamw."
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _optimizer(
 
         return moments
 
-    with replaced("llorch.train.adamw.moments", noting):
+    with replaced("llorch.training.adamw.moments", noting):
         for current, grad in _over("clipped", clipped, shown).items():
             made["parameters"][current], *_ = adamw_step(
                 state["parameters"][current], grad, state["first_moment"][current], state["second_moment"][current],

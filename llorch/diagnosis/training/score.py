@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.comparison import times_over
 from llorch.diagnosis.training.hypotheses import ScaledMistakes, TrainingHypothesis, unsaid
 from llorch.diagnosis.training.judge import JudgedArray, TrainingJudge
 from llorch.diagnosis.training.replay import Planted, ReplayedRun, TrainingReplay, Where
+from llorch.stages.comparison import times_over
 
 NEAR = 0.5  # share of the error from which on something may be its cause, or is near
 AFTER_CLIPPING = "gradients-after-clipping"

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from llorch.config_reader import Fields
 from llorch.files.quantised.compressed_tensors import group_of, groups_of
 from llorch.files.quantised.source import Found, Source
 from llorch.ops.scheme_rounding import CodesName, SchemeRounding
+from llorch.runtime.fields import Fields
 
 _FLOATS = ("F32", "BF16", "F16")
 _ATTENTION = re.compile(r"(.*\blayers\.(\d+)\.self_attn)\.[qk]_proj\.weight")

@@ -13,13 +13,13 @@ from math import gcd, prod
 
 import numpy as np
 
-from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import INT8
 from llorch.files.quantised.float8 import add_scaled
 from llorch.files.quantised.matrix import CodesOf, Parts, Recipe
 from llorch.files.quantised.source import Shape, Source, matches_part, names_in
 from llorch.files.strict_json import parse_json
+from llorch.runtime.fields import Fields
 
 _STATE = "quant_state.bitsandbytes__"
 _OF_CODE = np.float32(7.874015718698502e-3)  # 1 / 127, as the library rounds it

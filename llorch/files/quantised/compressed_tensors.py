@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E2M1, INT8, across, integers, ten_per_word
 from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
 from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
 from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in
+from llorch.runtime.fields import Fields
 
 _FLOATS = ("BF16", "F16", "F32")
 

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from llorch.config_reader import Fields
-from llorch.errors import FormatError
 from llorch.files.folder import SafetensorsFolder, file_inside
 from llorch.files.packed import Packed
 from llorch.files.quantised.activations import Activations, read_activations
@@ -23,6 +21,8 @@ from llorch.files.quantised.others import read_auto_round, read_bitnet, read_mlx
 from llorch.files.quantised.source import Found, Source
 from llorch.files.safetensors import SafetensorsInfo
 from llorch.files.strict_json import read_json
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import Fields
 
 logger = logging.getLogger(__name__)
 

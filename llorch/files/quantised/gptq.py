@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import across, awq, integers, stream
 from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, StoredPart, floats_of
 from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
+from llorch.runtime.fields import Fields
 
 _BITS = (2, 3, 4, 8)
 _SCALES = ("F16", "BF16", "F32")

@@ -16,10 +16,10 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, Shaped, UInt8
 
-from llorch.errors import FormatError
 from llorch.files.packed import Packed, Rows
 from llorch.files.quant import GGMLType, decode
 from llorch.files.quantised.codes import E4M3, E8M0, awq, high_first, stream
+from llorch.runtime.errors import FormatError
 
 _VIEWS = {
     "U8": np.uint8, "I8": np.int8, "I32": np.int32, "U32": np.uint32, "I64": np.int64, "F16": np.float16,

@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 
-from llorch.config_reader import Fields
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
 from llorch.files.quantised.compressed_tensors import add_fp4
@@ -25,6 +24,7 @@ from llorch.files.quantised.float8 import add_scaled, eight_bit_modules, exponen
 from llorch.files.quantised.gptq import read_awq, read_gptq
 from llorch.files.quantised.matrix import CodesOf, Parts, Recipe, floats_of
 from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
+from llorch.runtime.fields import Fields
 
 _STACK = ".switch_mlp."  # of all experts of a layer
 _FLOATS = ("BF16", "F16", "F32")

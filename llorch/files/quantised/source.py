@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from llorch.config_reader import Fields
-from llorch.errors import FormatError
 from llorch.files.packed import Scheme
 from llorch.files.quantised.matrix import Recipe, StoredPart
 from llorch.files.safetensors import SafetensorsInfo
 from llorch.files.tensor_names import path_alone
+from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import Fields
 
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)+")  # of a module, no expression and no class
 Shape = tuple[int, ...]

@@ -24,7 +24,6 @@ from jaxtyping import Float
 from torch import Tensor, matmul, nn
 from torch.nn.functional import pad
 
-from llorch.memory import keep_freed_memory
 from llorch.pytorch.batch_invariant.fixed_order import (
     KEYS,
     FixedConv,
@@ -51,6 +50,7 @@ from llorch.pytorch.kernels.table import faster, put_leaves
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv
 from llorch.pytorch.models.experts import Chosen, ExpertLinear, PerExpert, QuantisedExperts, grouped
 from llorch.pytorch.models.positions import HeadNorm
+from llorch.runtime.memory import keep_freed_memory
 
 ROWS = 8  # of every product of a projection; more cost a decode step, fewer a prompt
 WIDE_ROWS = 128  # of a second shape, for prompts, where it was seen to give the bits of the first

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llorch.errors import RankFailed, RankLost
-from llorch.torchrun import ranks_here, speak
+from llorch.runtime.errors import RankFailed, RankLost
+from llorch.runtime.launched_rank import ranks_here, speak
 
 GRACE = timedelta(seconds=5)  # in which a rank that failed has left its line, and one that is there has said so
 _OF_MESSAGES = ("gloo", "Connection", "Timed out", "timed out", "NCCL", "recv", "Socket")

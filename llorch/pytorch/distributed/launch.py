@@ -27,11 +27,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
-from llorch.errors import EngineDied, RankFailed
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.failure import Ending
-from llorch.torchrun import OURS, n_restarts, only_first_speaks, own_device
-from llorch.train.resume import differences
+from llorch.runtime.errors import EngineDied, RankFailed
+from llorch.runtime.launched_rank import OURS, n_restarts, only_first_speaks, own_device
+from llorch.training.resume import differences
 
 TIMEOUT = timedelta(minutes=5)  # that a rank waits for another
 Made = TypeVar("Made")

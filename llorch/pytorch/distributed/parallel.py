@@ -29,7 +29,7 @@ from llorch.pytorch.distributed.parallel_experts import split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, require_split, sharing_layers
 from llorch.pytorch.lora.leaves import LoraLeaf
 from llorch.pytorch.models.experts import QuantisedExperts, SparseMoe
-from llorch.stages import BY_NAME
+from llorch.stages.table import BY_NAME
 
 OF_EXPERTS = frozenset({"expert_gate", "expert_up", "expert_act", "expert_out"})  # zero of other ranks' experts
 SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter", "shared_inter"})  # axes that ranks share

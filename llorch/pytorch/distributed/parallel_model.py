@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights, open_weights
+from llorch.files.hub import find
 from llorch.files.residency import Residency
-from llorch.hub import find
 from llorch.lora.adapter import Adapter
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
@@ -31,7 +31,7 @@ from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel
-from llorch.torchrun import ranks_here
+from llorch.runtime.launched_rank import ranks_here
 
 WHOLE_ONLY = ("block", "experts")  # leaves that are wrong on a part
 

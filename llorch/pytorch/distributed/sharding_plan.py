@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from llorch.architecture import Layer
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.layers import Layer
 from llorch.files import Weights
 from llorch.files.tensor_names import inventory
 from llorch.pytorch.distributed.launch import axes_of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.causal_lm import widened
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.example import KernelExample, Numbers

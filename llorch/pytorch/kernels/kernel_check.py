@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llorch.bench import SHAPES
-from llorch.config import ModelConfig
-from llorch.generate import Job
+from llorch.families.config import ModelConfig
+from llorch.families.real_shapes import SHAPES
+from llorch.model.generate import Job
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.decoding import Decoding, size_class
@@ -30,7 +31,6 @@ from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
 from llorch.pytorch.kernels.table import put_leaves
 from llorch.pytorch.random_weights import kind_named, random_fields, random_model
 from llorch.pytorch.sampling import Needs
-from llorch.sampling import SamplingSettings
 
 TIMES = 4  # torch's own error, or steps of the dtype
 SUM = 64 * torch.finfo(torch.float32).eps  # what the order of some thousand additions may change

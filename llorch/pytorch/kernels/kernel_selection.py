@@ -19,8 +19,6 @@ from typing import Literal
 
 import torch
 
-from llorch.errors import CheckpointMismatch
-from llorch.memory import keep_freed_memory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named, target
 from llorch.pytorch.kernels import TRAINED, KernelTable
@@ -28,7 +26,9 @@ from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, 
 from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.table import leaves_for, put_leaves
-from llorch.worker import PIPE, end_with_parent, run
+from llorch.runtime.errors import CheckpointMismatch
+from llorch.runtime.memory import keep_freed_memory
+from llorch.runtime.worker import PIPE, end_with_parent, run
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from llorch.errors import MissingDevice, MissingExtra
 from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention, rotate_and_cache
 from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.cpu.block import cpu_leaves
@@ -20,6 +19,7 @@ from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.delta_net import GatedDeltaNet, GatedNorm, ShortConv
 from llorch.pytorch.models.experts import ExpertLinear, ExpertsModule, QuantisedExperts
+from llorch.runtime.errors import MissingDevice, MissingExtra
 
 
 def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:

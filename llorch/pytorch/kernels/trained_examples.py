@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import NoCache, PassPlacement
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.device import Target

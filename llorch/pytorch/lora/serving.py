@@ -15,7 +15,7 @@ from torch import nn
 
 from llorch.files import Weights
 from llorch.lora.adapter import Adapter, require_known
-from llorch.model import Opened
+from llorch.model.model import Opened
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
 from llorch.pytorch.decoding import Forward, compiled_forward
 from llorch.pytorch.lora.adapters import attach, detach, lora_leaves

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache, PassPlacement, State
 from llorch.pytorch.causal_lm import Hidden, Keep, rms_norm, widened
 from llorch.pytorch.models.delta_rule import delta_rule

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.causal_lm import MLP, Hidden, Keep, swiglu, widened
 from llorch.pytorch.kernels.packing import Fields, Kind, decode
 from llorch.pytorch.kernels.quantised_linear import Multiply, PackedMatrix, QuantisedLinear, multiply_by_tiles

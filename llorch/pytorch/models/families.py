@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.models.delta_net import GatedDeltaNet
 from llorch.pytorch.models.experts import SparseMoe

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Attention, Hidden, Keep, widened
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Attention, Context, Heads, Hidden, Keep, rope, widened
 

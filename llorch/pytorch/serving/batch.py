@@ -1,4 +1,4 @@
-"""Jobs that run together in torch, and come and go while others run; see `llorch.generate.GenerationBatch`.
+"""Jobs that run together in torch, and come and go while others run; see `llorch.model.generate.GenerationBatch`.
 
 A pass is either a stretch of one prompt or one token of every job whose prompt is read; they take turns, so that nobody
 waits for more than one stretch. Pages that prompts and answers fill are found by later jobs that begin with the same
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from llorch.generate import Job, Sampled
+from llorch.model.generate import Job, Sampled
 from llorch.pytorch.cache import PassPlacement
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.memory import room_of_pages
@@ -70,7 +70,7 @@ class ContinuousBatch:
         self._mixed: tuple[list[CausalLM], CausalLM] | None = None  # modules of some rows, and the one for all of them
 
     def join(self, job: Job) -> int | None:
-        """See `llorch.generate.GenerationBatch.join`; ValueError also where no adapter has the name."""
+        """See `llorch.model.generate.GenerationBatch.join`; ValueError also where no adapter has the name."""
         self._require_possible(job)
         module = self._model.module_for([job.adapter])
         if not self._free_states:
@@ -87,18 +87,18 @@ class ContinuousBatch:
         return ticket
 
     def leave(self, ticket: int) -> None:
-        """See `llorch.generate.GenerationBatch.leave`."""
+        """See `llorch.model.generate.GenerationBatch.leave`."""
         run = self._runs.pop(ticket)
         self._pages.release(run.lease)
         self._free_states.append(run.state)
 
     def n_cached(self, ticket: int) -> int:
-        """See `llorch.generate.GenerationBatch.n_cached`; it may grow until the prompt is read."""
+        """See `llorch.model.generate.GenerationBatch.n_cached`; it may grow until the prompt is read."""
         return self._runs[ticket].n_cached
 
     @torch.no_grad()
     def step(self) -> Results:
-        """See `llorch.generate.GenerationBatch.step`; what is raised concerns all jobs, which then have to leave."""
+        """See `llorch.model.generate.GenerationBatch.step`; an error concerns all jobs, which then have to leave."""
         reading = next(((ticket, run) for ticket, run in self._runs.items() if run.is_reading), None)
         going = {ticket: run for ticket, run in self._runs.items() if run.goes_on}
         if reading is not None and (self._reading_is_next or not going):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from llorch.generate import Job, Sampled
+from llorch.model.generate import Job, Sampled
 from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens
 
 

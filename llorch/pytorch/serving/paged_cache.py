@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache, PassPlacement, State
 from llorch.pytorch.serving.pages import NOBODYS, PAGE
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llorch.generate import Job
+from llorch.model.generate import Job
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.serving.choosing import Choosing
 from llorch.pytorch.serving.paged_cache import SequenceRow

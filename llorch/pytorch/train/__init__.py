@@ -1,7 +1,7 @@
 """Training on torch.
 
-In come settings of `llorch.train`; out comes a folder with a trained adapter, and snapshots to go on from. In the order
-to read:
+In come settings of `llorch.training`; out comes a folder with a trained adapter, and snapshots to go on from. In the
+order to read:
 
     run         a run in its folder: steps, log, validations, snapshots
     trainer     model, adapter, optimizer and data at some step

@@ -1,4 +1,4 @@
-"""AdamW on the parameters of an adapter: formula and order of `llorch.train.adamw`, its moments in 8 bits if wanted.
+"""AdamW on the parameters of an adapter: formula and order of `llorch.training.adamw`, its moments in 8 bits if wanted.
 
 Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are equal. If ranks
 share parameters, each updates its own part; only the norm is taken of whole gradients. With 8 bits the update uses the
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
 from llorch.pytorch.train.eight_bit import SIGNED, UNSIGNED, Codec, EightBit, zeros
-from llorch.train.adamw import NonFiniteNorm, rate_factor
+from llorch.training.adamw import NonFiniteNorm, rate_factor
 
 MIN_SIZE = 4096  # smaller tensors keep moments of their own type
 

@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from llorch.architecture import Bound
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.layers import Bound
 from llorch.ops.rope import rope_tables
 from llorch.pytorch.cache import NoCache, PassPlacement, Visible
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
-from llorch.train.batch import Batch
+from llorch.training.batch import Batch
 
 Angles = Float[Tensor, "positions half"]
 

@@ -4,19 +4,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from llorch.builtin import find_data
-from llorch.errors import FormatError
 from llorch.files import open_weights
-from llorch.hub import find
+from llorch.files.hub import find
 from llorch.lora.files import adapter_for
-from llorch.model import Opened
+from llorch.model.model import Opened
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.worker import Alone
-from llorch.train.data import PackedRows, TrainingData, batches, read_data
-from llorch.train.settings import TrainSettings
+from llorch.runtime.builtin import find_data
+from llorch.runtime.errors import FormatError
+from llorch.training.data import PackedRows, TrainingData, batches, read_data
+from llorch.training.settings import TrainSettings
 
 
 @dataclass(frozen=True)

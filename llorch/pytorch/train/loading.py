@@ -26,7 +26,7 @@ from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
-from llorch.torchrun import ranks_here
+from llorch.runtime.launched_rank import ranks_here
 
 
 class FrozenLinear(nn.Module):

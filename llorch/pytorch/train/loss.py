@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from llorch.pytorch.causal_lm import widened
 from llorch.pytorch.lora.dropout import only
-from llorch.train.batch import IGNORED
+from llorch.training.batch import IGNORED
 
 
 def loss_sum(

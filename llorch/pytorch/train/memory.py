@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.lora.dropout import keyed, token_keys
 from llorch.pytorch.train.forward import hidden_states
-from llorch.train.batch import IGNORED, Batch
+from llorch.training.batch import IGNORED, Batch
 
 _SHORT = 16  # tokens of the shorter pass, where the context has room; the other pass has twice as many
 _COMPILER = 110 << 20  # torch imports its compiler when blocks are recomputed

@@ -6,26 +6,26 @@ from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from llorch.builtin import find_data
-from llorch.config import FAMILIES
-from llorch.errors import FormatError
+from llorch.families.config import FAMILIES
 from llorch.files import Weights, open_weights
-from llorch.hub import find
+from llorch.files.hub import find
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.initial import initial_adapter
-from llorch.model import Opened
+from llorch.model.model import Opened
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
-from llorch.torchrun import own_device
-from llorch.train.base_settings import say_dropout, text_settings
-from llorch.train.data import TrainingData, TrainingOrder, read_data
-from llorch.train.data.ends import say_unnamed, trained_ends
-from llorch.train.resume import environment
-from llorch.train.schedules import learning_rate
-from llorch.train.settings import TrainSettings
+from llorch.runtime.builtin import find_data
+from llorch.runtime.errors import FormatError
+from llorch.runtime.launched_rank import own_device
+from llorch.training.base_settings import say_dropout, text_settings
+from llorch.training.data import TrainingData, TrainingOrder, read_data
+from llorch.training.data.ends import say_unnamed, trained_ends
+from llorch.training.resume import environment
+from llorch.training.schedules import learning_rate
+from llorch.training.settings import TrainSettings
 
 _SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of the identity speak for
     "model", "data", "epochs", "steps", "warmup_steps", "warmup_ratio", "gradient_checkpointing", "device",

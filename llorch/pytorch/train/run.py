@@ -21,7 +21,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from llorch.errors import FormatError, MissingExtra
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
@@ -31,12 +30,13 @@ from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
-from llorch.train.data.changed import first_change, write_rows
-from llorch.train.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
-from llorch.train.resume import differences, require_same
-from llorch.train.settings import TrainSettings
-from llorch.train.snapshots import SnapshotStore, is_leftover
-from llorch.train.stopping import Stopped, StopRequest
+from llorch.runtime.errors import FormatError, MissingExtra
+from llorch.training.data.changed import first_change, write_rows
+from llorch.training.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
+from llorch.training.resume import differences, require_same
+from llorch.training.settings import TrainSettings
+from llorch.training.snapshots import SnapshotStore, is_leftover
+from llorch.training.stopping import Stopped, StopRequest
 
 RUN, CURVE = "run.json", "curve.svg"
 _LIMIT = 1 << 20  # bytes of run.json

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from llorch.errors import printable
 from llorch.pytorch.distributed.launch import TIMEOUT
-from llorch.train.snapshot_files import PARTS
-from llorch.train.snapshots import SnapshotStore
+from llorch.runtime.errors import printable
+from llorch.training.snapshot_files import PARTS
+from llorch.training.snapshots import SnapshotStore
 
 Made = TypeVar("Made")
 

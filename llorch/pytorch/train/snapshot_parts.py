@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
 
-from llorch.errors import FormatError
+from llorch.runtime.errors import FormatError
 
 _DESCRIBES = {
     (described.__module__, described.__name__): described

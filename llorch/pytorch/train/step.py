@@ -23,9 +23,9 @@ from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import hidden_states
 from llorch.pytorch.train.loss import loss_sum
 from llorch.pytorch.train.worker import Alone
-from llorch.train.adamw import NonFiniteNorm
-from llorch.train.batch import Batch, trained_tokens
-from llorch.train.resume import CUBLAS_WORKSPACE
+from llorch.training.adamw import NonFiniteNorm
+from llorch.training.batch import Batch, trained_tokens
+from llorch.training.resume import CUBLAS_WORKSPACE
 
 
 class NonFiniteLoss(ValueError):

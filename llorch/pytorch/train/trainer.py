@@ -19,7 +19,7 @@ from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, step_m
 from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
-from llorch.train.data import batches
+from llorch.training.data import batches
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, as torch has them
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llorch.errors import CheckpointMismatch
-from llorch.threads import limited
-from llorch.train.log import LOG
-from llorch.train.settings import TrainSettings
-from llorch.train.settings_file import settings_from
-from llorch.train.snapshot_files import Snapshot
-from llorch.train.snapshots import SnapshotStore
-from llorch.worker import PIPE, end_with_parent, run
+from llorch.runtime.errors import CheckpointMismatch
+from llorch.runtime.threads import limited
+from llorch.runtime.worker import PIPE, end_with_parent, run
+from llorch.training.log import LOG
+from llorch.training.settings import TrainSettings
+from llorch.training.settings_file import settings_from
+from llorch.training.snapshot_files import Snapshot
+from llorch.training.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training
@@ -134,7 +134,7 @@ class _Quiet:
 
     def begins(self, training: "Training") -> None:
         """Cut the validation data to one batch."""
-        from llorch.train.batch import Examples
+        from llorch.training.batch import Examples
 
         valid = training.data.valid
         few = (valid[i] for i in range(min(len(valid), training.settings.batch_size)))
@@ -178,7 +178,7 @@ def run_as_rank(
 def _run_here(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, **how: Any) -> None:
     """Train in this process; the stop at `stop_at` is no error."""
     from llorch.pytorch.train.run import Run
-    from llorch.train.stopping import Stopped
+    from llorch.training.stopping import Stopped
 
     try:
         Run(settings, folder, _Quiet(stop_at), **how).run()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.distributed.launch import summed
-from llorch.train.batch import Batch
+from llorch.training.batch import Batch
 
 Work = Callable[[CausalLM], Any]
 

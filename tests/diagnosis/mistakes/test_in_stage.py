@@ -7,12 +7,12 @@ import pytest
 from inject.situations import n_cached
 from runs.stored_goldens import golden_of, suite_of, weights_of
 
-from llorch.comparison import measure
+from llorch.apps.learn.lessons import PARTS
 from llorch.diagnosis.mistakes import MISTAKES, STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
-from llorch.learn.lessons import PARTS
-from llorch.stages import BY_NAME, key
+from llorch.stages.comparison import measure
+from llorch.stages.table import BY_NAME, key
 
 MODELS = ("micro-qwen3", "micro-qwen3-next")  # dense; with experts and a delta net
 

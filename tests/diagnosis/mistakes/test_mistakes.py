@@ -5,7 +5,6 @@ import re
 import pytest
 from runs.stored_goldens import weights_of
 
-from llorch.comparison import Tolerance
 from llorch.diagnosis.mistakes import (
     AFTER_LOGITS,
     GENERATION,
@@ -22,8 +21,9 @@ from llorch.diagnosis.mistakes import (
 )
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import mistakes_of
-from llorch.stages import BY_NAME, CHECKPOINTS
-from llorch.verify.training.stages import BY_GROUP
+from llorch.judging.expectations.training_stages import BY_GROUP
+from llorch.stages.comparison import Tolerance
+from llorch.stages.table import BY_NAME, CHECKPOINTS
 
 EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
 TOLERANCE = Tolerance(1e-6, 1e-6)

@@ -8,9 +8,9 @@ import pytest
 
 from llorch.diagnosis.mistakes import MISTAKES, Mistake
 from llorch.diagnosis.mistakes.planting import planted
+from llorch.judging.runners import training_numpy as runner
 from llorch.lora.config import LoraConfig
-from llorch.train import adamw
-from llorch.verify.training import runner
+from llorch.training import adamw
 
 MISSING, LATE = "adamw-decay-missing", "adamw-step-counted-late"
 

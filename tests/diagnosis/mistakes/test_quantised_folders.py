@@ -15,7 +15,6 @@ from builders.quantised_folders import FOLDERS, NAMES, tensors_of, written
 from inject.wrong_dumps import WHOLE, dump_of
 from inject.wrong_readers import FURTHER_READERS, READERS
 
-from llorch.comparison import FAIL, PASS
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.mistakes.quantised_folders import divisors, requantised
@@ -24,8 +23,9 @@ from llorch.diagnosis.verdict import Finding
 from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix
-from llorch.places import Tokens
-from llorch.verify.expectations import files
+from llorch.judging.expectations import files
+from llorch.stages.comparison import FAIL, PASS
+from llorch.stages.stage_ref import Tokens
 
 Arrays = Mapping[str, np.ndarray]
 BY_NAME = {mistake.name: mistake for mistake in QUANTISED_FOLDERS}

@@ -13,12 +13,12 @@ from runs.without_gaps import without_gaps
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase, TrainingScore, score, written
-from llorch.builtin import builtin_path
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis
-from llorch.dumps.index import open_raw
+from llorch.engines.dumps.index import open_raw
 from llorch.files import open_weights
-from llorch.verify.training.recipe import make_adapter
+from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
 
 BY_NAME, SLOW = {bug.name: bug for bug in BUGS}, pytest.mark.slow
 

@@ -14,9 +14,9 @@ from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import planted
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Finding
-from llorch.dumps.index import open_raw
-from llorch.train.numpy_step import loss_and_gradients
-from llorch.verify.training.recipe import StoredBatch
+from llorch.engines.dumps.index import open_raw
+from llorch.judging.goldens.training_recipe import StoredBatch
+from llorch.training.numpy_step import loss_and_gradients
 
 MODELS = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5")
 ROWS = StoredBatch([[3, 17, 8, 39, 0, 17, 52, 90, 4, 71, 33], [5, 6, 7, 8, 9, 10, 11]], [1, 3])

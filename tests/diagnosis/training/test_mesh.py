@@ -10,13 +10,13 @@ from runs.refusals import assert_tells
 from runs.training_runs import small_settings
 from runs.without_gaps import without_gaps
 
-from llorch.builtin import builtin_path
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis
-from llorch.dumps.index import open_raw
+from llorch.engines.dumps.index import open_raw
 from llorch.files import open_weights
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.distributed.launch import on_ranks
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

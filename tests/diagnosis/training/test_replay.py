@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from benchmarks.diagnosis.training_cases import TrainingCase
-from llorch.builtin import builtin_path
 from llorch.diagnosis.mistakes.planting import planted
 from llorch.diagnosis.training.hypotheses import MORE
 from llorch.diagnosis.training.replay import FLOW, Planted, TrainingReplay
-from llorch.dumps.index import open_raw
-from llorch.dumps.training_dump import training_dump
+from llorch.engines.dumps.index import open_raw
+from llorch.engines.dumps.training_dump import training_dump
 from llorch.files import open_weights
-from llorch.train import numpy_step
-from llorch.verify.training.recipe import make_adapter
+from llorch.judging.goldens.training_recipe import make_adapter
+from llorch.runtime.builtin import builtin_path
+from llorch.training import numpy_step
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from runs.refusals import refuses
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.files.quantised.activations import read_activations
-from llorch.numerics import SCHEME
+from llorch.judging.runners.numpy import run
+from llorch.ops.numerics import SCHEME
 from llorch.ops.scheme_rounding import SchemeRounding
-from llorch.places import Pass
-from llorch.verify.runners.numpy import run
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.stage_ref import Pass
 
 FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
 RUN = [

@@ -11,12 +11,12 @@ import pytest
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
 from runs.refusals import Refusal, assert_tells, refuses, row
 
-from llorch.convert import convert
-from llorch.errors import FormatError
 from llorch.files import open_weights
+from llorch.files.convert import convert
 from llorch.files.packed import Scheme
 from llorch.files.quantised import QuantisedFolder
-from llorch.model import load
+from llorch.model.model import load
+from llorch.runtime.errors import FormatError
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"

@@ -9,11 +9,11 @@ from builders.quantised_folders import FOLDERS, NAMES, tensors_of
 from runs.refusals import refuses
 from safetensors.numpy import load_file
 
-from llorch.cache import KVCache
-from llorch.families import forward
 from llorch.files import open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.codes import E2M1, E8M0, stream
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 
 GOLDENS = json.loads((FOLDERS / "goldens.json").read_text())
 

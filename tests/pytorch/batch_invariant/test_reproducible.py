@@ -28,9 +28,9 @@ from runs.reproducible_runs import (
 )
 from torch.nn import functional
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
-from llorch.model import load
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.model.model import load
 from llorch.pytorch.batch_invariant import fixed_order, reproducible
 from llorch.pytorch.batch_invariant.fixed_order import FixedNorm, exp, softmax, swiglu, tree_sum
 from llorch.pytorch.batch_invariant.reproducible import FixedRows, make_reproducible
@@ -41,7 +41,7 @@ from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves
 from llorch.pytorch.models import delta_net, delta_rule
 from llorch.pytorch.models.positions import HeadNorm
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.runtime.builtin import builtin_path
 
 
 @pytest.fixture

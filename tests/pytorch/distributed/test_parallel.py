@@ -11,13 +11,13 @@ from runs.mesh_programs import invoke_on_mesh
 from runs.mesh_runs import judged
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
-from llorch.architecture import Layer
-from llorch.builtin import builtin_path
-from llorch.errors import EngineDied
+from llorch.families.layers import Layer
 from llorch.files import open_weights
 from llorch.pytorch.distributed.launch import on_ranks, start
 from llorch.pytorch.distributed.sharding_plan import cannot_split, of_a_rank
-from llorch.torchrun import is_rank
+from llorch.runtime.builtin import builtin_path
+from llorch.runtime.errors import EngineDied
+from llorch.runtime.launched_rank import is_rank
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -7,10 +7,10 @@ import pytest
 from runs.refusals import refuses
 from runs.split_runs import NoText, answered, generated, gradients
 
-from llorch.errors import EngineDied
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.model import load_torch
+from llorch.runtime.errors import EngineDied
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

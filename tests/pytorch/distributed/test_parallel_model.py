@@ -9,7 +9,6 @@ from runs.command_line import spawn
 from runs.refusals import assert_tells, refuses
 from runs.split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.pytorch import memory
@@ -20,6 +19,7 @@ from llorch.pytorch.distributed.sharding_plan import torn_blocks
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.memory import predict, require_memory
 from llorch.pytorch.model import load_torch
+from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -17,7 +17,6 @@ from runs.refusals import assert_tells, refuses
 from torch import Tensor, nn
 
 import llorch
-from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra
 from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.kernels import TRAINED, kernel_check, kernel_selection
@@ -26,6 +25,7 @@ from llorch.pytorch.kernels.kernel_check import KernelVerdict, tried
 from llorch.pytorch.kernels.kernel_selection import try_apart, verdicts
 from llorch.pytorch.kernels.packing import HALF_TYPES, KIND_NAMES
 from llorch.pytorch.kernels.table import leaves_for
+from llorch.runtime.errors import CheckpointMismatch, MissingDevice, MissingExtra
 
 own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the results of the function
 
@@ -346,7 +346,7 @@ def test_a_model_has_the_kernels_that_were_asked_for(kernels: Any, ours: bool, m
 @pytest.mark.slow
 def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
     code = (
-        "import sys, llorch, llorch.pytorch.bench, llorch.verify.runners.torch\n"
+        "import sys, llorch, llorch.apps.bench.torch, llorch.judging.runners.torch\n"
         "[*llorch.load_torch('micro-llama').generate([1], max_tokens=2)]\n"
         "print([name for name in sys.modules if name.startswith(('triton', 'llorch.pytorch.kernels.triton'))])"
     )
@@ -356,7 +356,7 @@ def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
 
 @pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
 def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.verify.expectations.kernels.verdicts", lambda at, kinds, anew: {"norm": verdict})
+    monkeypatch.setattr("llorch.judging.expectations.kernels.verdicts", lambda at, kinds, anew: {"norm": verdict})
     monkeypatch.setattr("llorch.cli.on_torch.TorchBackend.stored", lambda self, model: iter(()))
     result = invoke("verify", "micro-llama3", "--kernels", "own", "--dtype", "float32", "--json")
     (row,) = json.loads(result.stdout)["rows"]

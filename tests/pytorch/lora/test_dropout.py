@@ -20,8 +20,8 @@ from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.step import Stepper
 from llorch.pytorch.train.worker import Alone
-from llorch.train.batch import Batch, Example
-from llorch.train.data import batches
+from llorch.training.batch import Batch, Example
+from llorch.training.data import batches
 
 SHARE = 0.3
 SALT = salt_of("layers.0.q_proj")

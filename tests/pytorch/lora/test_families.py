@@ -14,8 +14,8 @@ from llorch.ops.cross_entropy import shifted
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.lora.adapters import activate, adapter_of, attach, detach, trainable_parameters
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
-from llorch.train.batch import IGNORED, Batch
-from llorch.train.numpy_step import loss_and_gradients
+from llorch.training.batch import IGNORED, Batch
+from llorch.training.numpy_step import loss_and_gradients
 
 pytestmark = pytest.mark.live  # transformers makes the models
 

@@ -12,7 +12,6 @@ from runs.refusals import refuses
 from runs.training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
 from torch import Tensor, nn
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.merge import MergedWeights
 from llorch.pytorch.causal_lm import CausalLM
@@ -29,6 +28,7 @@ from llorch.pytorch.lora.adapters import (
 )
 from llorch.pytorch.lora.dropout import drop_mask, keyed, salt_of, token_keys
 from llorch.pytorch.lora.leaves import LoraLeaf, delta
+from llorch.runtime.builtin import builtin_path
 
 KEYS = token_keys(np.arange(2), 9, seed=0, step=0)  # of `batch`
 KINDS = pytest.mark.parametrize("kind", SETTINGS)

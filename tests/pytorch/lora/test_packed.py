@@ -9,13 +9,13 @@ from builders.random_adapters import random_adapter
 from runs.training_passes import ALL, CPU, batch, logits_of, loss_of
 
 from llorch.files import open_weights
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels import quantised_linear
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves as torch_leaves
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
-from llorch.verify.expectations.quantised_models import write_model
 
 EVERY = pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"])
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from runs.training_passes import ALL, CPU, batch, logits_of, loss_of
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.config import LoraConfig
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.adapters import adapter_of, attach, detach, trainable_parameters
 from llorch.pytorch.lora.dropout import drop_mask, keyed, salt_of, token_keys
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.runtime.builtin import builtin_path
 
 EVERY = (*ALL, "embed_tokens", "lm_head")
 

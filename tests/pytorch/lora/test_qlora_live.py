@@ -19,9 +19,9 @@ from llorch.ops.cross_entropy import IGNORED
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
-from llorch.train.batch import Batch
-from tests.test_backward_peft import PEFT_FIELDS, document, peft_name
-from tests.test_backward_qlora import FOLDER, ROUNDING, dense_model, dense_weights, quantised_model
+from llorch.training.batch import Batch
+from tests.model.test_backward_peft import PEFT_FIELDS, document, peft_name
+from tests.model.test_backward_qlora import FOLDER, ROUNDING, dense_model, dense_weights, quantised_model
 
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]
 STEPS = 6

@@ -11,16 +11,16 @@ from runs.refusals import Refusal, refuses, row
 from runs.training_passes import ALL, SETTINGS
 
 import llorch
-from llorch.generate import Token
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapter import Adapter, LoraTensors
 from llorch.lora.config import LoraConfig
 from llorch.lora.targets import LoraTarget, MatrixPart
+from llorch.model.generate import Token
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.batch_invariant.reproducible import FixedRows
 from llorch.pytorch.kernels.cpu.block import CpuBlock
 from llorch.pytorch.lora.leaves import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch
-from llorch.sampling import SamplingSettings
-from llorch.verify.expectations.quantised_models import write_model
 
 STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")
 EVERY_TARGET = (*ALL, "embed_tokens", "lm_head")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from builders.families import FAMILIES, random_folder
 
-from llorch.cache import KVCache
-from llorch.config import FAMILIES as TABLE
-from llorch.families import forward
+from llorch.families.config import FAMILIES as TABLE
 from llorch.files import Weights, open_weights
-from llorch.generate import IdsOnly
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
+from llorch.model.generate import IdsOnly
 from llorch.pytorch.batch_invariant.reproducible import make_reproducible
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM

@@ -5,8 +5,8 @@ import pytest
 import torch
 from builders.by_position import COMMON, FAMILIES, ModelConfig, logits_of, random_model
 
-from llorch.architecture import Layer
-from llorch.families.llama4 import head_norm
+from llorch.families.layers import Layer
+from llorch.model.blocks.llama4 import head_norm
 from llorch.ops.rope import rope_adjacent, rope_tables
 from llorch.pytorch.batch_invariant.fixed_order import FixedHeadNorm
 from llorch.pytorch.batch_invariant.reproducible import make_reproducible

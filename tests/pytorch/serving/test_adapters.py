@@ -5,7 +5,7 @@ from builders.random_adapters import random_adapter
 from runs.continuous import alone, job, some_ids, together, varied_jobs
 
 import llorch
-from llorch.generate import Sampled
+from llorch.model.generate import Sampled
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE

@@ -9,11 +9,11 @@ from runs.continuous import VARIED, Made, alone, job, n_free, some_ids, together
 from runs.refusals import refuses
 
 import llorch
-from llorch.errors import NonFiniteRun
-from llorch.generate import GenerationBatch, Sampled
+from llorch.model.generate import GenerationBatch, Sampled
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE
+from llorch.runtime.errors import NonFiniteRun
 
 FAMILIES = ("micro-llama", "micro-qwen3", "micro-mistral", "micro-llama4", "micro-qwen3-moe", "micro-qwen3.5")
 HYBRID = "micro-qwen3.5"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from runs.refusals import assert_tells
 
-from llorch.generate import Job, Sampled, log_probability, sample_ids
+from llorch.model.generate import Job, Sampled, log_probability, sample_ids
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.serving.choosing import Choosing, next_tokens, top_of
-from llorch.sampling import SamplingSettings
 
 CPU = torch.device("cpu")
 VOCAB = 50

@@ -9,14 +9,14 @@ import torch
 from runs.continuous import job, some_ids
 from torch import Tensor
 
-from llorch.builtin import builtin_path
-from llorch.comparison import FACTOR
 from llorch.diagnosis.mistakes.planting import replaced
+from llorch.judging.goldens.long_contexts import LongGolden
+from llorch.judging.verify import stored, stored_long
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE
-from llorch.verify.long_goldens import LongGolden
-from llorch.verify.models import stored, stored_long
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import FACTOR
 
 MODEL = "micro-qwen2"
 N_TOP = 20

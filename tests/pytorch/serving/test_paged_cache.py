@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.pytorch.cache import Cache, State
 from llorch.pytorch.kernels.cpu.layer import CpuRotate
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
 from llorch.pytorch.serving.pages import PAGE
+from llorch.runtime.builtin import builtin_path
 
 CPU = torch.device("cpu")
 LAYER = 1

@@ -9,7 +9,7 @@ from runs.refusals import refuses
 from torch import Tensor, nn
 
 from llorch.pytorch.train.adamw import AdamW
-from llorch.train.adamw import NonFiniteNorm
+from llorch.training.adamw import NonFiniteNorm
 
 SHAPES = {"q_proj.lora_A": (8, 600), "q_proj.lora_B": (31, 8), "q_proj.magnitude": (31,), "v_proj.lora_B": (700, 8)}
 HYPER = {"betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.02}

@@ -5,7 +5,6 @@ import pytest
 import torch
 from runs.refusals import refuses
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.ops.rope import rope_tables
 from llorch.pytorch.causal_lm import CausalLM
@@ -13,7 +12,8 @@ from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.train.forward import hidden_states, place_of
-from llorch.train.batch import IGNORED, Batch
+from llorch.runtime.builtin import builtin_path
+from llorch.training.batch import IGNORED, Batch
 
 CPU = torch.device("cpu")
 DOCUMENTS = ([3, 41, 5, 97, 60, 7], [9, 8, 11, 250, 6, 77, 12, 30, 31], [300, 2, 17])

@@ -10,8 +10,8 @@ from runs.training_passes import in_peft, peft_name
 from runs.training_runs import Silent, small_settings
 from torch.nn.functional import cross_entropy
 
-from llorch.convert import convert
-from llorch.hub import find
+from llorch.files.convert import convert
+from llorch.files.hub import find
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import CausalLM
@@ -20,6 +19,7 @@ from llorch.pytorch.kernels.sdpa import sdpa_attention
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.random_weights import random_fields
 from llorch.pytorch.train.loading import FrozenLinear, freeze_linears, prepare
+from llorch.runtime.builtin import builtin_path
 
 
 def loaded(dtype: torch.dtype) -> CausalLM:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from llorch.pytorch.lora.adapters import activate, attach, trainable_parameters
 from llorch.pytorch.train.forward import hidden_states
 from llorch.pytorch.train.loss import loss_sum
-from llorch.train.batch import IGNORED, Batch
+from llorch.training.batch import IGNORED, Batch
 
 CHUNKS = pytest.mark.parametrize("chunk", [None, 1, 4, 1000])
 WIDE = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the loss, and of the norm of each gradient

@@ -10,14 +10,14 @@ import pytest
 import torch
 from runs.training_runs import small_settings, trained
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import attach
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.memory import kept_bytes, step_memory
-from llorch.train.settings import TrainSettings
+from llorch.runtime.builtin import builtin_path
+from llorch.training.settings import TrainSettings
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from runs.refusals import assert_tells
 from runs.training_runs import Silent, losses_on_mesh, small_settings, trained
 from safetensors.numpy import load_file
 
-from llorch.convert import convert
+from llorch.files.convert import convert
+from llorch.files.hub import find
 from llorch.files.quant import GGMLType
-from llorch.hub import find
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.run import Run
 

@@ -10,7 +10,7 @@ from runs.command_line import spawn
 from runs.mesh_programs import PROGRAM, TORCHRUN, adapter, arguments, ended, failed, last_step, started, wait_for_steps
 from runs.refusals import assert_tells
 
-from llorch.train.snapshots import SnapshotStore
+from llorch.training.snapshots import SnapshotStore
 
 
 @pytest.mark.slow

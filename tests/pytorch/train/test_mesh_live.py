@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from runs.mesh_training import judged_live
 
-from llorch.builtin import goldens_folder
 from llorch.pytorch.distributed.launch import on_ranks
+from llorch.runtime.builtin import goldens_folder
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 

@@ -17,15 +17,15 @@ from fakes.faulty_disk import leftovers
 from runs.refusals import assert_tells, refuses
 from runs.training_runs import Silent, ragged_rows, small_settings, trained, write_rows
 
-from llorch.errors import MissingExtra
 from llorch.lora.files import read_adapter
-from llorch.model import load
+from llorch.model.model import load
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import NonFiniteLoss
 from llorch.pytorch.train.verify_resume import compare_runs
-from llorch.train.settings import TrainSettings
-from llorch.train.snapshots import SnapshotStore
-from llorch.train.stopping import Stopped
+from llorch.runtime.errors import MissingExtra
+from llorch.training.settings import TrainSettings
+from llorch.training.snapshots import SnapshotStore
+from llorch.training.stopping import Stopped
 
 CURVE = "llorch.pytorch.train.run.draw_curve"
 LASTING = ("log.jsonl", "curve.svg", "adapter_model.safetensors", "adapter_config.json", "llorch_base.json")

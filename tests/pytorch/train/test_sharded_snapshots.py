@@ -18,13 +18,13 @@ from runs.sharded_runs import (
 )  # fmt: skip
 from runs.training_runs import small_settings
 
-from llorch.errors import EngineDied
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import Training
-from llorch.train.snapshot_files import PARTS, Snapshot
-from llorch.train.snapshots import SnapshotStore
+from llorch.runtime.errors import EngineDied
+from llorch.training.snapshot_files import PARTS, Snapshot
+from llorch.training.snapshots import SnapshotStore
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.snapshot_parts import _Unpickler, read_parts
 from llorch.pytorch.train.verify_resume import compare_runs
-from llorch.train.snapshot_files import PARTS
-from llorch.train.snapshots import SnapshotStore
-from llorch.train.stopping import Stopped
+from llorch.training.snapshot_files import PARTS
+from llorch.training.snapshots import SnapshotStore
+from llorch.training.stopping import Stopped
 
 NAME = "adapter/q.lora_A"
 

@@ -14,7 +14,6 @@ import torch
 from runs.refusals import assert_tells, refuses
 from runs.training_runs import bits, distance, gradients, small_data, small_settings, trained
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.files.safetensors import tensor_bytes
 from llorch.pytorch.device import target
@@ -25,8 +24,9 @@ from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.trainer import NonFiniteLoss
 from llorch.pytorch.train.worker import Alone
-from llorch.train.data import batches
-from llorch.train.settings import TrainSettings
+from llorch.runtime.builtin import builtin_path
+from llorch.training.data import batches
+from llorch.training.settings import TrainSettings
 
 
 @pytest.mark.slow_cases("True")

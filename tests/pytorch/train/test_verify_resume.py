@@ -12,10 +12,10 @@ from runs.mesh_programs import invoke_on_mesh
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 from runs.training_runs import small_data, small_settings
 
-from llorch.errors import CheckpointMismatch
 from llorch.pytorch.train.verify_resume import ADAPTER, Compared, Proof, RunComparison, compare_runs, verify_resume
-from llorch.train.resume import PACKAGES
-from llorch.train.snapshots import SnapshotStore
+from llorch.runtime.errors import CheckpointMismatch
+from llorch.training.resume import PACKAGES
+from llorch.training.snapshots import SnapshotStore
 
 FLAGS = "--steps 4 --r 64 --dropout 0.1 --batch-size 2 --accumulation 2 --packing --max-length 64 --eight-bit"
 
@@ -81,7 +81,7 @@ def test_a_run_that_cannot_be_cut_in_two_is_refused(tmp_path: Path):
 
 
 def test_a_second_half_that_is_refused_proves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.train.resume.PACKAGES", (*PACKAGES, "click"))  # which a new process does not inherit
+    monkeypatch.setattr("llorch.training.resume.PACKAGES", (*PACKAGES, "click"))  # which a new process does not inherit
     with refuses(CheckpointMismatch, version("click"), "nothing", where="environment.packages.click"):
         verify_resume(small_settings(tmp_path, steps=2), tmp_path, control=False)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-import llorch.dumps.writers
+import llorch.engines.dumps.writers
 from benchmarks.atlas.catalogue import ADAPTERS
-from llorch.dumps.index import open_raw
+from llorch.engines.dumps.index import open_raw
 
 ADAPTER = """
 import os
@@ -41,7 +41,7 @@ def adapt(folder: Path, models: list[str]) -> int:
         for model in models
     ]
     (folder / "runs.jsonl").write_text("\n".join(map(json.dumps, ask)))
-    paths = [str(ADAPTERS), llorch.dumps.writers.__path__[0]]
+    paths = [str(ADAPTERS), llorch.engines.dumps.writers.__path__[0]]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "adapter.py", "runs.jsonl"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False).returncode

@@ -11,11 +11,11 @@ from runs.refusals import assert_tells, refuses
 import llorch
 from benchmarks.atlas.judging import JudgedRun, StageRow, Trace, judge
 from benchmarks.atlas.verdicts import word_of
-from llorch.builtin import builtin_path
-from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
-from llorch.model import Model
-from llorch.numerics import SCHEME, Numerics
+from llorch.model.model import Model
+from llorch.ops.numerics import SCHEME, Numerics
+from llorch.runtime.builtin import builtin_path
 
 MODEL = builtin_path("micro-qwen3-moe")
 IDS = [5, 9, 33, 120, 7, 64, 9, 200]

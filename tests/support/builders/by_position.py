@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from llorch.architecture import Layer, Temperature
-from llorch.config import ModelConfig, YarnScaling
 from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.families.config import ModelConfig, YarnScaling
+from llorch.families.layers import Layer, Temperature
 from llorch.files import Weights
 from llorch.files.tensor_names import inventory
 

@@ -6,10 +6,10 @@ The built-in vocabularies have the control tokens of their families, so ids are 
 import json
 from pathlib import Path
 
-from llorch.builtin import builtin_path
-from llorch.convert import convert
 from llorch.files import open_weights
-from llorch.model import Model
+from llorch.files.convert import convert
+from llorch.model.model import Model
+from llorch.runtime.builtin import builtin_path
 
 _OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _CALLS = (

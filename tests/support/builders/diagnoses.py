@@ -7,14 +7,14 @@ from functools import cache
 
 import numpy as np
 
-from llorch.builtin import builtin_path
-from llorch.comparison import Difference, Tolerance
-from llorch.config import ModelConfig
 from llorch.diagnosis.diagnose import settled
 from llorch.diagnosis.profile import profile
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.stages import Stage, keys
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import Difference, Tolerance
+from llorch.stages.table import Stage, keys
 
 LIMIT = Tolerance(4.8e-7, 2e-6)
 N_TOKENS = 12

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llorch.builtin import BUILTIN
-from llorch.config import FAMILIES as TABLE
 from llorch.engines import ProducerName
+from llorch.families.config import FAMILIES as TABLE
+from llorch.runtime.builtin import BUILTIN
 
 BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
 TRANSFORMERS: tuple[ProducerName, ...] = ("transformers",)

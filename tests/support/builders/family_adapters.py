@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from builders.random_adapters import random_adapter
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.lora.adapter import Adapter
 from llorch.lora.config import names_of
 from llorch.lora.peft_format import is_of_whole

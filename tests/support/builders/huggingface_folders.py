@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.files.gguf import open_gguf
-from llorch.tokenizer.pipeline import BYTE_LEVEL as BYTE_LEVEL
-from llorch.tokenizer.pipeline import WORDS
+from llorch.files.tokenizer.pipeline import BYTE_LEVEL, WORDS
 
 Json = dict[str, object]
 

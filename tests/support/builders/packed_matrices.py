@@ -8,8 +8,8 @@ import torch
 
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
+from llorch.judging.expectations.quantised_models import random_blocks
 from llorch.pytorch.kernels.packing import Table, join_four_bits, pack
-from llorch.verify.expectations.quantised_models import random_blocks
 
 
 def raw_matrix(ggml_type: GGMLType, n_out: int, n_in: int) -> np.ndarray:

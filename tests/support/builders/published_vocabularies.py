@@ -20,8 +20,8 @@ import pytest
 
 from builders.tiny_models import GGUF_METADATA, write_file
 from builders.vocabularies import FOLDER_VARIABLE
-from llorch.tokenizer.byte_level import BYTE_CHARACTERS
-from llorch.tokenizer.pipeline import BYTE_LEVEL, WORDS
+from llorch.files.tokenizer.byte_level import BYTE_CHARACTERS
+from llorch.files.tokenizer.pipeline import BYTE_LEVEL, WORDS
 
 PUBLISHERS = "publishers"  # folder of the fetched packages
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from builders.quantised_folders import Tensors, tensors_of, written
-from llorch.builtin import builtin_path
-from llorch.convert import convert
+from llorch.files.convert import convert
+from llorch.runtime.builtin import builtin_path
 
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 SETTINGS: Mapping[str, Any] = {

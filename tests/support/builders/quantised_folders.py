@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from builders.safetensors_bytes import safetensors_bytes
-from llorch.builtin import builtin_path
-from llorch.convert import convert
+from llorch.files.convert import convert
+from llorch.runtime.builtin import builtin_path
 
 FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
 NOT_READ = ("gpt-oss-mxfp4",)  # of a family that llorch refuses

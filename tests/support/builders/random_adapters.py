@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from builders.tiny_models import random_tensors, write_folder
-from llorch.cache import KVCache
-from llorch.config import ModelConfig
-from llorch.families import forward
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter, LoraTensors, assembled, wanted_shapes
 from llorch.lora.config import LoraConfig
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 
 IDS = [3, 17, 8, 39, 0, 25]
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

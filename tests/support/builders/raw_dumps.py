@@ -6,13 +6,13 @@ from functools import cache
 import numpy as np
 from runs.stored_goldens import golden_of
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
-from llorch.dumps.raw import RawArray, RawDump
+from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.tensor_names import interleave
-from llorch.places import Tokens
-from llorch.stages import keys
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import keys
 
 PADDED = 256  # the context of llama.cpp
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llorch.builtin import builtin_path
 from llorch.files.gguf import open_gguf
+from llorch.runtime.builtin import builtin_path
 
 CORPUS = Path(__file__).parents[3] / "reference_outputs"
 

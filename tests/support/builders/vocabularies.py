@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fetch_vocabularies import NAMES as NAMES
 
-from llorch.tokenizer.byte_level import BYTE_CHARACTERS
+from llorch.files.tokenizer.byte_level import BYTE_CHARACTERS
 
 Encode = Callable[..., list[int]]
 FOLDER_VARIABLE = "LLORCH_VOCABULARIES"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from llorch.files import new_file
-from llorch.train import snapshot_files, snapshots
-from llorch.train.snapshots import SnapshotStore
+from llorch.training import snapshot_files, snapshots
+from llorch.training.snapshots import SnapshotStore
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
 LEFTOVERS = (".new", ".old", ".gone")

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from llorch.engines.child import tell
-from llorch.errors import FormatError, MissingExtra
+from llorch.runtime.errors import FormatError, MissingExtra
 
 
 class OwnError(RuntimeError):

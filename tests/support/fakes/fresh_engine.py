@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llorch.config import Llama3Scaling
-from llorch.dumps.raw import RawArray, RawDump
+from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.families.config import Llama3Scaling
 from llorch.files import Weights
-from llorch.places import Tokens
+from llorch.stages.stage_ref import Tokens
 
 
 class FreshEngine:

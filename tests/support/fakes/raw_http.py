@@ -14,7 +14,7 @@ PATIENCE = 20.0  # seconds after which a test has failed
 @contextmanager
 def served(app: Callable[..., Any], *, host: str = "127.0.0.1", **options: Any) -> Iterator[Any]:
     """Serve an ASGI application while the body runs; gives the `Running`, with `port` and `thread` beside."""
-    from llorch.serve.server import bind, serve
+    from llorch.apps.serve.server import bind, serve
 
     bound = bind(host, 0)
     started, found = threading.Event(), []

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from itertools import count
 
-from llorch.generate import Job, Sampled
+from llorch.model.generate import Job, Sampled
 
 
 class ScriptedBatch:

@@ -7,19 +7,19 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
-from llorch.builtin import BUILTIN, builtin_path
-from llorch.config import ModelConfig
+from llorch.apps.learn.check import FORWARD
+from llorch.apps.learn.checks.forward import models_of
+from llorch.apps.learn.folder import read_folder
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.judging import NearMiss
+from llorch.apps.learn.lessons import LESSONS, Lesson
+from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.apps.learn.verdict import LessonVerdict
 from llorch.diagnosis.mistakes import MISTAKES, of_checkpoint
+from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.learn.check import FORWARD
-from llorch.learn.checks.forward import models_of
-from llorch.learn.folder import read_folder
-from llorch.learn.implementation import Implementation
-from llorch.learn.judging import NearMiss
-from llorch.learn.lessons import LESSONS, Lesson
-from llorch.learn.materials import hints_of, stub_of, typed_mistakes
-from llorch.learn.verdict import LessonVerdict
-from llorch.stages import BY_NAME
+from llorch.runtime.builtin import BUILTIN, builtin_path
+from llorch.stages.table import BY_NAME
 
 TAUGHT = [
     lesson

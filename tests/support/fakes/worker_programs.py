@@ -1,12 +1,12 @@
-"""Functions for the child processes of tests/test_worker.py."""
+"""Functions for the child processes of tests/runtime/test_worker.py."""
 
 import os
 import subprocess
 import sys
 import time
 
-from llorch.channel import Channel, own_channel
-from llorch.worker import end_with_parent, limit_memory
+from llorch.runtime.channel import Channel, own_channel
+from llorch.runtime.worker import end_with_parent, limit_memory
 
 
 def echo() -> None:

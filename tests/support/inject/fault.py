@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llorch.comparison import FAIL, Difference, Tolerance
-from llorch.numerics import DtypeName
-from llorch.verify.judge import Comparison
+from llorch.judging.judge import Comparison
+from llorch.ops.numerics import DtypeName
+from llorch.stages.comparison import FAIL, Difference, Tolerance
 
 ANY = ""  # mode
 TRAINER = "as trainer"  # variant of a training run in torch: the way that saves memory

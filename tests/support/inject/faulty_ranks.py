@@ -18,7 +18,7 @@ from llorch.cli import main
 from llorch.pytorch.train import plan, step
 from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.trainer import Training
-from llorch.torchrun import n_restarts
+from llorch.runtime.launched_rank import n_restarts
 
 FAULT_STEP = 6
 

@@ -12,23 +12,24 @@ from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, wr
 from runs.stored_goldens import quantised_golden, suite_of, suite_of_case, weights_of
 
 from inject.fault import Inject, InjectedFault, replaced
-from llorch import forward, generate, sampling
-from llorch.builtin import builtin_path
-from llorch.cache import KVCache
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, matrix, open_weights
-from llorch.model import Model, load
-from llorch.numerics import GGML
-from llorch.sampling import SamplingSettings, softmax
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.expectations.quantised import stage_rows
-from llorch.verify.expectations.quantised_models import write_model
-from llorch.verify.float64_reference import WITNESS
-from llorch.verify.goldens import PRODUCERS
-from llorch.verify.judge import Comparison
-from llorch.verify.models import ask, plan_live, verify_as_stored, verify_live
-from llorch.verify.runners import numpy as runners
-from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.quantised import stage_rows
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.forward import PRODUCERS
+from llorch.judging.judge import Comparison
+from llorch.judging.runners import numpy as runners
+from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
+from llorch.judging.verify import ask, plan_live, verify_as_stored, verify_live
+from llorch.model import forward, generate
+from llorch.model.cache import KVCache
+from llorch.model.model import Model, load
+from llorch.ops import sampling
+from llorch.ops.numerics import GGML
+from llorch.ops.sampling import SamplingSettings, softmax
+from llorch.runtime.builtin import builtin_path
 
 LIVE_VOCAB = 32_000
 LIVE_IDS = (3, 1, 4, 15, 9, 2, 6, 5, 31_999, 7_777)

@@ -16,9 +16,11 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from inject.fault import InjectedFault
 from inject.into_numpy import live_suite
+from llorch.apps.learn.lessons import PARTS
+from llorch.apps.learn.typed import typed
 from llorch.files import Weights
-from llorch.learn.lessons import PARTS
-from llorch.learn.typed import typed
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain
 from llorch.ops.rope import rope_tables
 from llorch.pytorch import causal_lm as torch_model
 from llorch.pytorch import decoding, sampling
@@ -26,8 +28,6 @@ from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Block, CausalLM, attention, keep_nothing, rope
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
-from llorch.verify.judge import Comparison
-from llorch.verify.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain
 
 BreakModel = Callable[[CausalLM, pytest.MonkeyPatch], None]
 

@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from inject.fault import TRAINER, Inject, InjectedFault, replaced
-from llorch.comparison import Difference
 from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
-from llorch.numerics import DtypeName
+from llorch.judging.expectations.adapter_files import exported, file_row
+from llorch.judging.expectations.training import claims, limit, rows
+from llorch.judging.expectations.training_places import Arrays
+from llorch.judging.expectations.training_stages import BY_GROUP
+from llorch.judging.goldens.training import TrainingGolden
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
+from llorch.judging.runners.training_torch import TorchTrainingRunner
+from llorch.judging.tolerances.training import NUMPY_ALONE, shows
+from llorch.ops.numerics import DtypeName
 from llorch.pytorch import causal_lm
 from llorch.pytorch.lora import leaves
 from llorch.pytorch.train import adamw, forward, loss
-from llorch.verify.judge import Comparison
-from llorch.verify.training.claims import claims, limit, rows
-from llorch.verify.training.exports import exported, file_row
-from llorch.verify.training.goldens import TrainingGolden
-from llorch.verify.training.limits import NUMPY_ALONE, shows
-from llorch.verify.training.places import Arrays
-from llorch.verify.training.runner import NumpyTrainingRunner, Results
-from llorch.verify.training.stages import BY_GROUP
-from llorch.verify.training.torch_runner import TorchTrainingRunner
+from llorch.stages.comparison import Difference
 
 
 def in_numpy(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[Comparison]:

@@ -19,9 +19,6 @@ from runs.stored_goldens import (
     weights_of,
 )
 
-from llorch.builtin import EVERY
-from llorch.cache import KVCache
-from llorch.comparison import EXACT, Tolerance, measure
 from llorch.diagnosis.mistakes import QUANTISED, SAMPLING, Mistake, QuantisedInputs, SamplerInputs
 from llorch.diagnosis.mistakes.cache import CACHES
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
@@ -33,17 +30,20 @@ from llorch.diagnosis.mistakes.variants import (
     sampler_variants,
     variants,
 )
-from llorch.families import forward
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
-from llorch.places import Pass, part_of
-from llorch.stages import BY_NAME, Stage, key, keys
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.expectations.quantised_models import write_model
-from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
-from llorch.verify.runners.numpy import run
-from llorch.verify.tolerances.forward import WORST
-from llorch.verify.training import goldens as training_goldens
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.judging.goldens import training as training_goldens
+from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, sampler_inputs
+from llorch.judging.runners.numpy import run
+from llorch.judging.tolerances.forward import WORST
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
+from llorch.runtime.builtin import EVERY
+from llorch.stages.comparison import EXACT, Tolerance, measure
+from llorch.stages.stage_ref import Pass, part_of
+from llorch.stages.table import BY_NAME, Stage, key, keys
 
 BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each of which another model has alone
 PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest that a product alone is granted

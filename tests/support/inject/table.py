@@ -9,12 +9,12 @@ from typing import Any
 
 from inject.fault import ANY, TRAINER, Check, InjectedFault
 from inject.situations import training_models_of
-from llorch.comparison import PASS
 from llorch.diagnosis.mistakes import MISTAKES, TRAINING
 from llorch.diagnosis.mistakes.variants import VISIBLE
-from llorch.numerics import DtypeName
-from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.training.goldens import MODELS
+from llorch.judging.goldens.forward import SAMPLINGS
+from llorch.judging.goldens.training import MODELS
+from llorch.ops.numerics import DtypeName
+from llorch.stages.comparison import PASS
 
 NORMS, BIASED = ("attn_norm", "ffn_norm", "final_norm"), ("q_proj", "k_proj", "v_proj")
 PRODUCTS = frozenset({"q_proj", "k_proj", "v_proj", "attn_out", "ffn_gate", "ffn_up", "ffn_out"})
@@ -247,10 +247,10 @@ SHARED = {  # code that both precisions share -> the group of stages that shows 
     "llorch.ops.rope.rope_backward": "gradient",
     "llorch.ops.swiglu.swiglu_backward": "gradient",
     "llorch.ops.attention.attention_scores_backward": "gradient",
-    "llorch.train.adamw.clip_by_norm": "grad_norm",
-    "llorch.train.adamw.moments": "first_moment",
-    "llorch.train.adamw.moved": "parameters",
-    "llorch.train.schedules.learning_rate": "learning_rate",
+    "llorch.training.adamw.clip_by_norm": "grad_norm",
+    "llorch.training.adamw.moments": "first_moment",
+    "llorch.training.adamw.moved": "parameters",
+    "llorch.training.schedules.learning_rate": "learning_rate",
     "llorch.lora.merge.merged_matrix": "merged_weight",
 }
 SHARED_TORCH = {

@@ -6,13 +6,13 @@ from functools import cache
 import numpy as np
 from runs.stored_goldens import golden_of
 
-from llorch.builtin import builtin_path
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.diagnosis.search.hypotheses import Hypothesis, known_mistakes
-from llorch.dumps.stage_dump import StageDump
+from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.places import Tokens
-from llorch.stages import keys
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import keys
 
 WHOLE: Callable[[str], bool] = lambda key: True  # noqa: E731
 BLOCKS: Callable[[str], bool] = lambda key: key.endswith(("block_out", "logits"))  # noqa: E731

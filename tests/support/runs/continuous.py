@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from llorch.generate import Job
+from llorch.model.generate import Job
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.batch import ContinuousBatch
-from llorch.sampling import SamplingSettings
 
 Made = list[tuple[int, float]]  # ids and log probabilities
 VARIED = (

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from llorch.builtin import goldens_folder
 from llorch.files import Weights
-from llorch.verify import models
-from llorch.verify.expectations import quantised
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.expectations.quantised_goldens import FOLDER, QuantisedGolden
-from llorch.verify.goldens import Golden
-from llorch.verify.judge import Comparison, routed
-from llorch.verify.runners import Runner
-from llorch.verify.training import limits
+from llorch.judging import verify as models
+from llorch.judging.expectations import quantised
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.goldens.forward import Golden
+from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden
+from llorch.judging.judge import Comparison, routed
+from llorch.judging.runners import Runner
+from llorch.judging.tolerances import training as limits
+from llorch.runtime.builtin import goldens_folder
 from runs.stored_goldens import golden_of, quantised_golden
 
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from inject import faulty_ranks
 
-from llorch import torchrun
 from llorch.pytorch.distributed import launch
 from llorch.pytorch.train.snapshot_parts import read_parts
-from llorch.train.snapshots import SnapshotStore
+from llorch.runtime import launched_rank as torchrun
+from llorch.training.snapshots import SnapshotStore
 from runs.command_line import REPOSITORY, invoke
 from runs.training_runs import small_data
 from runs.warm_ranks import warm_ranks

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from llorch.comparison import PASS
 from llorch.files import open_weights
+from llorch.judging.runners.torch import parallel_runners
+from llorch.judging.verify import plan_live, verify_live, verify_stored
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel, sharding_plan
 from llorch.pytorch.distributed.launch import start, summed
 from llorch.pytorch.distributed.parallel_experts import OwnExperts, split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, part_of_rank
 from llorch.pytorch.models.experts import ExpertsModule
-from llorch.verify.models import plan_live, verify_live, verify_stored
-from llorch.verify.runners.torch import parallel_runners
+from llorch.stages.comparison import PASS
 
 
 def averaged(part: Any, ranks: Any) -> Any:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from llorch.builtin import builtin_path
-from llorch.comparison import PASS
 from llorch.files import open_weights
+from llorch.judging.expectations.training import stored
+from llorch.judging.runners import training_torch as torch_runner
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel
 from llorch.pytorch.distributed.dtensor import whole
@@ -20,8 +20,8 @@ from llorch.pytorch.train import adamw, step, trainer, worker
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
-from llorch.verify.training import torch_runner
-from llorch.verify.training.claims import stored
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import PASS
 from runs.training_runs import Silent
 
 

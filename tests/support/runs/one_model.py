@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from llorch.learn import fault_injection
-from llorch.learn.checks import forward
-from llorch.learn.lessons import BY_NUMBER
-from llorch.learn.sandbox import warm
+from llorch.apps.learn import fault_injection
+from llorch.apps.learn.checks import forward
+from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.sandbox import warm
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def refuses(kind: type[BaseException] | str, *facts: object, **fields: object) -
     Yields:
         The exception info of `pytest.raises`.
     """
-    from llorch.errors import FormatError
+    from llorch.runtime.errors import FormatError
 
     error = FormatError if isinstance(kind, str) else kind
     with pytest.raises(error) as caught:

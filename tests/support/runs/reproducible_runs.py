@@ -61,10 +61,10 @@ def sha256(logits: torch.Tensor) -> str:
 def runner(
     name: str = "micro-qwen2", dtype: torch.dtype = torch.float32, *, fixed: bool = True, own: bool = True
 ) -> Runner:
-    from llorch.builtin import builtin_path
     from llorch.files import open_weights
     from llorch.pytorch.batch_invariant.reproducible import make_reproducible
     from llorch.pytorch.load import load_dense
+    from llorch.runtime.builtin import builtin_path
 
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     if fixed:

@@ -11,12 +11,12 @@ import uvicorn
 from openai import OpenAI
 from starlette.types import ASGIApp
 
-from llorch.generate import GenerationBatch
-from llorch.model import Model, load
-from llorch.serve.app import make_app
-from llorch.serve.engine import Engine
-from llorch.serve.scheduler import Turns
-from llorch.serve.service import Service
+from llorch.apps.serve.app import make_app
+from llorch.apps.serve.engine import Engine
+from llorch.apps.serve.scheduler import Turns
+from llorch.apps.serve.service import Service
+from llorch.model.generate import GenerationBatch
+from llorch.model.model import Model, load
 
 
 @dataclass

@@ -26,10 +26,10 @@ from llorch.pytorch.distributed.launch import TIMEOUT, start
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.trainer import Training
-from llorch.train import snapshots
-from llorch.train.settings import TrainSettings
-from llorch.train.snapshot_files import PARTS
-from llorch.train.snapshots import SnapshotStore
+from llorch.training import snapshots
+from llorch.training.settings import TrainSettings
+from llorch.training.snapshot_files import PARTS
+from llorch.training.snapshots import SnapshotStore
 
 SHAPES = {  # shape, dtype, axis that the ranks of tp split, whether those of dp split the first: None for no DTensor
     "adapter/q.lora_A": ((3, 96), torch.float32, None, True),

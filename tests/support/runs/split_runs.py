@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from gguf import GGUFWriter
 
-from llorch.builtin import builtin_path
-from llorch.config import ModelConfig
-from llorch.config.families import FAMILIES
+from llorch.families.config import ModelConfig
+from llorch.families.family import FAMILIES
 from llorch.files import open_weights
 from llorch.files.export import add_hyperparameters
 from llorch.files.quant import GGMLType
 from llorch.files.tensor_names import inventory
+from llorch.judging.expectations.quantised_models import MODELS, matrix_bytes
 from llorch.lora.config import LoraConfig
 from llorch.lora.initial import initial_adapter
+from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.cache import Cache, NoCache
 from llorch.pytorch.distributed.dtensor import whole
 from llorch.pytorch.distributed.launch import start
@@ -28,8 +29,7 @@ from llorch.pytorch.distributed.parallel_model import load_parallel
 from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
-from llorch.sampling import SamplingSettings
-from llorch.verify.expectations.quantised_models import MODELS, matrix_bytes
+from llorch.runtime.builtin import builtin_path
 
 PROMPTS = [[1, 5, 9, 13, 17], [2, 4], [30, 20, 10, 40, 50, 60, 70, 80, 90]]
 SETTINGS = [

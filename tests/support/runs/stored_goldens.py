@@ -3,13 +3,13 @@
 import json
 from functools import cache
 
-from llorch.builtin import builtin_path, goldens_folder
 from llorch.files import Weights, open_weights
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.goldens import forward as goldens
+from llorch.judging.goldens import quantised as quantised_goldens
+from llorch.judging.goldens import training as training_goldens
 from llorch.ops.rounding import VariantName
-from llorch.verify import goldens
-from llorch.verify.expectations import quantised_goldens
-from llorch.verify.expectations.forward import ForwardSuite
-from llorch.verify.training import goldens as training_goldens
+from llorch.runtime.builtin import builtin_path, goldens_folder
 
 
 @cache

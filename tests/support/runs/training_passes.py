@@ -10,14 +10,14 @@ from builders.random_adapters import EVERY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.adapter import Adapter
 from llorch.lora.targets import LoraTarget
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.train.forward import hidden_states
-from llorch.train.batch import Batch
+from llorch.runtime.builtin import builtin_path
+from llorch.training.batch import Batch
 
 CPU = torch.device("cpu")
 ALL = EVERY

@@ -38,7 +38,7 @@ def small_data(folder: Path, *, n_rows: int = 8) -> Path:
 
 def small_settings(folder: Path, **given: Any) -> Any:
     """Settings of a run of 4 steps on 8 rows; `given` wins."""
-    from llorch.train.settings import TrainSettings
+    from llorch.training.settings import TrainSettings
 
     defaults: Mapping[str, Any] = {
         "model": "micro-qwen3", "data": str(small_data(folder)), "r": 3, "alpha": 5.0, "lr": 5e-3, "steps": 4,

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from llorch.threads import n_cores
-from llorch.worker import run
+from llorch.runtime.threads import n_cores
+from llorch.runtime.worker import run
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch
 from runs.refusals import refuses
 from torch import Tensor, nn
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.pytorch.batch_invariant.reproducible import make_reproducible
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
@@ -21,7 +21,7 @@ from llorch.pytorch.kernels.table import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
 from llorch.pytorch.serving.pages import PAGE
-from llorch.verify.expectations.quantised_models import write_model
+from llorch.runtime.builtin import builtin_path
 
 CPU = torch.device("cpu")
 FIRST = 50

@@ -8,12 +8,12 @@ import torch
 from runs.refusals import refuses
 from torch import nn
 
-from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import attention, keep_nothing, rms_norm, rotate_and_cache, swiglu
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
 from llorch.pytorch.kernels.cpu.library import library
+from llorch.runtime.builtin import builtin_path
 
 COMPILED = cast(ctypes.CDLL, library())  # that it is not None is tested in test_kernels_cpu.py
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # half a step of eight bits, as root mean square less than that

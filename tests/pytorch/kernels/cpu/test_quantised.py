@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from llorch.files.quant import BLOCK_SIZES
+from llorch.judging.expectations.quantised_models import random_blocks
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.quantised import (
     _SHIFTED,
@@ -17,7 +18,6 @@ from llorch.pytorch.kernels.cpu.quantised import (
     shared_by_rows,
 )
 from llorch.pytorch.kernels.packing import decode, pack
-from llorch.verify.expectations.quantised_models import random_blocks
 
 ROWS = [1, 3, FEW, FEW + 1, 40]
 OUT = 70

@@ -10,9 +10,9 @@ import torch
 from builders.families import FAMILIES, random_folder
 from builders.quantised_folders import FOLDERS
 
-from llorch.convert import convert
+from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
-from llorch.generate import IdsOnly
+from llorch.model.generate import IdsOnly
 from llorch.pytorch.kernels.triton.graph import GraphedSteps
 from llorch.pytorch.model import TorchModel, load_torch
 

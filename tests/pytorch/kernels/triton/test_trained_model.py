@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
-from llorch.config import ModelConfig
+from llorch.families.config import ModelConfig
 from llorch.files.quant import GGMLType
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm
 from llorch.pytorch.device import Target
@@ -26,7 +26,7 @@ from llorch.pytorch.kernels.triton.quantised import back_by_library, multiply_by
 from llorch.pytorch.lora.adapters import attach
 from llorch.pytorch.random_weights import random_model
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
-from llorch.train.batch import Batch
+from llorch.training.batch import Batch
 
 KERNELS = {kind: make for kind, make in LEAVES.items() if kind.startswith(TRAINED)}
 IDS = np.arange(12).reshape(2, 6)

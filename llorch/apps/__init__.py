@@ -1,0 +1,1 @@
+"""Products on top of the library: lessons, the server, quality, benchmarks, the doctors. None imports another."""

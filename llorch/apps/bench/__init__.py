@@ -1,0 +1,1 @@
+"""Speed of a model on this machine: `measure` in NumPy, `torch` on torch."""

@@ -1,0 +1,131 @@
+"""The packages of llorch and of its extras: which are there, in which version, and whether they can be imported."""
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future
+from importlib.metadata import PackageNotFoundError, version
+
+from llorch.apps.doctor.machine.child import imported_by
+from llorch.apps.doctor.machine.finding import HealthCheck
+from llorch.runtime.errors import MissingExtra
+
+# As in pyproject.toml, by extra: a name in the package index and the least version.
+NEEDED = (
+    "click>=8.2", "gguf>=0.19", "jaxtyping>=0.3", "jinja2>=3.1.6", "numpy>=2.0", "regex>=2024.4", "rich>=13.7",
+    "safetensors>=0.5", "threadpoolctl>=3.5", "tokenizers>=0.21",
+)  # fmt: skip
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch>=2.11",),
+    "train": ("torch>=2.11", "matplotlib>=3.10", "pyyaml>=6"),
+    "tensorboard": ("tensorboard>=2.19",),
+    "serve": ("llguidance>=1.7", "prometheus-client>=0.22", "pydantic>=2.11", "starlette>=1.0", "uvicorn>=0.40"),
+    "hub": ("huggingface-hub>=1.0",),
+    "golden": (
+        "accelerate>=1.10", "bitsandbytes>=0.49", "compressed-tensors>=0.20", "llama-cpp-python==0.3.36", "peft>=0.21",
+        "tensorboard>=2.19", "torch>=2.11", "transformers>=5.23",
+    ),
+    "learn": ("watchfiles>=1.0",),
+}  # fmt: skip
+_MODULES = {"pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}  # where it is not the name with _ for -
+_WITH_TORCH = (
+    "torch",
+    "accelerate",
+    "bitsandbytes",
+    "compressed-tensors",
+    "peft",
+    "transformers",
+)  # one process loads torch for all
+_TIMEOUT = 120.0  # seconds
+
+
+def package_name(requirement: str) -> str:
+    """Return the name of the package that a requirement is about."""
+    return re.split("[>=]=", requirement)[0]
+
+
+def module_of(requirement: str) -> str:
+    """Name the module that the package of a requirement brings."""
+    name = package_name(requirement)
+    return _MODULES.get(name, name.replace("-", "_"))
+
+
+def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """Name what brings a module that could not be imported; None for a module of no package of llorch's."""
+    module = (error.name or "").partition(".")[0]
+    extras = {"": NEEDED, **EXTRAS}
+    extra = next((extra for extra, wanted in extras.items() if module in map(module_of, wanted)), None)
+    return None if extra is None else MissingExtra(extra, module)
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def imported(pool: Executor) -> dict[str, str]:
+    """Import every package that is installed, beside this process: of each what is wrong with it, or nothing."""
+    names = dict.fromkeys(package_name(one) for one in (*NEEDED, *(one for extra in EXTRAS.values() for one in extra)))
+    modules = {name: module_of(name) for name in names if installed_version(name)}
+    on_torch = [module for name, module in modules.items() if name in _WITH_TORCH]
+    others = [module for name, module in modules.items() if name not in _WITH_TORCH]
+    jobs: list[Future[dict[str, str]]] = [
+        pool.submit(imported_by, group, timeout=_TIMEOUT) for group in (others, on_torch) if group
+    ]
+    found = {module: error for job in jobs for module, error in job.result().items()}
+    return {name: found[module] for name, module in modules.items()}
+
+
+def of_packages(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
+    """Check llorch itself, each package that it needs, and each extra; `probed` is the result of `imported`."""
+    yield HealthCheck("packages", "llorch", "ok", installed_version("llorch") or "run from its sources")
+    for one in NEEDED:
+        yield _needed(one, probed)
+    for extra, wanted in EXTRAS.items():
+        yield _check_extra(extra, wanted, probed)
+
+
+def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
+    name, found = package_name(wanted), installed_version(package_name(wanted))
+    if found is None:
+        return HealthCheck("packages", name, "broken", "is not installed", _install(wanted))
+    wrong = _fault(wanted, found, probed)
+    return HealthCheck("packages", name, "broken" if wrong else "ok", found + wrong, _install(wanted) if wrong else "")
+
+
+def _check_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> HealthCheck:
+    """Check that the packages of an extra are installed and can be imported."""
+    found = {one: installed_version(package_name(one)) for one in wanted}
+    faults = {one: _fault(one, there, probed) for one, there in found.items() if there}
+    said = [
+        f"{package_name(one)} {there}{faults[one]}" if there else f"no {package_name(one)}"
+        for one, there in found.items()
+    ]
+    text = ", ".join(said)
+    broken = [one for one, fault in faults.items() if fault]
+    if broken:
+        return HealthCheck("extras", extra, "broken", text, _install(*broken))
+    if None in found.values():
+        return HealthCheck("extras", extra, "absent", text, f"pip install 'llorch[{extra}]'")
+    return HealthCheck("extras", extra, "ok", text)
+
+
+def _fault(wanted: str, found: str, probed: Mapping[str, str]) -> str:
+    """Return the fault of an installed version in parentheses, "" if it has none."""
+    least = wanted.removeprefix(package_name(wanted))
+    if (exact := least.startswith("==")) and found != least[2:]:
+        return f" (should be {least[2:]})"
+    if not exact and _version_numbers(found) < _version_numbers(least[2:]):
+        return f" (older than {least[2:]})"
+    error = probed.get(package_name(wanted), "")
+    return f" ({error[:200]})" if error else ""
+
+
+def _version_numbers(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]]
+
+
+def _install(*wanted: str) -> str:
+    return "pip install --force-reinstall " + " ".join(f"'{one}'" for one in wanted)

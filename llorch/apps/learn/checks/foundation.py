@@ -1,0 +1,83 @@
+"""Lesson 00: a number format and a tensor table beside the gguf package, token ids beside llama.cpp, embedding rows.
+
+The gguf package's table of each built-in file, and llama.cpp's ids of six texts, are among the goldens; what the
+package makes of all finite bfloat16 numbers is asked for here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from functools import partial
+
+import numpy as np
+from gguf import GGMLQuantizationType, dequantize
+
+from llorch.apps.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far, written_parts
+from llorch.apps.learn.exercises.foundation import BFLOAT16, MERGE, TENSOR_TABLE
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.judging import LessonComparison, Mode
+from llorch.apps.learn.lessons import Lesson
+from llorch.diagnosis.verdict import Suspect
+from llorch.files.blocks import uniform
+from llorch.files.gguf import GGUFFile
+from llorch.judging.expectations.files import foundation_rows, own_tensors, token_rows
+from llorch.judging.judge import Comparison, exact_row
+from llorch.judging.verify import stored
+from llorch.model.model import Model
+from llorch.runtime.builtin import BUILTIN, builtin_path, held
+from llorch.stages.stage_ref import StageRef
+
+ONE = 0x3F80  # the bfloat16 that everyone knows
+Install = Callable[[], AbstractContextManager[None]]
+
+
+class FoundationCheck:
+    """See `Check`."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+        """See `Check`."""
+        for part, rows in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
+            if part in written_parts(lesson, implementation):
+                together = parts_so_far(lesson, implementation) if mode == "chained" else [part]
+                yield from (
+                    LessonComparison(row, None, None) for row in rows(partial(implementation.installed, together))
+                )
+        yield from ForwardCheck().judged(lesson, implementation, mode)
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+    ) -> Sequence[Suspect]:
+        """See `Check`; the library knows those of the embedding."""
+        return ForwardCheck().suspects(lesson, implementation, mode, [each for each in wrong if each.claim])
+
+
+def numbers(installed: Install) -> Iterator[Comparison]:
+    """Compare every finite bfloat16 with the gguf package."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    bits = bits[(bits & 0x7F80) != 0x7F80]  # without infinities and those that are no number
+    ours = np.empty(bits.shape, np.float32)
+    with installed():
+        uniform.widen_bfloat16(bits, ours)
+    theirs = dequantize(bits.view(np.uint8), GGMLQuantizationType.BF16)
+    wrong = np.flatnonzero(ours.view(np.uint32) != theirs.view(np.uint32))
+    shown = ONE if ONE in wrong else wrong[0] if wrong.size else 0
+    note = f"{bits[shown]:#06x} is {theirs[shown]:g}, got {ours[shown]:g}" if wrong.size else ""
+    yield exact_row(StageRef("00", "bfloat16"), "gguf", wrong.size / bits.size, note, model="numbers", backend=BACKEND)
+
+
+def tables(installed: Install) -> Iterator[Comparison]:
+    """Compare the tensor table of every built-in file, with the hash of the bytes that it points to."""
+    for model in held(BUILTIN):
+        with installed():
+            file = GGUFFile(builtin_path(model))
+        with closing(file):
+            yield from foundation_rows(model, own_tensors(file), stored(model)[1].tensors, backend=BACKEND)
+
+
+def texts(installed: Install) -> Iterator[Comparison]:
+    """Compare the ids of the goldens' texts, with every built-in vocabulary."""
+    for model in held(BUILTIN):
+        weights, golden = stored(model)
+        with installed():
+            encode = Model(weights).tokenizer.encode
+            ids = {check.text: encode(check.text) for check in golden.tokens}
+        yield from token_rows(model, ids.__getitem__, golden.tokens, backend=BACKEND)

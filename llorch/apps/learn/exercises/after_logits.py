@@ -1,0 +1,156 @@
+"""Parts behind the logits: lessons 09 to 12.
+
+Filters get and give float64 logits, as ours do; a removed token has -inf. The loop is given the model as a function,
+which only Python can be; all else can be written in any language.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from llorch.apps.learn.exercise import Call, Exercise
+from llorch.model.cache import KVCache
+from llorch.model.generate import log_probability
+from llorch.ops.sampling import SamplingSettings
+from llorch.ops.sampling import greedy as our_greedy
+from llorch.ops.sampling import keep_min_p as our_min_p
+from llorch.ops.sampling import keep_top_k as our_top_k
+from llorch.ops.sampling import keep_top_p as our_top_p
+from llorch.ops.sampling import penalise as our_penalty
+from llorch.ops.sampling import probabilities as our_probabilities
+from llorch.ops.sampling import softmax as our_softmax
+from llorch.runtime.errors import LearnerFault
+
+Array = np.ndarray
+
+
+def distribution(
+    logits: Array, history: Array, penalty: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Array:
+    """Compute the distribution that a token is drawn from; above temperature 0."""
+    settings = SamplingSettings(
+        repetition_penalty=penalty, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    return our_probabilities(logits, settings, history.tolist())
+
+
+def generate(step: Callable[[Any], Array], prompt: Array, max_tokens: int) -> Iterator[int]:
+    """Take the likeliest token again and again; `step` runs new ids behind those before, and returns the last row."""
+    new = prompt.tolist()
+    for _ in range(max_tokens):
+        new = [our_greedy(step(new))]
+        yield new[0]
+
+
+def _row_adapted(call: Call, right: Call) -> Call:
+    """Make the learner's function select the last row of `forward`'s logits, where only that is asked for."""
+
+    def adapted(*args: Any, last_only: bool = False, **more: Any) -> Array:
+        logits = right(*args, **more)
+        return call(logits=logits)[None] if last_only else logits
+
+    return adapted
+
+
+def _penalty_adapted(call: Call, right: Call) -> Call:
+    return lambda logits, history, *, penalty: call(
+        logits=logits, history=np.asarray(history, np.int64), penalty=penalty
+    )
+
+
+def _distribution_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function; greedy runs and other penalties stay llorch's."""
+
+    def adapted(
+        logits: Array, settings: SamplingSettings, history: Sequence[int], *, n_prompt: int | None = None
+    ) -> Array:
+        no_part = settings.temperature == 0 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        if no_part:
+            return right(logits, settings, history, n_prompt=n_prompt)
+        wide, past = logits.astype(np.float64), np.asarray(history, np.int64)
+        return call(
+            logits=wide, history=past, penalty=settings.repetition_penalty, temperature=settings.temperature,
+            top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p,
+        ).astype(logits.dtype)  # fmt: skip
+
+    return adapted
+
+
+def _positions_adapted(call: Call, right: Call) -> Call:
+    def adapted(cache: KVCache, n_tokens: int) -> Array:
+        return call(n_before=int(right(cache, n_tokens)[0]), n_new=n_tokens)
+
+    return adapted
+
+
+def _generate_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function for greedy runs without a penalty, and check the tokens."""
+
+    def adapted(
+        step: Callable[[Sequence[int]], Array], prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
+    ) -> Iterator[tuple[int, float]]:
+        if settings.temperature > 0 or settings.repetition_penalty != 1:
+            yield from right(step, prompt, settings, max_tokens=max_tokens)
+            return
+        rows: list[Array] = []
+
+        def shown(new: Any) -> Array:
+            rows.append(step([int(each) for each in new]))
+            return rows[-1].copy()
+
+        made = iter(call(step=shown, prompt=np.asarray(prompt, np.int64), max_tokens=max_tokens))
+        for at, token in enumerate(islice(made, max_tokens)):
+            if not (rows and 0 <= token < rows[-1].size):
+                raise LearnerFault(
+                    "generate", f"gave {token}" + (", which is no token id" if rows else " without a call of the step")
+                )
+            yield token, log_probability(rows[min(at, len(rows) - 1)], token)
+        if next(made, None) is not None:
+            raise LearnerFault("generate", f"expected at most max_tokens = {max_tokens} ids, got more")
+
+    return adapted
+
+
+LAST_ROW = Exercise(
+    name="last_row", reference=lambda logits: logits[-1].copy(), returns=("row",), adapt=_row_adapted,
+    replaces="llorch.model.blocks.forward",
+)  # fmt: skip
+ARGMAX = Exercise(
+    name="argmax", reference=lambda row: our_greedy(row), returns=("id",), replaces="llorch.ops.sampling.greedy",
+    adapt=lambda call, right: lambda logits: int(call(row=logits)),
+)  # fmt: skip
+PENALISE = Exercise(
+    name="penalise", reference=lambda logits, history, penalty: our_penalty(logits, history.tolist(), penalty=penalty),
+    returns=("logits",), replaces="llorch.ops.sampling.penalise", adapt=_penalty_adapted,
+)  # fmt: skip
+KEEP_TOP_K = Exercise(
+    name="keep_top_k", reference=lambda logits, k: our_top_k(logits, k=k), returns=("logits",),
+    replaces="llorch.ops.sampling.keep_top_k", adapt=lambda call, right: lambda logits, *, k: call(logits=logits, k=k),
+)  # fmt: skip
+KEEP_TOP_P = Exercise(
+    name="keep_top_p", reference=lambda logits, p: our_top_p(logits, p=p), returns=("logits",),
+    replaces="llorch.ops.sampling.keep_top_p", adapt=lambda call, right: lambda logits, *, p: call(logits=logits, p=p),
+)  # fmt: skip
+KEEP_MIN_P = Exercise(
+    name="keep_min_p", reference=lambda logits, min_p: our_min_p(logits, min_p=min_p), returns=("logits",),
+    replaces="llorch.ops.sampling.keep_min_p",
+    adapt=lambda call, right: lambda logits, *, min_p: call(logits=logits, min_p=min_p),
+)  # fmt: skip
+SOFTMAX = Exercise(
+    name="softmax", reference=lambda logits: our_softmax(logits), returns=("probabilities",),
+    replaces="llorch.ops.sampling.softmax", adapt=lambda call, right: lambda logits: call(logits=logits),
+)  # fmt: skip
+DISTRIBUTION = Exercise(
+    name="distribution", reference=distribution, returns=("probabilities",),
+    replaces="llorch.ops.sampling.probabilities", adapt=_distribution_adapted,
+)  # fmt: skip
+POSITIONS = Exercise(
+    name="positions", reference=lambda n_before, n_new: np.arange(n_before, n_before + n_new), returns=("positions",),
+    replaces="llorch.model.cache.KVCache.next_positions", adapt=_positions_adapted,
+)  # fmt: skip
+GENERATE = Exercise(
+    name="generate", reference=generate, returns=("ids",), streams=True, replaces="llorch.model.generate.sample_ids",
+    adapt=_generate_adapted,
+)  # fmt: skip

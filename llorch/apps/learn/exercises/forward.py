@@ -1,0 +1,282 @@
+"""Parts of the forward pass: lessons 01 to 08, and the embedding of 00.
+
+`adapt` translates the call that our forward page makes. Ours are imported under other names: what is put in their place
+wherever llorch uses them is not put here, so that a reference stays one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llorch.apps.learn.exercise import Call, Exercise
+from llorch.families.config import ModelConfig, YarnScaling
+from llorch.ops.attention import attention_context as our_context
+from llorch.ops.attention import attention_probs as our_probs
+from llorch.ops.attention import attention_scores as our_scores
+from llorch.ops.embedding import embedding as our_embedding
+from llorch.ops.linear import linear as our_linear
+from llorch.ops.numerics import QuantMethod
+from llorch.ops.rms_norm import rms_norm as our_rms_norm
+from llorch.ops.rope import frequencies as our_frequencies
+from llorch.ops.rope import rope as our_rope
+from llorch.ops.rope import scale_frequencies
+from llorch.ops.swiglu import swiglu as our_swiglu
+from llorch.stages.table import DENSE_PRODUCTS, STAGES
+
+Array = np.ndarray
+Arrays = Mapping[str, Array]
+VISIBLE_IN_BLOCK = ("k_cache", "v_cache", "block_out")
+IN_BLOCK = tuple(stage.name for stage in STAGES if stage.in_layer and stage.name not in VISIBLE_IN_BLOCK)
+
+
+def dense(weight: Array | QuantMethod | None) -> Any:
+    """Return a weight as an array, decoded if it is packed."""
+    return weight if weight is None or isinstance(weight, np.ndarray) else weight.dequantize()
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Of the last axis."""
+    return our_rms_norm(x, weight, eps=eps)
+
+
+def qkv(
+    h: Array, q_proj: Array, k_proj: Array, v_proj: Array, q_bias: Array | None, k_bias: Array | None,
+    v_bias: Array | None, q_norm: Array | None, k_norm: Array | None, head_dim: int, eps: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Three projections, cut into heads (seq, heads, head_dim); with q_norm and k_norm each head is normalised."""
+    q, k, v = (
+        our_linear(h, weight, bias).reshape(len(h), -1, head_dim)
+        for weight, bias in ((q_proj, q_bias), (k_proj, k_bias), (v_proj, v_bias))
+    )
+    if q_norm is not None and k_norm is not None:
+        q, k = our_rms_norm(q, q_norm, eps=eps), our_rms_norm(k, k_norm, eps=eps)
+    return q, k, v
+
+
+def rope_tables(positions: Array, inv_freq: Array) -> tuple[Array, Array]:
+    """Cosines and sines of every position and pair, (seq, half), in float64."""
+    angle = positions[:, None] * inv_freq
+    return np.cos(angle), np.sin(angle)
+
+
+def append(past_k: Array, past_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Append the rows (seq, kv_heads, head_dim) of new tokens to the caches (kv_heads, ctx, head_dim)."""
+    return np.concatenate([past_k, k.swapaxes(0, 1)], axis=1), np.concatenate([past_v, v.swapaxes(0, 1)], axis=1)
+
+
+def attention_output(context: Array, o_proj: Array, o_bias: Array | None) -> Array:
+    """Bring the joined heads back to the width of the model."""
+    return our_linear(context, o_proj, o_bias)
+
+
+def feed_forward(h: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
+    """Multiply a gated pair of projections up, and project down."""
+    return our_linear(our_swiglu(our_linear(h, gate_proj), our_linear(h, up_proj)), down_proj)
+
+
+def block(
+    x: Array, w: Arrays, cos: Array, sin: Array, past_k: Array, past_v: Array, head_dim: int, eps: float
+) -> tuple[Array, Array, Array]:
+    """One layer: its output, and both caches with the new tokens in them."""
+    biases, norms = (w.get("q_bias"), w.get("k_bias"), w.get("v_bias")), (w.get("q_norm"), w.get("k_norm"))
+    h = our_rms_norm(x, w["attn_norm"], eps=eps)
+    q, k, v = qkv(h, w["q_proj"], w["k_proj"], w["v_proj"], *biases, *norms, head_dim, eps)
+    k, v = append(past_k, past_v, our_rope(k, cos, sin), v)
+    context = our_context(our_probs(our_scores(our_rope(q, cos, sin), k)), v)
+    x = x + attention_output(context, w["o_proj"], w.get("o_bias"))
+    h = our_rms_norm(x, w["ffn_norm"], eps=eps)
+    return x + feed_forward(h, w["gate_proj"], w["up_proj"], w["down_proj"]), k, v
+
+
+def logits(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
+    """Apply the last norm, and compute one number for every token of the vocabulary; a tied model has no lm_head."""
+    return our_linear(our_rms_norm(x, final_norm, eps=eps), embed_tokens if lm_head is None else lm_head)
+
+
+def _norm_adapted(call: Call, right: Call) -> Call:
+    return lambda x, weight, *, eps: call(x=x, weight=weight, eps=eps)
+
+
+def _linear_adapted(call: Call, right: Call) -> Call:
+    return lambda x, weight, bias=None: call(x=x, weight=dense(weight), bias=bias)
+
+
+def _qkv_adapted(call: Call, right: Call) -> Call:
+    def adapted(h: Array, w: Mapping[str, Any], config: ModelConfig, keep: Call) -> tuple[Array, Array, Array]:
+        weights = {name: dense(w[name]) for name in ("q_proj", "k_proj", "v_proj")}
+        maybe = {name: w.get(name) for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")}
+        q, k, v = call(h=h, **weights, **maybe, head_dim=config.head_dim, eps=config.rms_norm_eps)
+        if config.qk_norm:
+            return keep("q_norm", q), keep("k_norm", k), _kept_flat(keep, "v_proj", v)
+        return _kept_flat(keep, "q_proj", q), _kept_flat(keep, "k_proj", k), _kept_flat(keep, "v_proj", v)
+
+    return adapted
+
+
+def _kept_flat(keep: Call, name: str, heads: Array) -> Array:
+    """Keep an array of heads as (tokens, width), and return it in its own shape."""
+    return keep(name, heads.reshape(len(heads), -1)).reshape(heads.shape)
+
+
+def _tables_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function with the scaled frequencies, and apply the gain of YaRN."""
+    from llorch.ops import rope  # under its own name: with the learner's frequencies, where they are written
+
+    def adapted(positions: Array, *, head_dim: int, theta: float, scaling: Any) -> tuple[Array, Array]:
+        inv_freq = scale_frequencies(rope.frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
+        gain = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+        cos, sin = call(positions=positions, inv_freq=inv_freq)
+        return cos * gain, sin * gain
+
+    return adapted
+
+
+def _rope_adapted(call: Call, right: Call) -> Call:
+    def adapted(x: Array, cos: Array, sin: Array) -> Array:
+        width = 2 * cos.shape[-1]  # of a head; hybrids turn a part of it
+        turned = call(x=x[..., :width], cos=cos, sin=sin)
+        return turned if width == x.shape[-1] else np.concatenate([turned, x[..., width:]], axis=-1)
+
+    return adapted
+
+
+def _scale_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function with the factors that llorch divides the frequencies by."""
+
+    def adapted(inv_freq: Array, scaling: Any, *, head_dim: int, theta: float) -> Array:
+        if scaling is None:
+            return inv_freq
+        return call(inv_freq=inv_freq, factors=inv_freq / right(inv_freq, scaling, head_dim=head_dim, theta=theta))
+
+    return adapted
+
+
+def _append_adapted(call: Call, right: Call) -> Call:
+    def adapted(cache: Any, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+        past_k, past_v = (store[layer][:, : cache.length] for store in (cache._keys, cache._values))
+        cache._keys[layer], cache._values[layer] = call(past_k=past_k, past_v=past_v, k=k, v=v)
+        return cache._keys[layer], cache._values[layer]
+
+    return adapted
+
+
+def _output_adapted(call: Call, right: Call) -> Call:
+    def adapted(context: Array, w: Mapping[str, Any], keep: Call) -> Array:
+        return keep("attn_out", call(context=context, o_proj=dense(w["o_proj"]), o_bias=w.get("o_bias")))
+
+    return adapted
+
+
+def _feed_forward_adapted(call: Call, right: Call) -> Call:
+    def adapted(h: Array, w: Mapping[str, Any], keep: Call) -> Array:
+        return keep("ffn_out", call(h=h, **{name: dense(w[name]) for name in ("gate_proj", "up_proj", "down_proj")}))
+
+    return adapted
+
+
+def _block_adapted(call: Call, right: Call) -> Call:
+    """Let llorch call the learner's function for a layer, and append its new keys and values."""
+
+    def adapted(
+        x: Array, w: Mapping[str, Any], config: ModelConfig, cos: Array, sin: Array, append: Call, keep: Call
+    ) -> Array:
+        none = np.empty((0, config.n_kv_heads, config.head_dim), x.dtype)
+        past_k, past_v = append(none, none)  # what is there before
+        weights = {name: dense(w[name]) for name in w}
+        x, k, v = call(
+            x=x, w=weights, cos=cos, sin=sin, past_k=past_k, past_v=past_v, head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )  # fmt: skip
+        append(*(rows[:, past_k.shape[1] :].swapaxes(0, 1) for rows in (k, v)))
+        keep("k_cache", k)
+        keep("v_cache", v)
+        return keep("block_out", x)
+
+    return adapted
+
+
+def _logits_adapted(call: Call, right: Call) -> Call:
+    def adapted(x: Array, weights: Any, keep: Call) -> Array:
+        config, table = weights.config, dense(weights["embed_tokens"])
+        output = None if config.tie_word_embeddings else dense(weights["lm_head"])
+        given = {"final_norm": weights["final_norm"], "lm_head": output, "embed_tokens": table}
+        return keep("logits", call(x=x, **given, eps=config.rms_norm_eps))
+
+    return adapted
+
+
+EMBEDDING = Exercise(
+    name="embedding", reference=lambda ids, table: our_embedding(ids, table), returns=("rows",), stages=("embed",),
+    replaces="llorch.ops.embedding.embedding",
+    adapt=lambda call, right: lambda ids, table: call(ids=ids, table=dense(table)),
+)  # fmt: skip
+RMS_NORM = Exercise(
+    name="rms_norm", reference=rms_norm, returns=("y",), stages=("attn_norm", "ffn_norm", "final_norm"),
+    replaces="llorch.ops.rms_norm.rms_norm", adapt=_norm_adapted,
+)  # fmt: skip
+FREQUENCIES = Exercise(
+    name="frequencies", reference=lambda head_dim, theta: our_frequencies(head_dim, theta), returns=("inv_freq",),
+    replaces="llorch.ops.rope.frequencies", stages=("q_rope", "k_rope"),
+    adapt=lambda call, right: lambda head_dim, theta: call(head_dim=head_dim, theta=theta),
+)  # fmt: skip
+SCALE_FREQUENCIES = Exercise(
+    name="scale_frequencies", reference=lambda inv_freq, factors: inv_freq / factors, returns=("inv_freq",),
+    replaces="llorch.ops.rope.scale_frequencies", stages=("q_rope", "k_rope"), adapt=_scale_adapted,
+)  # fmt: skip
+ROPE_TABLES = Exercise(
+    name="rope_tables", reference=rope_tables, returns=("cos", "sin"), stages=("q_rope", "k_rope"),
+    replaces="llorch.ops.rope.rope_tables", adapt=_tables_adapted,
+)  # fmt: skip
+ROPE = Exercise(
+    name="rope", reference=lambda x, cos, sin: our_rope(x, cos, sin), returns=("y",), stages=("q_rope", "k_rope"),
+    replaces="llorch.ops.rope.rope", adapt=_rope_adapted,
+)  # fmt: skip
+LINEAR = Exercise(
+    name="linear", reference=lambda x, weight, bias: our_linear(x, weight, bias), returns=("y",),
+    stages=tuple(stage.name for stage in DENSE_PRODUCTS),
+    replaces="llorch.ops.linear.linear", adapt=_linear_adapted,
+)  # fmt: skip
+QKV = Exercise(
+    name="qkv", reference=qkv, returns=("q", "k", "v"), stages=("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"),
+    replaces="llorch.model.forward.qkv", adapt=_qkv_adapted,
+    hidden=lambda config: ("q_proj", "k_proj") if config.qk_norm else (),
+)  # fmt: skip
+APPEND = Exercise(
+    name="append", reference=append, returns=("k", "v"), stages=("k_cache", "v_cache"),
+    replaces="llorch.model.cache.KVCache.append", adapt=_append_adapted,
+)  # fmt: skip
+ATTENTION_SCORES = Exercise(
+    name="attention_scores", reference=lambda q, k: our_scores(q, k), returns=("scores",), stages=("attn_scores",),
+    replaces="llorch.ops.attention.attention_scores", adapt=lambda call, right: lambda q, k: call(q=q, k=k),
+)  # fmt: skip
+ATTENTION_PROBS = Exercise(
+    name="attention_probs", reference=lambda scores: our_probs(scores), returns=("probs",), stages=("attn_probs",),
+    replaces="llorch.ops.attention.attention_probs", adapt=lambda call, right: lambda scores: call(scores=scores),
+)  # fmt: skip
+ATTENTION_CONTEXT = Exercise(
+    name="attention_context", reference=lambda probs, v: our_context(probs, v), returns=("context",),
+    stages=("attn_context",), replaces="llorch.ops.attention.attention_context",
+    adapt=lambda call, right: lambda probs, v: call(probs=probs, v=v),
+)  # fmt: skip
+ATTENTION_OUTPUT = Exercise(
+    name="attention_output", reference=attention_output, returns=("y",), stages=("attn_out",),
+    replaces="llorch.model.forward.attention_output", adapt=_output_adapted,
+)  # fmt: skip
+SWIGLU = Exercise(
+    name="swiglu", reference=lambda gate, up: our_swiglu(gate, up), returns=("y",), stages=("ffn_act",),
+    replaces="llorch.ops.swiglu.swiglu", adapt=lambda call, right: lambda gate, up: call(gate=gate, up=up),
+)  # fmt: skip
+FEED_FORWARD = Exercise(
+    name="feed_forward", reference=feed_forward, returns=("y",), stages=("ffn_out",),
+    replaces="llorch.model.forward.feed_forward", adapt=_feed_forward_adapted,
+    hidden=lambda config: ("ffn_gate", "ffn_up", "ffn_act"),
+)  # fmt: skip
+BLOCK = Exercise(
+    name="block", reference=block, returns=("x", "k", "v"), stages=VISIBLE_IN_BLOCK,
+    replaces="llorch.model.forward.block", adapt=_block_adapted, hidden=lambda config: IN_BLOCK,
+)  # fmt: skip
+LOGITS = Exercise(
+    name="logits", reference=logits, returns=("logits",), stages=("logits",), replaces="llorch.model.forward.logits",
+    adapt=_logits_adapted, hidden=lambda config: ("final_norm",),
+)  # fmt: skip

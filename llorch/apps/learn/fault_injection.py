@@ -1,0 +1,135 @@
+"""Whether a lesson's check would see the known mistakes, in the run of a learner's own solution.
+
+In the forward pass each mistake of the library is planted in one stage of one layer while the learner's parts run; in
+other lessons what people typed takes the place of the learner's part. A tooth is a mistake that turns red by ten times
+what is allowed, and gets its name.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.apps.learn.check import FORWARD, check
+from llorch.apps.learn.checks.forward import ForwardModel, models_of, written_parts
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.judging import NearMiss
+from llorch.apps.learn.lessons import Lesson
+from llorch.apps.learn.materials import typed_mistakes
+from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
+from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
+from llorch.diagnosis.verdict import Finding
+from llorch.stages.comparison import FAIL
+from llorch.stages.table import BY_NAME, key
+
+
+@dataclass(frozen=True)
+class Tooth:
+    """One known mistake in the run of a learner.
+
+    Attributes:
+        mistake: Its name.
+        stage: Where it was planted, or the part that it took the place of.
+        over: By what factor it exceeds what is allowed.
+        named: What it was taken for, with what cannot be told from that.
+    """
+
+    mistake: str
+    stage: str
+    over: float
+    named: tuple[str, ...]
+
+    @property
+    def bites(self) -> bool:
+        """True if the check detected the mistake and named it."""
+        return self.over >= VISIBLE and self.mistake in self.named
+
+
+@dataclass(frozen=True)
+class Teeth:
+    """All of a lesson."""
+
+    lesson: str
+    teeth: Sequence[Tooth]
+
+    def __str__(self) -> str:
+        """Format the number of detected faults, their total, and the names of those not detected."""
+        bad = [each for each in self.teeth if not each.bites]
+        said = [f"checkpoint_{self.lesson}: {len(self.teeth) - len(bad)} of {len(self.teeth)} known mistakes detected"]
+        for each in bad:
+            taken = f"taken for {each.named[0]}" if each.named else "not named"
+            said.append(f"  {each.mistake} in {each.stage}: {each.over:.3g} times the tolerance, {taken}")
+        return "\n".join(said)
+
+
+def teeth(lesson: Lesson, implementation: Implementation) -> Teeth:
+    """Try every known mistake of a lesson in the run of a solution that passes.
+
+    Args:
+        lesson: Which.
+        implementation: Whose solution.
+
+    Returns:
+        What was seen of each.
+    """
+    found = _planted(lesson, implementation) if lesson.number in FORWARD else _typed(lesson, implementation)
+    return Teeth(lesson.number, list(found))
+
+
+def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
+    """Check the solution with each typed mistake in place of one exercise; yield the detection of each."""
+    for part, wrong in typed_mistakes(lesson).items():
+        for name, function in wrong.items():
+            seen = check(lesson, Implementation(implementation.source, {**implementation.written, part: function}))
+            named = tuple(each.name for each in seen.suspects if not isinstance(each, NearMiss))
+            yield Tooth(name, part, math.inf if seen.word == FAIL else 0.0, named)
+
+
+def _planted(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
+    """Yield one injected fault for each mistake. The first exercise, model and case that detects it is enough."""
+    parts = written_parts(lesson, implementation)
+    models = [ForwardModel(model, [part], implementation) for part in parts for model in models_of(lesson)]
+    for mistake in STAGE_MISTAKES:
+        tried: list[Tooth] = []
+        for tooth in _check_mistake(mistake, models):
+            tried.append(tooth)
+            if tooth.bites:
+                break
+        if tried:
+            yield max(tried, key=lambda each: (each.bites, each.over))
+
+
+def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]) -> Iterator[Tooth]:
+    """Inject a mistake into every model that can have it, and measure if the lesson's check would detect it."""
+    for model in models:
+        made = {stage for part in model.parts for stage in part.stages} - model.hidden
+        shown = [name for name in mistake.stages if name in made]
+        able = [BY_NAME[name] for name in shown if BY_NAME[name].applies_to(model.config)]
+        if not able or not mistake.applies_to(model.config):
+            continue
+        stage = able[0]
+        layer = stage.first_layer(model.config)
+        for case, this in model.suite.cases.items():
+            n = len(this.ids) // 2 if mistake.after_cached else 0
+            right = [*model.traces(this, n)]
+            golden = next(iter(model.suite.evidence.values())).traces[case]  # of what does not show
+            now = part_of_trace(golden, model.config, n, len(this.ids)) | right[-1]
+            inputs = stage_inputs(
+                stage, layer, model.weights, this.after(n), now, right[0] if n else None,
+                reads=mistake.reads,
+            )  # fmt: skip
+            with np.errstate(all="ignore"):
+                wrong = {key(stage.name, layer): made_wrong(mistake, inputs, stage.name)}
+            yield _tooth(mistake.name, model, case, n, wrong)
+
+
+def _tooth(name: str, model: ForwardModel, case: str, n_cached: int, wrong: dict[str, np.ndarray]) -> Tooth:
+    """Measure by how many tolerances a wrong stage is off, at the engine where it is least; name the suspects."""
+    this, (place, array) = model.suite.cases[case], *wrong.items()
+    claims = [model.suite.chained(model.runner, case, witness, n_cached, place) for witness in model.suite.evidence]
+    over = min(claim.difference(array).over(claim.limit) for claim in claims)
+    first: Finding | None = next(model.causes_in(this, n_cached, wrong), None) if over >= VISIBLE else None
+    suspects = () if first is None else (*first.suspects, *first.alternatives)
+    return Tooth(name, place, over, tuple(each.name for each in suspects))

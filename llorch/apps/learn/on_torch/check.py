@@ -1,0 +1,114 @@
+"""Lesson 14: the stages of its parts in the run of our torch modules, on the CPU, in float32 and in bfloat16.
+
+The claims and limits are those of checkpoint 14. A name is looked for in what the float32 run shows: in bfloat16 no
+known mistake makes the same numbers to the last digit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from llorch.apps.learn.checks.forward import BACKEND, stages_of, suite_of, suspects_named_by, wide, written_parts
+from llorch.apps.learn.exercise import Exercise
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.judging import LessonComparison, Mode
+from llorch.apps.learn.lessons import PARTS, Lesson
+from llorch.diagnosis.diagnose import causes
+from llorch.diagnosis.verdict import Finding, Suspect
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.judging.judge import Expectation, judge
+from llorch.judging.runners import See
+from llorch.judging.runners.torch import VARIANTS, TorchRunner
+from llorch.pytorch.device import target
+from llorch.runtime.threads import limited
+from llorch.stages.table import keys
+
+MODELS = ("micro-llama", "micro-qwen3")  # of either eps; with norms of heads
+FLOAT32, BFLOAT16 = (f"{BACKEND}-{dtype}" for dtype in ("float32", "bfloat16"))
+
+
+@cache
+def runner_of(model: str, backend: str) -> TorchRunner:
+    """Make a runner of a built-in model on the CPU, with the reference implementation as it is written."""
+    at = target("cpu", backend.removeprefix(f"{BACKEND}-"))
+    return TorchRunner(suite_of(model).weights, at, VARIANTS[""], backend)
+
+
+class TorchCheck:
+    """See `Check`. Chained, both parts run at once, on what they made themselves."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+        """See `Check`."""
+        written = written_parts(lesson, implementation)
+        for model in MODELS:
+            for backend in (FLOAT32, BFLOAT16):
+                if mode == "chained":
+                    yield from OnTorch(model, backend, written, implementation).chained(stages_of(lesson))
+                    continue
+                for part in written:
+                    made = OnTorch(model, backend, [part], implementation).isolated({*part.stages})
+                    yield from (replace(each, part=part.name) for each in made)
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+    ) -> Sequence[Suspect]:
+        """Diagnose the float32 run; return no suspect if that run is right."""
+        written = written_parts(lesson, implementation)
+
+        def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
+            return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
+
+        return suspects_named_by([each for each in wrong if each.row.backend == FLOAT32], causes_of)
+
+
+class OnTorch:
+    """One model in one dtype with the learner's parts in it."""
+
+    def __init__(self, model: str, backend: str, parts: Sequence[Exercise], implementation: Implementation) -> None:
+        """Load a built-in model by name on torch, with the learner's functions in place."""
+        self.model, self.parts, self.implementation = model, parts, implementation
+        self.suite, self.runner = suite_of(model), runner_of(model, backend)
+
+    def isolated(self, stages: set[str]) -> Iterator[LessonComparison]:
+        """Compare every stage, fed the numbers of the goldens."""
+        for case, this in self.suite.cases.items():
+            for witness, golden in self.suite.evidence.items():
+                trace = self._trace(lambda see, at=(this, golden.traces[case]): self.runner.isolated(*at, see))
+                for name in self._keys(stages):
+                    yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace[name])
+
+    def chained(self, stages: set[str]) -> Iterator[LessonComparison]:
+        """Compare every stage of a pass, fed the results of the stages before it."""
+        for case in self.suite.cases:
+            trace = self._pass(case)
+            for witness in self.suite.evidence:
+                for name in self._keys(stages):
+                    yield self._compare(self.suite.chained(self.runner, case, witness, 0, name), trace[name])
+
+    def causes(self, case: str) -> Iterator[Finding]:
+        """Diagnose one pass; the run is over before the diagnosis begins."""
+        return causes(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
+
+    def _pass(self, case: str) -> dict[str, np.ndarray]:
+        return self._trace(lambda see: self.runner.chained(case, self.suite.cases[case], see))
+
+    def _trace(self, run: Callable[[See], None]) -> dict[str, np.ndarray]:
+        """Run with the learner's modules installed, on one thread; return all observed stages."""
+        trace: dict[str, np.ndarray] = {}
+
+        def see(name: str, array: np.ndarray, **flips: int) -> None:
+            trace[name] = array
+
+        with limited(1), self.implementation.installed(self.parts):
+            run(see)
+        return trace
+
+    def _keys(self, stages: set[str]) -> Iterator[str]:
+        return (name for name, stage, _ in keys(self.suite.weights.config) if stage.name in stages)
+
+    def _compare(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
+        """Compare an array of the learner's torch code with its expected array."""
+        row = judge(claim, got, model=self.model, backend=self.runner.name)
+        return LessonComparison(row, claim, got, config=self.suite.weights.config)

@@ -1,0 +1,194 @@
+"""What is to be seen in a comparison that failed: the first wrong number, the pattern, and what is still right."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+
+from llorch.apps.learn.judging import LessonComparison
+from llorch.diagnosis.mistakes import AFTER_LOGITS
+from llorch.diagnosis.profile import by_token, has_heads
+from llorch.stages.stage_ref import StageRef
+from llorch.stages.table import BY_NAME
+
+CLEARLY = 10.0  # times what is allowed, so that rounding decides nothing that is said
+CHANNELS = {"head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "vocab"}
+OF_TRAINING = {  # group of stages -> axes, where they do not depend on what it is of
+    "lora_delta": "token out", "adapted_logits": "token vocab", "merged_logits": "token vocab",
+    "exported_logits": "token vocab", "token_losses": "token", "loss": "", "grad_norm": "", "learning_rate": "step",
+    "loss_curve": "step", "norm_curve": "step", "merged_weight": "out in",
+}  # fmt: skip
+CONSTANT = 1e-3  # of the error: what is left where a factor makes it
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number beside its golden."""
+
+    where: str
+    golden: float
+    yours: float
+
+    @property
+    def off(self) -> float:
+        """Difference between the learner's number and the golden's."""
+        return 0.0 if self.golden == self.yours else abs(self.golden - self.yours)
+
+
+class Wrong:
+    """A comparison that failed, of an array that has the shape it should have."""
+
+    def __init__(self, judged: LessonComparison) -> None:
+        """Take a comparison that has an expectation and an array."""
+        assert judged.claim is not None
+        assert judged.got is not None
+        self.claim, self.row, self._config = judged.claim, judged.row, judged.config
+        self.stage = BY_NAME.get(self.claim.place.stage) if self._config is not None else None
+        self.want, self.got = (self._by_token(array.astype(np.float64)) for array in (self.claim.want, judged.got))
+
+    def _by_token(self, array: np.ndarray) -> np.ndarray:
+        """Reshape an array to (token, head, channel) where these axes are known."""
+        if self.stage is None or self._config is None:
+            return array
+        return by_token(array, self.stage, self._config)
+
+    @cached_property
+    def off(self) -> np.ndarray:
+        """Difference of every number; infinite where one side alone masks or is not finite."""
+        with np.errstate(invalid="ignore"):
+            off = np.where(self.want == self.got, 0.0, np.abs(self.got - self.want))
+        return np.where(np.isfinite(off), off, np.inf)
+
+    @cached_property
+    def outside(self) -> np.ndarray:
+        """Which numbers are wrong: those beyond the limit of the worst, else all that are off by more than the rest."""
+        finite = self.want[np.isfinite(self.want)]
+        for limit in (self._limit, self.claim.limit.error * float(np.sqrt(np.square(finite).mean()))):
+            if (self.off > limit).any():
+                return self.off > limit
+        return self.off == self.off.max()
+
+    @property
+    def first(self) -> Number:
+        """The first that is wrong, token by token."""
+        return self._number(int(self.outside.ravel().argmax()))
+
+    @property
+    def worst(self) -> Number:
+        """Number with the largest difference."""
+        return self._number(int(self.off.ravel().argmax()))
+
+    def _number(self, at: int) -> Number:
+        index = np.unravel_index(at, self.off.shape)
+        names = self._axes()
+        said = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True) if name)
+        return Number(f"[{said}]" if said else "", float(self.want[index]), float(self.got[index]))
+
+    def _axes(self) -> tuple[str, ...]:
+        if self.row.place.stage in AFTER_LOGITS:
+            return ("token id",)
+        if self.stage is None:
+            return _axes_of_training(self.claim.place) or tuple(f"axis {at}:" for at in range(self.off.ndim))
+        axes = self.stage.axes.split()
+        return "token", "head" if has_heads(self.stage) else "", CHANNELS.get(axes[-1], "channel")
+
+    def pattern(self) -> str:
+        """Describe which tokens, heads and channels are wrong, and what the pattern looks like."""
+        if self.stage is None:
+            return self._looks_like()
+        names = [name for name in self._axes() if name]
+        clearly = self.off > CLEARLY * self._limit
+        wrong = clearly if clearly.any() else self.outside
+        axes = [
+            np.asarray(wrong.any(axis=tuple({0, 1, 2} - {at}))) for at in ((0, 1, 2) if len(names) == 3 else (0, 2))
+        ]
+        said = "; ".join(_which(name, each) for name, each in zip(names, axes, strict=True))
+        looks = self._looks_like() or self._grows(axes[0])
+        return f"{said} -> {looks}" if looks else said
+
+    @property
+    def _limit(self) -> float:
+        """Return the largest difference of a single number that the tolerance allows."""
+        finite = np.abs(self.want[np.isfinite(self.want)])
+        return self.claim.limit.worst * (self.claim.unit or float(finite.max(initial=0.0)))
+
+    def _grows(self, tokens: np.ndarray) -> str:
+        """Describe errors of all tokens but the first, else ""."""
+        first = self.claim.place.n_cached == 0 and len(tokens) > 2
+        return (
+            "the mistake depends on positions or earlier tokens" if first and not tokens[0] and tokens[1:].all() else ""
+        )
+
+    def _looks_like(self) -> str:
+        """Recognise a factor, another order, or a mask; empty if none of these fits."""
+        masked = np.isneginf(self.want) != np.isneginf(self.got)
+        if masked.any():
+            return f"{int(masked.sum())} entries are masked on one side only"
+        if not np.isfinite(self.off).all():
+            return f"{int((~np.isfinite(self.off)).sum())} numbers are not finite"
+        want, got = (np.where(np.isfinite(x), x, 0.0) for x in (self.want, self.got))
+        if (factor := _factor(want, got)) is not None:
+            return f"every number is {factor:.5g} times the golden"
+        rows = [_factor(a, b) for a, b in zip(want, got, strict=True)] if want.ndim > 1 else [None]
+        if all(each is not None for each in rows):
+            return "each token has a different factor"
+        if self._close(np.sort(want, axis=None), np.sort(got, axis=None)):
+            return "the same numbers in another order"
+        return ""
+
+    def _close(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Tell if two arrays differ by at most `CLEARLY` times the tolerance, relative to `a`."""
+        return bool(np.linalg.norm(a - b) <= CLEARLY * self.claim.limit.error * np.linalg.norm(a))
+
+    def still_right(self) -> list[str]:
+        """List the properties that a wrong array still has."""
+        said = ["shape", "dtype"]
+        want, got = self.want, self.got
+        if not np.isfinite(want).all() or not np.isfinite(got).all():
+            return said
+        if self.stage is not None and self.stage.name == "attn_probs" and np.allclose(got.sum(-1), 1, atol=1e-5):
+            said.append("every row sums to 1")
+        elif want.ndim > 1 and self._close(np.linalg.norm(want, axis=-1), np.linalg.norm(got, axis=-1)):
+            said.append(f"the length of every {'head vector' if want.shape[1] > 1 else 'row'}")
+        return said
+
+
+def _axes_of_training(place: StageRef) -> tuple[str, ...]:
+    """Name the axes of an adapter's tensor, of a block's input, or of a group with fixed axes."""
+    kind = place.part.rpartition(".")[2]
+    of_part = {
+        "lora_A": "rank in",
+        "lora_B": "out rank",
+        "block_in": "token channel",
+        "last_block_out": "token channel",
+    }
+    return tuple(OF_TRAINING.get(place.stage, of_part.get(kind, "")).split())
+
+
+def _factor(want: np.ndarray, got: np.ndarray) -> float | None:
+    """Return the factor of all numbers if it makes the whole difference; else None."""
+    size = float(np.square(want).sum())
+    if not size:
+        return None
+    factor = float((want * got).sum()) / size
+    apart, left = np.linalg.norm(got - want), np.linalg.norm(got - factor * want)
+    return factor if left <= CONSTANT * apart and factor else None
+
+
+def _which(name: str, wrong: np.ndarray) -> str:
+    """Format which indices are right and wrong: `token 0 right, tokens 1-11 wrong`."""
+    plural = name if name == "vocab" else f"{name}s"
+    if wrong.all():
+        return f"all {plural}" if len(wrong) > 1 else f"{name} 0"
+    runs = [(is_wrong, [i for i, _ in run]) for is_wrong, run in groupby(enumerate(wrong), key=lambda each: each[1])]
+    if len(runs) > 4:
+        return f"{int(wrong.sum())} of {len(wrong)} {plural}"
+    spoken = (f"{name} {run[0]}" if len(run) == 1 else f"{plural} {run[0]}-{run[-1]}" for _, run in runs)
+    return ", ".join(f"{said} {'wrong' if bad else 'right'}" for said, (bad, _) in zip(spoken, runs, strict=True))
+
+
+def is_shown(judged: LessonComparison) -> bool:
+    """Tell if the numbers of a comparison can be shown."""
+    both = judged.claim is not None and judged.got is not None
+    return both and judged.got.shape == judged.claim.want.shape  # type: ignore[union-attr] (both are there)

@@ -1,0 +1,153 @@
+"""The app: every route of the server, and what becomes of errors.
+
+chat, completions, responses, tokens, tracing, page        the routes
+http, events                                               bodies in; answers out, whole and as streams
+requests, replies (.._of_responses), unsupported_fields    pydantic models of requests and answers: `openapi`
+api_errors                                                 errors of the OpenAI interface
+service, grammar, thinking                                 names and limits; prompts and forms become jobs
+response_stream, work, engine                              an answer, its job, the thread that owns the batch
+scheduler                                                  a batch on the NumPy path
+metrics, usage, logprobs                                   counts and log probabilities
+connection, server, watchdog, guard, refusal, request_id   connections, their limits, checks of each request
+"""
+
+import re
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llorch.apps.serve import chat, completions, page, responses, tokens, tracing
+from llorch.apps.serve.api_errors import ApiError
+from llorch.apps.serve.http import reply, service_of
+from llorch.apps.serve.metrics import Metrics
+from llorch.apps.serve.openapi import Described, description
+from llorch.apps.serve.replies import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Health,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    Trace,
+)
+from llorch.apps.serve.replies_of_responses import Response as ResponsesReply
+from llorch.apps.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TraceRequest
+from llorch.apps.serve.requests_of_responses import ResponsesRequest
+from llorch.apps.serve.service import Service
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(service: Service) -> Starlette:
+    """Build the routes of one model, with a running engine."""
+    app = Starlette(
+        routes=[Route(one.path, one.endpoint, methods=[one.method]) for one in ROUTES],
+        exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},
+        middleware=[Middleware(_Counted, metrics=service.engine.metrics)],
+    )
+    app.state.service = service
+    return app
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 while requests are answered."""
+    engine = service_of(request).engine
+    trouble = "the server is shutting down" if engine.draining else engine.trouble
+    if trouble is not None:
+        raise ApiError(503, trouble, code="unavailable")
+    return reply(Health(status="ok"))
+
+
+async def models(request: Request) -> Response:
+    """List the model, alone and with each adapter."""
+    service = service_of(request)
+    about = {"object": "model", "created": service.created, "owned_by": "llorch", "context_length": service.context}
+    chats = "template" if service.has_template else "plain"
+    return reply(ModelList(object="list", data=[ModelCard(id=name, chat=chats, **about) for name in service.names]))
+
+
+async def metrics(request: Request) -> Response:
+    """Answer the metrics of the server in the format of Prometheus."""
+    return Response(service_of(request).engine.metrics.text(), media_type=_PROMETHEUS)
+
+
+async def openapi(request: Request) -> Response:
+    """Describe the input and the output of all routes."""
+    return JSONResponse(description(ROUTES, version=service_of(request).version))
+
+
+ROUTES = (
+    *(Described(path, page.show, "The page for a browser.", kind) for path, (_, kind) in page.FILES.items()),
+    Described("/health", health, "Health of the server.", Health),
+    Described("/metrics", metrics, "Counters, for Prometheus.", "text/plain"),
+    Described("/openapi.json", openapi, "This description.", "application/json"),
+    Described("/v1/models", models, "The model, alone and with each adapter.", ModelList),
+    Described("/v1/chat/completions", chat.answer, "Answer a conversation.", ChatCompletion, ChatRequest, True),
+    Described("/v1/completions", completions.answer, "Continue texts.", Completion, CompletionRequest, True),
+    Described("/v1/responses", responses.answer, "Answer a conversation.", ResponsesReply, ResponsesRequest, True),
+    Described("/v1/trace", tracing.answer, "Values of every stage.", Trace, TraceRequest),
+    Described("/tokenize", tokens.tokenize, "Convert text to token ids.", Tokenized, TokenizeRequest),
+    Described("/detokenize", tokens.detokenize, "Convert token ids to text.", Detokenized, DetokenizeRequest),
+)
+
+
+_ELSEWHERE = {  # paths of llama.cpp, Ollama, TGI
+    "/completion": "/v1/completions", "/api/generate": "/v1/completions", "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions", "/api/chat": "/v1/chat/completions", "/v1/chat": "/v1/chat/completions",
+    "/chat": "/v1/chat/completions", "/api/tags": "/v1/models", "/api/v0/models": "/v1/models",
+}  # fmt: skip
+
+
+class _Counted:
+    """Counts requests by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+        self._paths = {one.path for one in ROUTES}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: _no_such_route(request.url.path), 405: f"{request.method} is not a method of this route"}
+    response = ApiError(error.status_code, what.get(error.status_code, error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _no_such_route(path: str) -> str:
+    """Name the route that was meant, as far as its path tells; all of them otherwise."""
+    meant = meant_route(path)
+    return f"there is no such route; {'/openapi.json lists all routes' if meant is None else f'use {meant}'}"
+
+
+def meant_route(path: str) -> str | None:
+    """Guess the route of a path with too many slashes, without /v1, with a prefix, or of another server's path."""
+    asked = re.sub("/+", "/", path).rstrip("/").lower()
+    known = [one.path for one in ROUTES if one.path != "/"]
+    spelt = [asked, f"/v1{asked}", *(route for route in known if asked.endswith(route)), _ELSEWHERE.get(asked)]
+    return next((route for route in spelt if route in known), None)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return ApiError(500, "the server has a bug; the server log has the details", code="internal_error").response()

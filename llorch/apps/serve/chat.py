@@ -1,0 +1,137 @@
+"""`/v1/chat/completions`: a conversation in, the assistant's turn out."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llorch.apps.serve.events import DONE, EventStream, event, tokens_as_events
+from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
+from llorch.apps.serve.logprobs import for_chat
+from llorch.apps.serve.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChunkChoice,
+    Delta,
+)
+from llorch.apps.serve.requests import ChatRequest
+from llorch.apps.serve.response_stream import Answering
+from llorch.apps.serve.service import Service, first_seed
+from llorch.apps.serve.thinking import template_variables
+from llorch.apps.serve.unsupported_fields import ignored_fields
+from llorch.apps.serve.usage import finish_reason, timings, usage
+from llorch.apps.serve.work import MadeToken
+from llorch.model.generate import Job
+
+
+async def answer(request: Request) -> Response:
+    """Answer a request of this route."""
+    body, service = await read_body(request, ChatRequest), service_of(request)
+    ignored = ignored_fields(body)
+    jobs, unwritten = await run_beside_loop(
+        service, lambda: _chat_jobs(service, body), n_answers=body.n or 1, renders=True
+    )
+    ignored += unwritten
+    chat = _Chat(service, body, Answering(service.engine, service.model, jobs, body.stops, service.timeout))
+    if body.stream:
+        return EventStream(chat.events(), chat.answering.close, ignored)
+    return await unless_gone(request, chat.whole(ignored))
+
+
+def _chat_jobs(service: Service, body: ChatRequest) -> tuple[list[Job], list[str]]:
+    """Prepare an answer each; also returned are the keys of messages that the model does not read."""
+    adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
+    variables, seed = template_variables(body, service.model.chats), first_seed(body.seed)
+    ids = service.chat_ids(messages, variables=variables)
+    how = {
+        "max_tokens": body.limit,
+        "adapter": adapter,
+        "n_top": body.top_logprobs or 0,
+        "form": body.form,
+    }
+    ends = service.chat_end_ids()
+    jobs = [
+        service.job(ids, body.settings(seed + i), param="messages", end_ids=ends, **how) for i in range(body.n or 1)
+    ]
+    return jobs, service.unwritten_keys(messages, variables=variables)
+
+
+@dataclass
+class _Chat:
+    """One request that runs."""
+
+    service: Service
+    body: ChatRequest
+    answering: Answering
+
+    def __post_init__(self) -> None:
+        self._common = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.body.model,
+            "system_fingerprint": self.service.fingerprint,
+        }
+        self._n_prompt = len(self.answering.works[0].job.ids)
+
+    async def whole(self, ignored: Sequence[str]) -> Response:
+        """Answer with the whole completion at once."""
+        made = await self.answering.whole()
+        choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
+        counts = {
+            "usage": usage(self.answering.works, n_prompt=self._n_prompt),
+            "timings": timings(self.answering.works),
+        }
+        return reply(ChatCompletion(object="chat.completion", choices=choices, **counts, **self._common), ignored)
+
+    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> ChatChoice:
+        text = "".join(one.token.text for one in tokens)
+        entries = [entry for one in tokens for entry in self._logprobs(one).content] if self.body.logprobs else None
+        finish = finish_reason(tokens[-1].token.finish)
+        assert finish is not None
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(role="assistant", content=text, refusal=None),
+            logprobs=None if entries is None else ChatLogprobs(content=entries, refusal=None),
+            finish_reason=finish,
+        )
+
+    def _logprobs(self, one: MadeToken) -> ChatLogprobs:
+        return for_chat(self.service.model.tokenizer, one)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a streamed completion as tokens come."""
+        for index in range(len(self.answering.works)):
+            yield event(self._chunk(index, Delta(role="assistant", content="")))
+        async for some in tokens_as_events(self.answering, self._token_events):
+            yield some
+        if self.body.wants_usage:
+            counts = usage(self.answering.works, n_prompt=self._n_prompt)
+            yield event(self._make_chunk([], usage=counts, timings=timings(self.answering.works)))
+        yield DONE
+
+    def _token_events(self, index: int, one: MadeToken) -> bytes:
+        """Return the events of a token: its text, and the reason of the end after the last one."""
+        token, found = one.token, b""
+        if token.text or (self.body.logprobs and token.finish != "eos"):
+            logprobs = self._logprobs(one) if self.body.logprobs else None
+            found = event(self._chunk(index, Delta(content=token.text), logprobs=logprobs))
+        if token.finish is not None:
+            found += event(self._chunk(index, Delta(), finish=token.finish))
+        return found
+
+    def _chunk(
+        self, index: int, delta: Delta, *, logprobs: ChatLogprobs | None = None, finish: str | None = None
+    ) -> ChatChunk:
+        """Make the chunk of a stream that adds text, or the reason of its end, to one choice."""
+        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason(finish))
+        return self._make_chunk([choice])
+
+    def _make_chunk(self, choices: list[ChunkChoice], **counts: object) -> ChatChunk:
+        """Make a chunk of a stream with the id, model and time that all its chunks have."""
+        return ChatChunk(object="chat.completion.chunk", choices=choices, **counts, **self._common)

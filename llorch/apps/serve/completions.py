@@ -1,0 +1,108 @@
+"""`/v1/completions`: texts or ids in, what goes on from there out."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llorch.apps.serve.events import DONE, EventStream, event, tokens_as_events
+from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
+from llorch.apps.serve.logprobs import for_completion
+from llorch.apps.serve.replies import Completion, CompletionChoice, CompletionLogprobs
+from llorch.apps.serve.requests import CompletionRequest
+from llorch.apps.serve.response_stream import Answering
+from llorch.apps.serve.service import Service, first_seed
+from llorch.apps.serve.unsupported_fields import ignored_fields
+from llorch.apps.serve.usage import finish_reason, timings, usage
+from llorch.apps.serve.work import MadeToken
+from llorch.model.generate import Job
+
+MAX_TOKENS = 16  # where nobody says, as OpenAI has it
+
+
+async def answer(request: Request) -> Response:
+    """Answer a request of this route."""
+    body, service = await read_body(request, CompletionRequest), service_of(request)
+    ignored = ignored_fields(body)
+    jobs = await run_beside_loop(
+        service, lambda: _completion_jobs(service, body), n_answers=len(body.prompts) * (body.n or 1)
+    )
+    answering = Answering(service.engine, service.model, jobs, body.stops, service.timeout)
+    completion = _Completion(service, body, answering)
+    if body.stream:
+        return EventStream(completion.events(), answering.close, ignored)
+    return await unless_gone(request, completion.whole(ignored))
+
+
+def _completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
+    """Return `n` jobs for each prompt, with consecutive seeds."""
+    adapter, seed, n = service.adapter(body.model), first_seed(body.seed), body.n or 1
+    special = {"parse_special": body.parse_special, "add_special": body.add_special_tokens}
+    prompts = [service.text_ids(one, **special) if isinstance(one, str) else one for one in body.prompts]
+    how = {"param": "prompt", "max_tokens": body.limit or MAX_TOKENS, "adapter": adapter}
+    return [
+        service.job(ids, body.settings(seed + i), n_top=body.logprobs or 0, **how) for ids in prompts for i in range(n)
+    ]
+
+
+@dataclass
+class _Completion:
+    """One request that runs."""
+
+    service: Service
+    body: CompletionRequest
+    answering: Answering
+
+    def __post_init__(self) -> None:
+        works = self.answering.works
+        self._n_prompt = sum(len(work.job.ids) for work in works[:: self.body.n or 1])
+        self._lengths = [0] * len(works)  # characters of each answer so far
+        self._common = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.body.model,
+            "system_fingerprint": self.service.fingerprint,
+        }
+
+    async def whole(self, ignored: Sequence[str]) -> Response:
+        """Answer with the whole completion at once."""
+        made = await self.answering.whole()
+        choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
+        return reply(self._make_reply(choices, **self._counts()), ignored)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a streamed completion as tokens come."""
+        async for some in tokens_as_events(self.answering, self._token_event):
+            yield some
+        if self.body.wants_usage:
+            yield event(self._make_reply([], **self._counts()))
+        yield DONE
+
+    def _token_event(self, index: int, one: MadeToken) -> bytes:
+        """Return the event of a token, empty if it shows nothing."""
+        token = one.token
+        shown = token.text or token.finish is not None or self.body.logprobs is not None
+        return event(self._make_reply([self._choice(index, [one])])) if shown else b""
+
+    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> CompletionChoice:
+        """Build the choice that adds these tokens, and count their characters for later offsets."""
+        logprobs: CompletionLogprobs | None = None
+        if self.body.logprobs is not None:
+            logprobs = for_completion(self.service.model.tokenizer, tokens, start=self._lengths[index])
+        text = "".join(one.token.text for one in tokens)
+        self._lengths[index] += len(text)
+        finish = finish_reason(tokens[-1].token.finish)
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
+
+    def _counts(self) -> dict[str, object]:
+        """Return usage and timings of all answers."""
+        works = self.answering.works
+        return {"usage": usage(works, n_prompt=self._n_prompt), "timings": timings(works)}
+
+    def _make_reply(self, choices: list[CompletionChoice], **counts: object) -> Completion:
+        """Make a reply with the id, model and time that all chunks of a stream have."""
+        return Completion(choices=choices, **self._common, **counts)  # type: ignore[arg-type] (pydantic checks them)

@@ -1,0 +1,159 @@
+"""`/v1/responses`: the newer form of a chat, for text alone; nothing is kept between requests."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from llorch.apps.serve.events import EventStream, event, tokens_as_events
+from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
+from llorch.apps.serve.logprobs import for_chat
+from llorch.apps.serve.replies import TokenLogprob
+from llorch.apps.serve.replies_of_responses import (
+    InputDetails,
+    OutputDetails,
+    OutputMessage,
+    OutputText,
+    Response,
+    ResponseEvent,
+    ResponseUsage,
+    Status,
+    Why,
+)
+from llorch.apps.serve.requests_of_responses import ResponsesRequest
+from llorch.apps.serve.response_stream import Answering
+from llorch.apps.serve.service import Service, first_seed
+from llorch.apps.serve.thinking import template_variables
+from llorch.apps.serve.unsupported_fields import ignored_fields
+from llorch.apps.serve.work import MadeToken
+from llorch.model.generate import Job
+
+
+async def answer(request: Request) -> HttpResponse:
+    """Answer a request of this route."""
+    body, service = await read_body(request, ResponsesRequest), service_of(request)
+    ignored = ignored_fields(body)
+    job, unwritten = await run_beside_loop(service, lambda: _job(service, body), renders=True)
+    ignored += unwritten
+    responding = _Responding(service, body, Answering(service.engine, service.model, [job], (), service.timeout))
+    if body.stream:
+        return EventStream(responding.events(), responding.answering.close, ignored)
+    return await unless_gone(request, responding.whole(ignored))
+
+
+def _job(service: Service, body: ResponsesRequest) -> tuple[Job, list[str]]:
+    """Prepare the answer; also returned are the keys of messages that the model does not read."""
+    adapter, variables = service.adapter(body.model), template_variables(body, service.model.chats)
+    ids = service.chat_ids(body.messages, param="input", variables=variables)
+    settings, ends = body.settings(first_seed(body.seed)), service.chat_end_ids(param="input")
+    how = {"max_tokens": body.max_output_tokens, "n_top": body.top_logprobs or 0, "form": body.form}
+    job = service.job(ids, settings, param="input", adapter=adapter, end_ids=ends, **how)
+    first = 0 if body.instructions is None else 1
+    return job, service.unwritten_keys(body.messages, param="input", first=first, variables=variables)
+
+
+@dataclass
+class _Responding:
+    """One request that runs."""
+
+    service: Service
+    body: ResponsesRequest
+    answering: Answering
+    _text: str = ""
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _finish: str | None = None
+    _n_events: int = 0
+    _id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
+    _item_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    _created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self, ignored: Sequence[str]) -> HttpResponse:
+        """Answer with the whole response at once."""
+        for one in (await self.answering.whole())[0]:
+            self._take(one)
+        return reply(self._response(), ignored)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a streamed response as tokens come."""
+        yield self._event("response.created", response=self._response())
+        yield self._event("response.in_progress", response=self._response())
+        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        yield self._event("response.content_part.added", part=_output_text("", []), **place)
+        async for some in tokens_as_events(self.answering, self._delta):
+            yield some
+        yield self._event("response.output_text.done", text=self._text, logprobs=self._logprobs, **place)
+        yield self._event("response.content_part.done", part=_output_text(self._text, self._logprobs), **place)
+        yield self._event("response.output_item.done", output_index=0, item=self._output()[0])
+        yield self._event(f"response.{self._status}", response=self._response())
+
+    def _take(self, one: MadeToken) -> list[TokenLogprob]:
+        """Add a token; its log probabilities, where they are wanted."""
+        self._text += one.token.text
+        self._finish = one.token.finish
+        said = for_chat(self.service.model.tokenizer, one).content if self.body.include else []
+        self._logprobs += said
+        return said
+
+    def _delta(self, index: int, one: MadeToken) -> bytes:
+        """Add a token, and return its event, empty if it shows nothing."""
+        logprobs = self._take(one)
+        if not one.token.text and not logprobs:
+            return b""
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        return self._event("response.output_text.delta", delta=one.token.text, logprobs=logprobs, **place)
+
+    def _event(self, kind: str, **what: object) -> bytes:
+        self._n_events += 1
+        return event(ResponseEvent(type=kind, sequence_number=self._n_events - 1, **what), kind)  # type: ignore[arg-type]
+
+    @property
+    def _status(self) -> Status:
+        return "in_progress" if self._finish is None else "incomplete" if self._finish == "length" else "completed"
+
+    def _message(self, status: Status, content: list[OutputText]) -> OutputMessage:
+        """Make the message of the assistant that a response holds."""
+        return OutputMessage(type="message", id=self._item_id, status=status, role="assistant", content=content)
+
+    def _output(self) -> list[OutputMessage]:
+        return [self._message(self._status, [_output_text(self._text, self._logprobs)])]
+
+    def _response(self) -> Response:
+        ended, work = self._finish is not None, self.answering.works[0]
+        return Response(
+            id=self._id,
+            object="response",
+            created_at=self._created,
+            status=self._status,
+            error=None,
+            incomplete_details=Why(reason="max_output_tokens") if self._finish == "length" else None,
+            instructions=self.body.instructions,
+            max_output_tokens=self.body.max_output_tokens,
+            model=self.body.model,
+            output=self._output() if ended else [],
+            parallel_tool_calls=False,
+            temperature=work.job.settings.temperature,
+            tool_choice="none",
+            tools=[],
+            top_p=work.job.settings.top_p,
+            metadata={},
+            usage=self._usage() if ended else None,
+        )
+
+    def _usage(self) -> ResponseUsage:
+        work = self.answering.works[0]
+        n_prompt = len(work.job.ids)
+        return ResponseUsage(
+            input_tokens=n_prompt,
+            input_tokens_details=InputDetails(cached_tokens=work.n_cached),
+            output_tokens=work.n_made,
+            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            total_tokens=n_prompt + work.n_made,
+        )
+
+
+def _output_text(text: str, logprobs: list[TokenLogprob]) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)

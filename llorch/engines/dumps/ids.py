@@ -1,0 +1,158 @@
+"""Token ids of a dump: stated by it, by the mapping or by the command; else found in its embeddings."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from llorch.engines.dumps.mapping import NameMap
+from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.files import Weights
+from llorch.runtime.errors import FormatError, GuardFailed
+from llorch.stages.stage_ref import Tokens
+
+_ROWS_AT_ONCE = 4096
+_SHOWN_IDS = 8
+_SAME_ROW = 1e-2  # of its norm: rows that were rounded to bfloat16 are within 2^-9
+
+FIRST_TOKEN_TWICE = "the first token is there twice"  # a benchmark looks for it
+
+
+def passes_of(
+    raw: RawDump,
+    mapping: NameMap,
+    ids: Sequence[int] | None,
+    first_position: int,
+    weights: Weights | None,
+    embeddings: Mapping[int, RawArray],
+    vocab_size: int,
+) -> tuple[tuple[Tokens, ...], list[str]]:
+    """Find the tokens of every pass, and write a note if they were found in `embeddings` (arrays by pass).
+
+    Raises:
+        FormatError: Nothing states the tokens, a pass has none, or the model has no such token.
+        GuardFailed: Two sources disagree, or a pass does not begin where the previous pass ended.
+    """
+    n_passes = 1 + max((number for number, _ in raw.arrays), default=0)
+    given = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
+    said = {"the dump": raw.passes, "the mapping": mapping.passes, "the command": given}
+    said = {who: passes for who, passes in said.items() if passes}
+    notes = []
+    if not said and weights is not None:
+        found = _in_embeddings(embeddings, weights, n_passes, first_position)
+        said = {"the embeddings": found} if found else {}
+        notes = (
+            [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
+            if found
+            else []
+        )
+    if not said:
+        raise FormatError(
+            "Missing",
+            "ids: expected the token ids of the run, got none; give --tokens, or [run] ids in a mapping",
+            path=raw.source,
+        )
+    (who, passes), *others = said.items()
+    for other, theirs in others:
+        if theirs != passes:
+            raise _contradiction(raw.source, who, passes, other, theirs)
+    if n_passes > len(passes):
+        message = f"ids: expected token ids for {n_passes} passes, got {len(passes)} from {who}"
+        raise FormatError("Missing", message, path=raw.source)
+    wrong = next((token for tokens in passes for token in tokens.ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise FormatError("OutOfRange", f"ids: expected 0 to {vocab_size - 1}, got {wrong}", path=raw.source)
+    require_one_after_the_other(passes, raw.source)
+    return passes, notes
+
+
+def _contradiction(
+    source: str, who: str, passes: Sequence[Tokens], other: str, theirs: Sequence[Tokens]
+) -> GuardFailed:
+    """Make the refusal of two sources that state other tokens or other positions."""
+    wanted, got = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
+    if wanted != got:
+        message = f"expected {shown(wanted)}, as in {other}, got {shown(got)} in {who}{parting(wanted, got)}"
+        return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
+    firsts = ([each.first_position for each in tokens] for tokens in (theirs, passes))
+    wanted, got = (", ".join(map(str, positions)) for positions in firsts)
+    message = (
+        f"expected passes from {wanted} on, as in {other}, got {got} in {who}; run the engine at the same positions"
+    )
+    return GuardFailed("positions", message, source=source)
+
+
+def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
+    """Refuse (GuardFailed) passes of which one does not begin where the one before ended."""
+    for number, (before, after) in enumerate(pairwise(passes), 1):
+        end = before.first_position + len(before.ids)
+        if after.first_position != end:
+            raise GuardFailed(
+                "positions",
+                f"expected pass {number} to begin at {end}, where the previous pass ends, got {after.first_position}; "
+                "make one dump for each sequence, with all passes of the sequence",
+                source=source,
+            )
+
+
+def _in_embeddings(
+    embeddings: Mapping[int, RawArray], weights: Weights, n_passes: int, first_position: int
+) -> tuple[Tokens, ...]:
+    """Find the tokens of all passes in the embeddings; empty if a row is not found."""
+    width, passes = weights.config.hidden_size, []
+    for number in range(n_passes):
+        array = embeddings.get(number)
+        if array is None or array.shape[-1:] != (width,):
+            return ()
+        ids = ids_from_embedding(array.read().reshape(-1, width), weights)
+        if ids is None:
+            return ()
+        passes.append(Tokens(ids, first_position))
+        first_position += len(ids)
+    return tuple(passes)
+
+
+def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] | None:
+    """Find the tokens that have these embeddings.
+
+    Args:
+        array: Array of the stage `embed`, (tokens, hidden).
+        weights: Weights of the model.
+
+    Returns:
+        Token ids; the lowest id if several rows are equal. None if a row is not in the embedding table.
+    """
+    wanted = array.astype(np.float64)
+    best = np.full(len(wanted), np.inf)
+    ids = np.zeros(len(wanted), np.int64)
+    table = weights.array("embed_tokens")
+    for start in range(0, len(table), _ROWS_AT_ONCE):
+        rows = table[start : start + _ROWS_AT_ONCE].astype(np.float64)
+        squares = (rows**2).sum(1) - 2 * wanted @ rows.T  # less the wanted row's own, the same for all
+        nearest = squares.argmin(1)
+        distances = squares[np.arange(len(wanted)), nearest]
+        ids = np.where(distances < best, start + nearest, ids)
+        best = np.minimum(best, distances)
+    errors = np.linalg.norm(wanted - table[ids], axis=1)
+    is_row = errors <= _SAME_ROW * np.linalg.norm(wanted, axis=1)
+    return tuple(map(int, ids)) if is_row.all() else None
+
+
+def parting(wanted: list[int], got: list[int]) -> str:
+    """Explain how one sequence of tokens differs from another, as the end of a message."""
+    if len(got) > 1 and (got[1:] == wanted or (len(got) == len(wanted) > 1 and got[1:] == wanted[:-1])):
+        twice = f"{FIRST_TOKEN_TWICE}, as when template and tokenizer both add BOS"
+        return f": {twice if got[0] == got[1] else f'{got[0]} comes first, like BOS'}"
+    for shorter, longer, what in ((wanted, got, "padded with"), (got, wanted, "without the padding of")):
+        n_more = len(longer) - len(shorter)
+        for end, rest in ((longer[:n_more], longer[n_more:]), (longer[len(shorter) :], longer[: len(shorter)])):
+            if n_more > 0 and rest == shorter and len({*end}) == 1:
+                return f": {what} {n_more} times {end[0]}"
+    at = next((n for n, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got)))
+    return f": first difference at token {at}"
+
+
+def shown(ids: Sequence[int]) -> str:
+    """Format token ids for a message."""
+    shown = " ".join(map(str, ids[:_SHOWN_IDS]))
+    return f"{len(ids)} tokens ({shown}{' ...' if len(ids) > _SHOWN_IDS else ''})"

@@ -1,0 +1,90 @@
+"""Rendering a conversation with the chat template of a model.
+
+The template is a program that came with a file: it runs in jinja's sandbox and sees plain data only. Many templates
+write today's date by `strftime_now`, as in transformers; with a date that the caller sets, equal conversations give
+equal texts. A template runs in a process of its own (template_process.py), so that one that never ends, or takes all
+memory, is an error in a second.
+
+Source: transformers utils/chat_template_utils.py, `_cached_compile_jinja_template` (variables, `strftime_now`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from llorch.files.tokenizer.template_process import RESIDENT
+from llorch.files.tokenizer.tokenizer import Tokenizer
+from llorch.runtime.errors import ErrorCode, FormatError
+
+Message = Mapping[str, object]
+_REMEDIES: Mapping[ErrorCode, str] = {
+    "TemplateError": "correct the template or the conversation",
+    "TemplateBudget": "llorch stopped the template; shorten the conversation, or use another chat_template.jinja",
+}
+
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")  # variables that llorch sets
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """Values that the caller gives to a template, beside a conversation."""
+
+    variables: Mapping[str, object] | None = None  # JSON values, such as {"enable_thinking": False}
+    time: datetime | None = None  # for templates that write today's date; None: the time of each rendering
+
+    def __post_init__(self) -> None:
+        """Refuse the names of variables that llorch sets."""
+        for name in self.variables or ():
+            if name in RESERVED:
+                raise ValueError(f"chat_template_kwargs: expected other names than {', '.join(RESERVED)}, got {name!r}")
+
+
+class ChatTemplate:
+    """A template that can be read."""
+
+    def __init__(self, source: str, *, variables: Mapping[str, str], path: str | Path | None = None) -> None:
+        """Check a template, which may use these `variables`: TemplateError, or TemplateBudget if that is too long."""
+        self._path = path
+        self._variables = variables
+        self._source = source
+        self._ask({"source": source})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = False,
+        settings: TemplateSettings = TemplateSettings(),
+    ) -> str:
+        """Write a conversation as the text that the model reads; keys without a value are left out.
+
+        FormatError: TemplateError when the template refuses it or fails on it, TemplateBudget beyond 1 s of processor
+        time, 512 MiB or 4 Mi characters.
+        """
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        known = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        variables = {**self._variables, **(settings.variables or {}), **known}
+        return self._ask(
+            {"source": self._source, "variables": variables, "time": (settings.time or datetime.now()).isoformat()}
+        )
+
+    def _ask(self, request: Mapping[str, object]) -> str:
+        try:
+            answer = RESIDENT.ask(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            answer = {"code": "TemplateError", "message": f"cannot be rendered: expected JSON values, got: {error}"}
+        if "text" in answer:
+            return answer["text"]
+        code: ErrorCode = "TemplateBudget" if answer["code"] == "TemplateBudget" else "TemplateError"
+        of = f" of {self._path}" if self._path is not None else ""  # in the text: data names its own file and line
+        raise FormatError(code, f"the chat template{of} {answer['message']}; {_REMEDIES[code]}")
+
+
+def compiled(templates: Mapping[str, str], tokenizer: Tokenizer, *, path: str | Path) -> dict[str, ChatTemplate]:
+    """Check the chat templates of a model; the tokenizer knows what begins and ends a text, which templates write."""
+    ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+    variables = {name: tokenizer.decode([one], skip_special=False) for name, one in ids.items() if one is not None}
+    return {name: ChatTemplate(text, variables=variables, path=path) for name, text in templates.items()}

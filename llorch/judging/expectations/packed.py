@@ -1,0 +1,125 @@
+"""Packed matrices on the torch path against llama.cpp: decoding bit by bit, and every product of the micro models.
+
+What llama.cpp multiplies are rounded activations. So every leaf is given the golden's input, rounded as ggml rounds it,
+and its product is held to the limit that NumPy's is held to. In half precision the limit is what rounding inputs,
+weights and the result costs. Both leaves are judged: the plain one, and the one that runs on the target.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from llorch.files import Weights, open_weights
+from llorch.files.quant import ACTIVATION_TYPE
+from llorch.judging.expectations.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
+from llorch.judging.expectations.quantised_models import MODELS
+from llorch.judging.goldens.quantised import CASE, FOLDER, QuantisedGolden, read
+from llorch.judging.judge import Comparison, Expectation, exact_row, judge, routed
+from llorch.judging.tolerances.forward import WORST, product_error
+from llorch.judging.tolerances.rounding import ARITHMETICS, FLOAT32
+from llorch.ops.numerics import GGML
+from llorch.ops.rounding import round_activations
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.device import Target
+from llorch.pytorch.kernels.kernel_selection import speed_up
+from llorch.pytorch.kernels.packing import PACKERS, decode, pack
+from llorch.pytorch.load import load_packed
+from llorch.pytorch.paths import path_of
+from llorch.runtime.builtin import goldens_folder
+from llorch.stages.comparison import PASS, Tolerance
+from llorch.stages.stage_ref import StageRef
+from llorch.stages.table import Stage, input_keys, keys, matrix_of
+
+PACKED_MODELS = tuple(name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys())
+
+
+def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
+    """Judge packed matrices against the stored goldens of checkpoint 13.
+
+    Args:
+        target: Device and dtype.
+
+    Yields:
+        Rows of the stages `decode.<type>`, `file`, and for every model in `PACKED_MODELS` its products, isolated.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: A part of one is missing.
+    """
+    golden = read(goldens_folder() / FOLDER)
+    yield from packed_decode_rows(golden, target)
+    for name, path, row in made_models(golden, PACKED_MODELS):
+        yield replace(row, backend=str(target))
+        if row.verdict == PASS:
+            yield from product_rows(name, path, golden, target)
+
+
+def packed_decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
+    """Compare blocks, repacked and then decoded, with the bits of ggml's C; only the payload of a NaN is free."""
+    for kind in PACKERS:
+        values = golden.blocks[f"{kind.name}.values"]
+        raw = torch.from_numpy(golden.blocks[f"{kind.name}.blocks"].copy()).to(target.device)
+        wrong = other_bits(decode(pack(raw, kind), kind).cpu().numpy().reshape(values.shape), values)
+        note = f"{int(wrong.sum())} of {wrong.size} values differ" if wrong.any() else ""
+        place = StageRef(CHECKPOINT, "decode", part=kind.name)
+        yield exact_row(place, PRODUCER, float(wrong.mean()), note, model=kind.name, backend=str(target))
+
+
+def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
+    """Compare every product of one model, by the plain kernels and by the target's kernels."""
+    weights = open_weights(path).using(GGML)
+    with closing(weights.source):
+        model = load_packed(weights, dtype=target.dtype, device=target.device)
+        routes = {name: shown.route for name, shown in golden.evidence(name).items()}
+        yield from routed(leaf_rows(name, weights, golden, model, target, f"{target}-plain"), routes)
+        speed_up(model, target, "sdpa", compiled=False)
+        yield from routed(leaf_rows(name, weights, golden, model, target, str(target)), routes)
+
+
+def leaf_rows(
+    name: str, weights: Weights, golden: QuantisedGolden, model: CausalLM, target: Target, backend: str
+) -> Iterator[Comparison]:
+    """Compare every product of a model's kernels on golden inputs.
+
+    In float32 the tolerances are those of NumPy's products.
+    """
+    trace, limits = golden.traces[name], suite_of(name, weights, golden).limits(CASE)
+    for key, stage, layer in keys(weights.config):
+        if stage.matrix:
+            x = rounded_input(weights, stage, layer, trace)
+            allowed = limits.isolated(key)
+            arithmetic = ARITHMETICS.get(target.dtype_name, FLOAT32)  # the golden is float32
+            if arithmetic.is_half:
+                matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, weights.config)]
+                error = product_error(x, matrix, trace[key], arithmetic)
+                allowed = Tolerance(error, WORST * error)
+            place = StageRef(CHECKPOINT, stage.name, layer, CASE)
+            claim = Expectation(place, "isolated", PRODUCER, trace[key], allowed, token_axis=0)
+            yield judge(claim, multiply(leaf_of(model, stage, layer), x, target), model=name, backend=backend)
+
+
+def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Round the golden's input of a product as ggml does it for the type of the matrix."""
+    name = matrix_of(stage, weights.config)
+    kind = weights.as_stored(name if layer is None else f"layers.{layer}.{name}").ggml
+    return round_activations(trace[input_keys(stage, layer, weights.config)[0]], ACTIVATION_TYPE[kind])
+
+
+def leaf_of(model: CausalLM, stage: Stage, layer: int | None) -> nn.Module:
+    """Find the module that computes a product."""
+    if layer is None:
+        return model.lm_head
+    return model.get_submodule(path_of(f"layers.{layer}.{stage.matrix}").removesuffix(".weight"))
+
+
+def multiply(leaf: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
+    """Compute the kernel's output for some rows, as float32; assert that it ran on the target's device and dtype."""
+    with torch.inference_mode():
+        y = leaf(torch.from_numpy(x).to(target.device, target.dtype))
+    assert (y.device.type, y.dtype) == (target.device.type, target.dtype)
+    return y.float().cpu().numpy()

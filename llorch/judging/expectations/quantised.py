@@ -1,0 +1,159 @@
+"""Checkpoint 13 against its stored goldens: decoding, rounding of activations, and every stage of every type.
+
+Models are made in a temporary folder, see `quantised_models`. Each is judged twice: with its matrices decoded when they
+are loaded, and packed, when they are decoded at every use.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from llorch.files import Weights, open_weights
+from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.judging.expectations.files import fingerprint
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.quantised_models import MODELS, write_model
+from llorch.judging.goldens.quantised import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
+from llorch.judging.judge import Comparison, exact_row, routed
+from llorch.judging.runners.numpy import GGML, GgmlRunner
+from llorch.ops import numerics
+from llorch.ops.rounding import (
+    BLOCK_SIZE,
+    ActivationKind,
+    BlockKind,
+    VariantName,
+    block_sums,
+    quantize_blocks,
+    round_activations,
+)
+from llorch.runtime.builtin import goldens_folder
+from llorch.stages.comparison import PASS
+from llorch.stages.stage_ref import StageRef
+
+BACKENDS = {GGML: False, f"{GGML}-packed": True}  # name -> whether matrices stay packed
+PRODUCER = "llamacpp"
+CHECKPOINT = "13"
+
+
+def verify_quantised_stored() -> Iterator[Comparison]:
+    """Judge all that checkpoint 13 compares against the stored goldens.
+
+    Yields:
+        Rows of the stages `decode.<type>`, `rounding.<type>`, `file`, and for every model its stages.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: A part of one is missing.
+    """
+    yield from block_rows()
+    yield from model_rows(MODELS)
+
+
+def block_rows() -> Iterator[Comparison]:
+    """Compare blocks and activations alone."""
+    golden = read(goldens_folder() / FOLDER)
+    yield from decode_rows(golden)
+    yield from rounding_rows(golden)
+
+
+def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
+    """Compare some models and their files."""
+    golden = read(goldens_folder() / FOLDER)
+    for name, path, row in made_models(golden, names):
+        yield row
+        if row.verdict == PASS:
+            yield from stage_rows(name, path, golden)
+
+
+def made_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple[str, Path, Comparison]]:
+    """Name, file and row of every model, one file at a time: it is the one that the goldens come from, or it fails."""
+    with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
+        for name in names:
+            path = write_model(name, Path(folder))
+            made, wanted = fingerprint(path), golden.files[name]
+            other = f"expected random bytes {wanted[:12]}, got {made[:12]} from another version of NumPy"
+            wrong, note = (0.0, "") if made == wanted else (1.0, other)
+            yield name, path, _exact_row(name, StageRef(CHECKPOINT, "file"), wrong, note)
+            path.unlink()
+
+
+def decode_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
+    """Compare decoded blocks of every type with the bits of ggml's C; only the payload of a NaN is free."""
+    for kind in types():
+        blocks, values = (golden.blocks[f"{kind.name}.{part}"] for part in ("blocks", "values"))
+        yield decode_row(kind, decode(blocks, kind, values.shape), values)
+
+
+def decode_row(kind: GGMLType, ours: np.ndarray, values: np.ndarray) -> Comparison:
+    """Compare llorch's decoding of blocks with ggml's, bit by bit."""
+    return _bits_row(kind.name, StageRef(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
+
+
+def other_bits(ours: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Mark the values of llorch whose bits differ from ggml's; two NaN count as equal."""
+    return (ours.view(np.uint32) != values.view(np.uint32)) & ~(np.isnan(ours) & np.isnan(values))
+
+
+def rounding_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
+    """Compare rounded activations with the bytes of ggml's C, in every variant that was recorded."""
+    for kind in ROUNDED_TO:
+        rows = golden.rounding[f"{kind}.rows"]
+        for variant in get_args(VariantName):
+            theirs = golden.rounding.get(f"{kind}.{variant}")
+            if theirs is not None:
+                wrong = packed_activations(rows, kind, variant) != theirs
+                yield _bits_row(kind, StageRef(CHECKPOINT, "rounding", part=f"{kind}.{variant}"), wrong, "bytes")
+
+
+def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Comparison]:
+    """Compare every stage of one model, isolated, chained, and after a cache; both residencies."""
+    weights = open_weights(path).using(numerics.GGML)
+    with closing(weights.source):
+        suite = suite_of(name, weights, golden)
+        for backend, packed in BACKENDS.items():
+            packable = weights.using(numerics.GGML, packed=packed)
+            runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.limits(CASE)}, backend)
+            for row in routed(chain(suite.stage_rows(runner), suite.decode_rows(runner)), suite.routes):
+                yield replace(row, checkpoint=CHECKPOINT)
+
+
+def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardSuite:
+    """Build the checks of one model."""
+    return ForwardSuite(name, weights, {CASE: golden.case}, golden.evidence(name), None)
+
+
+def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:
+    """Round activations (rows, width) to the bytes that a build of ggml keeps, one block per row, uint8."""
+    if kind not in BLOCK_SIZE:
+        rounded = round_activations(rows, kind, variant).reshape(-1, 1)
+        if kind == "F16":
+            return rounded.astype("<f2").view(np.uint8)
+        return (rounded.view("<u4") >> 16).astype("<u2").view(np.uint8)
+    blocks: BlockKind = kind  # pyright: ignore[reportAssignmentType]
+    codes, scales = quantize_blocks(rows, blocks, variant)
+    codes = codes.reshape(-1, BLOCK_SIZE[kind])
+    parts = [scales.reshape(-1, 1), codes]
+    if kind == "Q8_1":
+        parts.insert(1, block_sums(rows, variant).astype("<f2").reshape(-1, 1))
+    if kind == "Q8_K":
+        parts.append(codes.reshape(len(codes), 16, 16).sum(axis=-1, dtype=np.int16))
+    packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
+    assert packed.shape[1] == BLOCK_SIZES[GGMLType[kind]][1]
+    return packed
+
+
+def _bits_row(model: str, place: StageRef, wrong: np.ndarray, of: str) -> Comparison:
+    """Compare by a mask of wrong entries, with the first wrong block in the note."""
+    first = int(np.argmax(wrong.any(axis=-1)))
+    note = f"{int(wrong.sum())} of {wrong.size} {of} differ, the first in block {first}" if wrong.any() else ""
+    return _exact_row(model, place, float(wrong.mean()), note)
+
+
+def _exact_row(model: str, place: StageRef, wrong: float, note: str) -> Comparison:
+    return exact_row(place, PRODUCER, wrong, note, model=model, backend=GGML)

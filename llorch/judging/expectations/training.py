@@ -1,0 +1,190 @@
+"""Checkpoints 15 to 20: what goldens claim of a run in a dtype, and the rows that a run of ours gives.
+
+Every claim compares with what PEFT, torch or llama.cpp made, and knows the truth: PEFT and torch, unmodified, in
+float64. Ours in float64 is compared with the truth itself: any wrong formula or constant shows, on any processor.
+Limits are those of `training.limits`. Parameters are measured in learning rates: see `checkpoints/18_optimizer_step`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+
+from llorch.engines import OURS, stored_route
+from llorch.families.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.judging.expectations.adapter_files import exported, file_row
+from llorch.judging.expectations.training_places import CHAINED, ISOLATED, MODES, Arrays, places
+from llorch.judging.expectations.training_stages import BY_GROUP
+from llorch.judging.goldens.forward import sha256
+from llorch.judging.goldens.training import TRUTH, Errors, Tolerances, TrainingGolden, lacking, read, text, witness_of
+from llorch.judging.goldens.training_recipe import OPTIMIZER
+from llorch.judging.judge import Comparison, Expectation, judge
+from llorch.judging.runners.numpy import BACKENDS, FLOAT64
+from llorch.judging.runners.training_numpy import NumpyTrainingRunner
+from llorch.judging.tolerances import training as limits
+from llorch.ops.numerics import DtypeName
+from llorch.runtime.builtin import builtin_path, goldens_folder
+from llorch.stages.comparison import Difference, Tolerance, tolerance_from
+from llorch.stages.stage_ref import StageRef
+
+Granted = Callable[[StageRef, str], Tolerance]  # of a place and a mode
+
+
+def verify_training_stored(name: str) -> Iterator[Comparison]:
+    """Judge NumPy on one of `MODELS` against its stored training goldens; these must be whole, and of its weights."""
+    yield from numpy_rows(name, *stored(name))
+
+
+def stored(name: str) -> tuple[Weights, TrainingGolden]:
+    """Open a model and its training goldens; those of other weights are refused."""
+    path = builtin_path(name)
+    golden = read(goldens_folder() / name)
+    if golden.provenance["weights_sha256"] != sha256(path):
+        raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
+    return open_weights(path), golden
+
+
+def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[Comparison]:
+    """Judge NumPy in each of `BACKENDS` and in float64, of goldens that are at hand."""
+    in_float32 = list(claims(golden, weights.config, "float32"))  # the same of all backends
+    for backend in BACKENDS:
+        yield from _rows_of(name, weights.astype(np.float32, keep=True), golden, backend, in_float32)
+    wide = claims(golden, weights.config, "float64")
+    yield from _rows_of(name, weights.astype(np.float64, keep=True), golden, FLOAT64, wide)
+
+
+def _rows_of(
+    name: str, weights: Weights, golden: TrainingGolden, backend: str, claimed: Iterable[Expectation]
+) -> Iterator[Comparison]:
+    """Yield the comparisons of one backend; only the backend `numpy` writes and reads files."""
+    files = {}
+    with BACKENDS.get(backend, nullcontext)():
+        runner = NumpyTrainingRunner(weights, golden)
+        ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
+        if backend == "numpy":
+            logits, files = exported(weights, golden)
+            ours[CHAINED].update(logits)
+    yield from routed(rows(name, claimed, ours, backend, left_out=() if files else limits.FROM_FILES), golden)
+    yield from (file_row(name, kind, table, golden.files[kind]) for kind, table in files.items())
+
+
+def rows(
+    name: str,
+    claimed: Iterable[Expectation],
+    ours: Mapping[str, Arrays],
+    backend: str,
+    *,
+    left_out: Collection[str] = (),
+) -> Iterator[Comparison]:
+    """Judge a run; it lacks the groups of stages in `left_out`, anything else that is missing fails."""
+    for claim in claimed:
+        if claim.place.stage not in left_out:
+            yield judge(claim, ours[claim.mode].get(claim.place), model=name, backend=backend)
+
+
+def routed(found: Iterator[Comparison], golden: TrainingGolden) -> Iterator[Comparison]:
+    """Add the load path of its reference engine to each comparison. llorch wrote the adapters and the merged models."""
+    for row in found:
+        route = stored_route(golden.provenance, row.producer)
+        ours = row.place.stage in limits.FROM_FILES and row.producer != TRUTH
+        yield replace(row, route=replace(route, written=OURS) if ours else route)
+
+
+def claims(
+    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName, granted: Granted | None = None
+) -> Iterator[Expectation]:
+    """Yield the expectations of a run in a dtype. The golden gives the tolerances, unless `granted` gives others."""
+    golden.require_all(config.n_layers)
+    granted = granted or (lambda place, mode: limit(golden, config, place, mode, dtype))
+    for place, modes in places(config.n_layers).items():
+        for mode in modes:
+            if limits.shows(place, mode, dtype):
+                truth = golden.truth(mode, place)
+                wide = dtype == "float64"
+                yield Expectation(
+                    place=place,
+                    mode=mode,
+                    witness=TRUTH if wide else witness_of(place),
+                    want=truth if wide else golden.shown(place),
+                    limit=granted(place, mode),
+                    truth=truth,
+                    unit=unit(place),
+                )
+
+
+def unit(place: StageRef) -> float | None:
+    """Return the unit that differences are measured in: the learning rate, or None for the size of the array."""
+    group = BY_GROUP.get(place.stage)
+    return OPTIMIZER.learning_rate if group and group.in_rates else None
+
+
+def limit(golden: TrainingGolden, config: ModelConfig, place: StageRef, mode: str, dtype: DtypeName) -> Tolerance:
+    """Look up the tolerance of an array of a run in a dtype.
+
+    Raises:
+        ValueError: The golden has no tolerance for this array.
+    """
+    if dtype == "float64":
+        return limits.wide_limit(golden.amplified(place) if mode == CHAINED else None)
+    held = limits.held_to(place, mode, dtype)
+    made = golden.tolerances[held][mode].get(place.stage)
+    if made is None:
+        raise lacking([f"tolerance of {held} {mode} {place.stage}"])
+    return made.at_most(limits.ceiling(config, place.stage, mode, held))
+
+
+def distances(
+    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName
+) -> Iterator[tuple[Expectation, Difference]]:
+    """Yield the distances of the reference engines from the float64 reference.
+
+    Each distance stands with an expectation that has the largest tolerance.
+    """
+
+    def most(place: StageRef, mode: str) -> Tolerance:
+        return limits.ceiling(config, place.stage, mode, limits.held_to(place, mode, dtype))
+
+    for claim in claims(golden, config, dtype, most):
+        assert claim.truth is not None
+        yield claim, claim.difference(claim.want.astype(claim.truth.dtype), claim.truth)
+
+
+def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
+    """Refuse goldens that are not the truth to rounding: a witness is further from it than is ever granted."""
+    far = [
+        f"{claim.witness} {claim.mode} {text(claim.place)}: {found.describe()}"
+        for claim, found in distances(golden, config, dtype)
+        if not found.within(claim.limit)
+    ]
+    if far:
+        raise ValueError(
+            f"training goldens of {name}: {len(far)} too far from the float64 reference:\n" + "\n".join(far)
+        )
+
+
+def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:
+    """Derive the tolerances of a dtype from the distances of the engines from the float64 reference."""
+    found: dict[tuple[str, str], list[Difference]] = defaultdict(list)
+    for claim, distance in distances(golden, config, dtype):
+        if limits.held_to(claim.place, claim.mode, dtype) == dtype:
+            found[claim.mode, claim.place.stage].append(distance)
+    made: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
+    for (mode, stage), each in found.items():
+        tolerance = tolerance_from(each, floor=limits.floor(stage, dtype))
+        made[mode][stage] = tolerance.at_most(limits.ceiling(config, stage, mode, dtype))
+    return made
+
+
+def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Errors:
+    """Collect the largest errors of the reference engines, with three digits; more digits would be noise.
+
+    The errors are measured against the float64 reference.
+    """
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for claim, found in distances(golden, config, dtype):
+        cases = out.setdefault(claim.mode, {}).setdefault(claim.place.stage, {})
+        cases[claim.place.case] = max(float(f"{found.error:.2e}"), cases.get(claim.place.case, 0.0))
+    return out

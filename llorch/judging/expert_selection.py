@@ -1,0 +1,97 @@
+"""Which experts a token was given to: a step of what the router says, so that no size of an error can be granted.
+
+A choice is judged as a set. Where it differs from the witness's, the experts that took each other's places must score
+so much alike, in the truth, that rounding decides between them; that is a TIE, and the run goes on with the witness's
+choice, because all later stages differ by a whole expert. Everything else is wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.stages.comparison import FACTOR, Difference, measure
+
+GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, a stage of ours from a token on -> what the run goes on with
+
+
+def as_made(name: str, array: np.ndarray, start: int) -> np.ndarray:
+    """Return every stage as it is."""
+    return array
+
+
+@dataclass(frozen=True)
+class ExpertSelection:
+    """What a witness chose for some tokens.
+
+    Attributes:
+        ids: Its experts, (seq, topk); their order says nothing.
+        scores: What experts are chosen by, in the truth where there is one, (seq, experts).
+        variance: By how much two right runs differ there.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+    variance: np.ndarray
+
+    def settled(self, ours: np.ndarray) -> np.ndarray:
+        """Return the ids that a run continues with: the reference engine's ids, but llorch's where llorch is wrong."""
+        if self.fault(ours):
+            return ours
+        wrong = [token for token, tie in self._apart(ours) if not tie]
+        made = self.ids.astype(ours.dtype)
+        made[wrong] = ours[wrong]
+        return made
+
+    def difference(self, ours: "np.ndarray | None") -> Difference:
+        """Measure the share of tokens with a wrong selection; ties are not wrong."""
+        if fault := self.fault(ours):
+            return Difference(float("inf"), float("inf"), fault)
+        assert ours is not None
+        wrong = [token for token, tie in self._apart(ours) if not tie]
+        return Difference(len(wrong) / len(ours), float(bool(wrong)), None, tuple(wrong[:1]))
+
+    def note(self, ours: np.ndarray) -> str:
+        """Say where choices differ, and whether rounding explains it; empty where they are equal."""
+        said = []
+        for token, tie in self._apart(ours):
+            got, want = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
+            gap, moved = self._gap(token, got, want)
+            said.append(f"token {token}: expected {want}, got {got}, float64 gap {gap:.1e}, rounding {moved:.1e}")
+            if not tie:
+                return said[-1]
+        more = f" and {len(said) - 1} tokens more" if len(said) > 1 else ""
+        return f"{said[0]}{more}; later stages use the reference engine's experts" if said else ""
+
+    def fault(self, ours: "np.ndarray | None") -> str | None:
+        """Explain why ids cannot be compared at all; None if they can."""
+        if found := measure(ours, self.ids).fault:
+            return found
+        assert ours is not None
+        n_experts = self.scores.shape[-1]
+        if ours.min() < 0 or ours.max() >= n_experts:
+            return f"ids: expected 0 to {n_experts - 1}, got {ours.min()} to {ours.max()}"
+        in_order = np.sort(ours, axis=-1)
+        return "ids: expected different experts, got one twice" if (in_order[:, 1:] == in_order[:, :-1]).any() else None
+
+    def _both_ways(self, ours: np.ndarray, token: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        return (ours[token], self.ids[token]), (self.ids[token], ours[token])
+
+    def _apart(self, ours: np.ndarray) -> list[tuple[int, bool]]:
+        """Find tokens with another set of experts, and if rounding decides between the two sets."""
+        found = []
+        for token in np.flatnonzero((np.sort(ours, axis=-1) != np.sort(self.ids, axis=-1)).any(axis=-1)).tolist():
+            got, want = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
+            gap, moved = self._gap(token, got, want)
+            found.append((token, gap <= moved))
+        return found
+
+    def _gap(self, token: int, got: list[int], want: list[int]) -> tuple[float, float]:
+        """Measure how far llorch's worst expert scores below the best that it replaced.
+
+        Return this distance, and the distance that rounding may move.
+        """
+        row, variance = self.scores[token].astype(np.float64), self.variance[token].astype(np.float64)
+        worst, best = min(got, key=lambda i: row[i]), max(want, key=lambda i: row[i])
+        moved = FACTOR * np.sqrt(2 * (variance[worst] + variance[best])) + np.finfo(np.float32).tiny
+        return float(abs(row[best] - row[worst])), float(moved)

@@ -1,0 +1,67 @@
+"""The truth: what transformers, unmodified, computes in pure float64; and how far goldens are from it.
+
+Nothing here was computed by us. *Chained* the truth is a run of the whole model. *Isolated* it is what that engine
+makes of a golden's own inputs, stage by stage; only the golden's distance from it is kept, because what we make of
+those inputs is judged by the golden, and in float64 by the chained truth.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from llorch.engines import Call, Say, open_producer
+from llorch.engines.abilities import not_a_number
+from llorch.judging.goldens.forward import EngineOutput, Truth, calls_for, shown_by
+from llorch.stages.stage_ref import Pass
+
+WITNESS = "transformers-float64"  # its name in rows
+
+
+def take_truth(
+    path: str | Path,
+    cases: Mapping[str, Pass],
+    evidence: Mapping[str, EngineOutput],
+    *,
+    n_greedy: int,
+    say: Say | None = None,
+) -> Truth:
+    """Run the engine in float64.
+
+    Args:
+        path: A GGUF file or a Hugging Face folder.
+        cases: The inputs.
+        evidence: What each producer showed for them.
+        n_greedy: Length of the greedy continuation.
+        say: Told how far it is, where the model is so large that one layer at a time is in memory.
+
+    Returns:
+        The truth.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        RuntimeError: It does not run the model, or not in float64.
+    """
+    with open_producer("transformers", path, dtype="float64", say=say) as engine:
+        (_, prompt, _), *asked = calls_for(cases, n_greedy)
+        isolated: list[Call] = [
+            ("isolated", (case.ids, theirs.traces[name]), {"first_position": case.first_position})
+            for theirs in evidence.values()
+            for name, case in cases.items()
+        ]
+        (greedy, steps), *answers = engine.together([("continued", prompt, {}), *asked, *isolated])
+        shown = shown_by(engine, cases, [greedy, *answers[: len(asked)]])
+        measured = iter(answers[len(asked) :])
+        distances = {producer: {name: next(measured) for name in cases} for producer in evidence}
+        return Truth(shown, steps, distances)
+
+
+def require_numbers(engine: str, family: str, shown: EngineOutput, truth: Truth | None) -> None:
+    """Refuse a witness (ValueError) that shows NaN where the truth, if there is one, has a number: that is none."""
+    true = {} if truth is None else truth.evidence.arrays()
+    for name, array in shown.arrays().items():
+        lost = np.isnan(array) & ~np.isnan(true.get(name, 0.0))
+        if lost.any():
+            case, key = name.split("/")
+            why = not_a_number(engine, family, key.rpartition(".")[2])
+            raise ValueError(f"{engine}: expected numbers, got {lost.sum()} NaN of {lost.size} in {key} ({case}){why}")

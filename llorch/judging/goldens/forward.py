@@ -1,0 +1,311 @@
+"""What producers showed for a model: taken live, or read from the goldens that were stored.
+
+A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
+Goldens of one producer lie in one file, see `golden_store`; names are `<case>/<stage key>`. The truth has one, too.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.engines import Call, LoadPath, Producer, stored_route
+from llorch.families.config import ModelConfig
+from llorch.files.tensor_names import inventory
+from llorch.judging.goldens.store import Distances, GoldenStore, plain_distances, read_distances, refused
+from llorch.ops.sampling import SamplingSettings
+from llorch.stages.stage_ref import Pass
+
+PRODUCERS = ("llamacpp", "transformers")
+TRUTH = "truth"
+STEP_LOGITS = "near/step_logits"
+FAR_POSITION = 4000
+FAR_TOKENS = 8
+N_GREEDY = 24
+N_GREEDY_OF_LARGE = {1e8: 8, 1e9: 4}  # above so many elements: every engine goes through all of them for each token
+SAMPLINGS: Mapping[str, SamplingSettings] = {
+    "temperature": SamplingSettings(temperature=0.7),
+    "top_k": SamplingSettings(temperature=1.0, top_k=7),
+    "top_p": SamplingSettings(temperature=1.3, top_p=0.8),
+    "min_p": SamplingSettings(temperature=1.0, min_p=0.02),
+    "penalty": SamplingSettings(temperature=1.0, repetition_penalty=1.4),
+    "all": SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+}
+
+
+@dataclass(frozen=True)
+class EngineOutput:
+    """What one producer showed.
+
+    Attributes:
+        traces: Case to trace.
+        selected_logits: The row its sampler sees after the tokens of `near`.
+        probabilities: Name in `SAMPLINGS` to its distribution, made from `sampler_inputs`.
+        greedy: Its greedy continuation of `near`.
+        route: Of the file into the producer.
+    """
+
+    traces: Mapping[str, Mapping[str, np.ndarray]]
+    selected_logits: np.ndarray
+    probabilities: Mapping[str, np.ndarray]
+    greedy: np.ndarray
+    route: LoadPath
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return every array under one name, as stored."""
+        flat = {f"{case}/{key}": array for case, trace in self.traces.items() for key, array in trace.items()}
+        flat |= {f"near/probabilities.{name}": array for name, array in self.probabilities.items()}
+        return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
+
+    @classmethod
+    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: LoadPath) -> "EngineOutput":
+        """Rebuild the engine output from the result of `arrays`."""
+        traces: dict[str, dict[str, np.ndarray]] = {}
+        for name, array in flat.items():
+            case, key = name.split("/")
+            traces.setdefault(case, {})[key] = array
+        near = traces["near"]
+        return cls(
+            selected_logits=near.pop("selected_logits"),
+            greedy=near.pop("generation"),
+            probabilities={name: near.pop(f"probabilities.{name}") for name in SAMPLINGS},
+            traces=traces,
+            route=route,
+        )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Values of a reference engine in pure float64, see `llorch.judging.goldens.float64_reference`.
+
+    Attributes:
+        evidence: As a producer shows it, float64.
+        step_logits: Logits of every step of its greedy text, (steps, vocab).
+        isolated: How far each golden is from what float64 makes of its own inputs; with `l0.attention` of each layer.
+    """
+
+    evidence: EngineOutput
+    step_logits: np.ndarray
+    isolated: Distances
+
+
+@dataclass(frozen=True)
+class TokenCheck:
+    """A text and the ids that each producer's tokenizer gives for it."""
+
+    text: str
+    ids: Mapping[str, Sequence[int]]  # by producer
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The stored goldens of one model; limits are made from them where they are judged, see `tolerances`."""
+
+    cases: Mapping[str, Pass]
+    evidence: Mapping[str, EngineOutput]  # by producer
+    truth: Truth
+    tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
+    tokens: Sequence[TokenCheck]
+    provenance: Mapping[str, object]
+    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # producers that have none, and why
+
+
+def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
+    """Make the inputs from one prompt: at the start, and as far on as the context allows.
+
+    Args:
+        ids: The prompt.
+        config: Bounds the positions.
+
+    Returns:
+        Case to pass.
+    """
+    n_far = min(FAR_TOKENS, len(ids))
+    far = min(_far_position(config, n_far), config.max_position_embeddings - n_far)
+    return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
+
+
+def _far_position(config: ModelConfig, n_far: int) -> int:
+    """Find a position where a chunk or a temperature begins anew in the middle of the tokens, if the model has such."""
+    chunks = [layer.chunk for layer in config.layers if layer.chunk is not None]
+    steps = chunks or [config.temperature.floor] if config.temperature is not None else chunks
+    return -(-FAR_POSITION // steps[0]) * steps[0] - n_far // 2 if steps else FAR_POSITION
+
+
+def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
+    """Choose the number of tokens that continue a prompt.
+
+    Args:
+        config: The model; its context and its size bound the number.
+        n_prompt: Length of the prompt.
+
+    Returns:
+        The number.
+    """
+    n_elements = sum(math.prod(weight.shape) for weight in inventory(config).values())
+    wanted = [N_GREEDY, *(n for size, n in N_GREEDY_OF_LARGE.items() if n_elements > size)]
+    return min(*wanted, config.max_position_embeddings - n_prompt + 1)
+
+
+def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Make logits and a history as input of the sampling filters.
+
+    A model that is sure of its next token would hide most mistakes.
+
+    Args:
+        ids: The prompt.
+        vocab_size: Length of the logits.
+
+    Returns:
+        Logits of both signs among which no token dominates, and a history in which tokens repeat, likely ones too.
+    """
+    logits = np.random.default_rng(vocab_size).normal(0, 2, vocab_size).astype(np.float32)
+    likely = [int(token) for token in np.argsort(-logits)[:4]]
+    return logits, (*ids, *ids[:3], *likely, likely[1])
+
+
+def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:
+    """Run a producer on every case.
+
+    Args:
+        producer: Opened on the model.
+        cases: See `cases_for`.
+        n_greedy: Length of the greedy continuation.
+
+    Returns:
+        What it showed.
+    """
+    return shown_by(producer, cases, producer.together(calls_for(cases, n_greedy)))
+
+
+def calls_for(cases: Mapping[str, Pass], n_greedy: int) -> list[Call]:
+    """List the calls to an engine for every case, for `Producer.together`; the first is the greedy continuation."""
+    near = cases["near"].ids
+    traces: list[Call] = [("trace", (case.ids,), {"first_position": case.first_position}) for case in cases.values()]
+    return [("greedy", (near, n_greedy), {}), ("selected_logits", (near,), {}), *traces]
+
+
+def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> EngineOutput:
+    """Collect the engine output from the answers to `calls_for`, and run the engine's sampling filters."""
+    greedy, selected, *traces = answers
+    logits, history = sampler_inputs(cases["near"].ids, selected.size)
+    return EngineOutput(
+        traces=dict(zip(cases, traces, strict=True)),
+        selected_logits=selected,
+        probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
+        greedy=np.asarray(greedy, np.int64),
+        route=producer.route,
+    )
+
+
+@contextmanager
+def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
+    """Note that a producer cannot run a model, or did not survive it, and let the others go on.
+
+    Args:
+        name: The producer.
+        failed: Filled with the reason; without it errors are raised.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except (ImportError, LookupError, MemoryError, OSError, RuntimeError, ValueError) as error:
+        if failed is None:
+            raise
+        kind = type(error).__name__ if isinstance(error, LookupError) or not str(error) else ""
+        failed[name] = " ".join([kind, *str(error).split()]).strip()
+
+
+def save(folder: Path, golden: Golden) -> None:
+    """Write the goldens of one model; the same content gives the same bytes.
+
+    Args:
+        folder: Made when absent.
+        golden: What to store.
+    """
+    files = {producer: evidence.arrays() for producer, evidence in golden.evidence.items()}
+    files[TRUTH] = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
+    record = ({"cannot_judge": golden.cannot_judge} if golden.cannot_judge else {}) | {
+        "cases": {name: asdict(case) for name, case in golden.cases.items()},
+        "isolated": plain_distances(golden.truth.isolated),
+        "provenance": golden.provenance,
+        "tensors": golden.tensors,
+        "tokens": [asdict(check) for check in golden.tokens],
+    }
+    GoldenStore(folder).write(record, files)
+
+
+def read(folder: Path) -> Golden:
+    """Read stored goldens.
+
+    Args:
+        folder: Written by `save`.
+
+    Returns:
+        The goldens.
+
+    Raises:
+        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+        ValueError: A part of it is missing.
+    """
+    store = GoldenStore(folder)
+    record, unable = store.record(), unable_of(folder)
+    producers = [name for name in PRODUCERS if name not in unable]
+    shown = store.arrays([*producers, TRUTH])
+    if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
+        raise refused(
+            store.path,
+            f"expected the cases near and far, tensors and tokens, got cases {sorted(record['cases'])}, "
+            f"{len(record['tensors'])} tensors, {len(record['tokens'])} texts",
+        )
+    if record.get("isolated", {}).keys() != {*producers}:
+        got = sorted(record.get("isolated", {})) or "none"
+        raise refused(store.path, f"expected isolated distances for {' and '.join(producers)}, got {got}")
+    steps = shown[TRUTH].pop(STEP_LOGITS)
+    made = {name: EngineOutput.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
+    return Golden(
+        truth=Truth(made.pop(TRUTH), steps, read_distances(record["isolated"])),
+        cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
+        evidence=made,
+        tensors=record["tensors"],
+        tokens=[TokenCheck(**check) for check in record["tokens"]],
+        provenance=record["provenance"],
+        cannot_judge=unable,
+    )
+
+
+def unable_of(folder: Path) -> Mapping[str, str]:
+    """Read which reference engines the stored goldens lack, and why; at least one is left.
+
+    Args:
+        folder: Folder that `save` has written.
+
+    Returns:
+        Reason for each missing reference engine.
+
+    Raises:
+        FileNotFoundError: There are no goldens.
+        ValueError: A reason is not stated, or no reference engine is left.
+    """
+    store = GoldenStore(folder)
+    unable = store.record().get("cannot_judge", {})
+    if not unable.keys() < {*PRODUCERS} or not all(unable.values()):
+        wanted = f"expected reasons for some of {' and '.join(PRODUCERS)} in cannot_judge"
+        raise refused(store.path, f"{wanted}, got {unable}")
+    return unable
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's bytes, or of the names and hashes of a folder's files."""
+    if path.is_dir():
+        files = "".join(f"{file.name} {sha256(file)}\n" for file in sorted(path.iterdir()))
+        return hashlib.sha256(files.encode()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,283 @@
+"""Checkpoints 15 to 20 as NumPy computes them: isolated on a golden's arrays, chained on our own.
+
+The dtype of the weights computes: float32 is judged for its arithmetic, float64 for its mathematics. Chained runs start
+from the stored adapter and share nothing with the golden after that. Isolated gradients are those of the very step that
+is chained, in which the golden's numbers are put in where a block begins and ends.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from llorch.files import Weights
+from llorch.judging.expectations.training_places import (
+    INPUT_OF,
+    MERGED_AT,
+    Arrays,
+    after,
+    at,
+    before,
+    borders,
+    named,
+    of_matrices,
+    of_tensors,
+    shared_input,
+)
+from llorch.judging.goldens.training import TrainingGolden
+from llorch.judging.goldens.training_recipe import (
+    CURVE,
+    MERGED,
+    OPTIMIZER,
+    RSLORA,
+    SCHEDULE_STEPS,
+    SCHEDULE_WARMUP,
+    SCHEDULES,
+    SMOOTHING,
+    SMOOTHINGS,
+    STATE,
+    STEPS_ALONE,
+    STEPS_SHOWN,
+    OptimizerRecipe,
+    step_batches,
+    with_zero_b,
+)
+from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter
+from llorch.lora.merge import MergedWeights
+from llorch.model.backward import recorder
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
+from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
+from llorch.ops.linear import linear
+from llorch.stages.stage_ref import StageRef
+from llorch.stages.table import input_key, key
+from llorch.training import adamw, numpy_step, schedules
+
+Results = Iterator[tuple[StageRef, np.ndarray]]
+Named = Mapping[str, np.ndarray]
+State = Mapping[str, Named]  # what an optimizer step leaves, each by flat name of the tensors
+
+
+class NumpyTrainingRunner:
+    """What NumPy makes of one golden, in the dtype of its weights."""
+
+    def __init__(self, weights: Weights, golden: TrainingGolden) -> None:
+        """Prepare; nothing is computed yet."""
+        self.weights, self.dtype, self.config = weights, weights.dtype, weights.config
+        self.n_layers, self.batches = self.config.n_layers, golden.batches
+        self.adapter = golden.adapter_for(self.config)
+        self.rslora = golden.adapter_for(self.config, RSLORA)
+        self._golden = golden
+
+    def isolated(self, *numbers: str) -> Results:
+        """Yield every stage that can be fed the golden's inputs; `numbers` restrict it to some checkpoints."""
+        made: dict[str, Callable[[], Results]] = {
+            "15": self._isolated_deltas,
+            "16": lambda: self._losses(self._split(self._golden_array(at("adapted_logits")))),
+            "17": self._isolated_gradients,
+            "18": self._isolated_steps,
+            "20": self._merged_weight,
+        }
+        for number in numbers or made:
+            yield from made[number]() if number in made else ()
+
+    def chained(self, *numbers: str) -> Results:
+        """Yield the results of every run from its beginning; `numbers` restrict it to some checkpoints."""
+        made: dict[str, Callable[[], Results]] = {
+            "15": self._chained_deltas,
+            "16": lambda: self._losses([trace["logits"] for trace in self._traces(self.adapter)]),
+            "17": self._chained_gradients,
+            "18": self._steps,
+            "19": lambda: self.curve(CURVE.n_steps),
+            "20": self.merged,
+        }
+        for number in numbers or made:
+            yield from made[number]()
+
+    def curve(self, n_steps: int) -> Results:
+        """Run the first steps of the run that has a stored loss curve; yield the arrays of losses and norms."""
+        _, losses, norms, _ = zip(
+            *self._trained(n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate), strict=True
+        )
+        yield at("loss_curve", case="curve"), np.asarray(losses)
+        yield at("norm_curve", case="curve"), np.asarray(norms)
+
+    def merged(self) -> Results:
+        """Compute the logits of the model with the adapter merged in."""
+        yield at("merged_logits"), logits_of(MergedWeights(self.weights, self.adapter), self._documents)
+
+    @property
+    def _documents(self) -> list[np.ndarray]:
+        return [ids for ids, _ in self.batches[0].each_document()]
+
+    def _isolated_deltas(self) -> Results:
+        def given(stage: str, layer: int | None) -> np.ndarray:
+            return self._golden_array(at(stage, layer))
+
+        yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), given)
+        yield from self._deltas(self.rslora, shared_input("rslora"), given)
+
+    def _isolated_steps(self) -> Results:
+        """Compute single optimizer steps from the golden's state, then the schedules."""
+        for step in STEPS_ALONE:
+            start = {name: self._all_given(where) for name, where in before(step, self.n_layers).items()}
+            state = start if step > 1 else self._initial()
+            yield from self._results_of_step(
+                step, *self._update(step, start["gradient"], state, OPTIMIZER, OPTIMIZER.learning_rate)
+            )
+        yield from self._schedules()
+
+    def _merged_weight(self) -> Results:
+        yield MERGED_AT, MergedWeights(self.weights, self.adapter).array(MERGED)
+
+    def _chained_deltas(self) -> Results:
+        """Compute deltas and logits of llorch's own forward passes."""
+        traces = self._traces(self.adapter)
+        inputs = lambda stage, layer: np.concatenate([trace[key(stage, layer)] for trace in traces])  # noqa: E731
+        yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), inputs)
+        for case, found in {"plain": traces, "rslora": self._traces(self.rslora)}.items():
+            yield at("adapted_logits", case=case), np.concatenate([trace["logits"] for trace in found])
+
+    def _chained_gradients(self) -> Results:
+        for case, adapter in {"plain": self.adapter, "zero_b": with_zero_b(self.adapter)}.items():
+            _, grads = numpy_step.loss_and_gradients(self.weights, adapter, self.batches[:1], label_smoothing=0.0)
+            yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
+        yield from join_documents([found for found, _ in self._block_gradients({})]).items()
+
+    def _golden_array(self, place: StageRef) -> np.ndarray:
+        """Return a golden in the dtype of the run."""
+        return self._golden.shown(place).astype(self.dtype)
+
+    def _all_given(self, where: Mapping[str, StageRef]) -> Named:
+        return {name: self._golden_array(place) for name, place in where.items()}
+
+    def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Split the rows of the first batch by document."""
+        return np.split(tokens, np.cumsum([len(ids) for ids in self._documents])[:-1])
+
+    def _traces(self, adapter: Adapter) -> list[dict[str, np.ndarray]]:
+        traces: list[dict[str, np.ndarray]] = [{} for _ in self._documents]
+        for ids, trace in zip(self._documents, traces, strict=True):
+            weights = AdaptedWeights(self.weights, adapter)
+            forward(ids, weights, KVCache(self.config, self.dtype), keep=recorder(trace))
+        return traces
+
+    def _deltas(
+        self, adapter: Adapter, where: Mapping[str, StageRef], inputs: Callable[[str, int | None], np.ndarray]
+    ) -> Results:
+        """Yield what the adapter adds to each product, for the given inputs."""
+        weights = AdaptedWeights(self.weights, adapter)
+        for name, place in where.items():
+            matrix, x = weights[name], inputs(INPUT_OF[place.part], place.layer)
+            yield place, matrix.added(x, linear(x, matrix.base))
+
+    def _losses(self, logits: Sequence[np.ndarray]) -> Results:
+        for case, smoothing in SMOOTHINGS.items():
+            sums, each = [], []
+            for rows, (_, labels) in zip(logits, self.batches[0].each_document(), strict=True):
+                wanted = shifted(labels)
+                sums.append(cross_entropy(rows, wanted, label_smoothing=smoothing))
+                for row in np.flatnonzero(wanted != IGNORED):
+                    alone = slice(row, row + 1)
+                    each.append(cross_entropy(rows[alone], wanted[alone], label_smoothing=smoothing)[0])
+            yield at("token_losses", case=case), np.asarray(each, self.dtype)
+            total, n_trained = map(sum, zip(*sums, strict=True))
+            yield at("loss", case=case), np.asarray(total / n_trained, self.dtype)
+
+    def _isolated_gradients(self) -> Results:
+        """Run each block alone: the input, and the gradient of the output, are the golden's."""
+        given = {place: self._golden_array(place) for pair in borders(self.n_layers).items() for place in pair}
+        found = list(self._block_gradients(given))
+        tensors = of_tensors("gradient", self.n_layers)
+        yield from join_documents([blocks for blocks, _ in found]).items()
+        yield from named(
+            tensors, {name: np.sum([grads[name] for _, grads in found], axis=0) for name in tensors}
+        ).items()
+
+    def _block_gradients(self, given: Arrays) -> Iterator[tuple[Arrays, Named]]:
+        """Yield the gradients of every document: of the blocks' inputs and the last output, and of every tensor.
+
+        An input or gradient that is `given` replaces llorch's, which is noted before.
+        """
+        weights, batch = AdaptedWeights(self.weights, self.adapter), self.batches[0]
+        parts, ends = {place: self._split(array) for place, array in given.items()}, borders(self.n_layers)
+        inputs = {input_key(x.stage, x.layer, self.config): x for x in ends}
+        gradients = {input_key(x.stage, x.layer, self.config) if x.layer is None else x.key: ends[x] for x in ends}
+        for index, (ids, labels) in enumerate(batch.each_document()):
+            found: Arrays = {}
+
+            def keep(name: str, array: np.ndarray, index: int = index) -> np.ndarray:
+                return parts[inputs[name]][index] if inputs.get(name) in parts else array
+
+            def note(name: str, array: np.ndarray, index: int = index, found: Arrays = found) -> np.ndarray:
+                if name not in gradients:
+                    return array
+                found[gradients[name]] = array
+                return parts[gradients[name]][index] if gradients[name] in parts else array
+
+            _, grads = numpy_step.of_document(
+                ids, shifted(labels), weights, label_smoothing=0.0, n_trained=batch.n_trained, keep=keep,
+                keep_gradient=note,
+            )  # fmt: skip
+            yield found, grads
+
+    def _initial(self) -> State:
+        """Return the stored adapter, and moments of zero."""
+        flat = {name: array.astype(self.dtype) for name, array in self.adapter.flat().items()}
+        zero = {name: np.zeros_like(array) for name, array in flat.items()}
+        return {stage: flat if stage == "parameters" else zero for stage in STATE}
+
+    def _update(
+        self, step: int, grads: Named, state: State, recipe: OptimizerRecipe, rate: float
+    ) -> tuple[float, State]:
+        """Clip and update in a step counted from 1: the norm before clipping, and the state after it."""
+        clipped, norm = adamw.clip_by_norm(grads, max_norm=recipe.max_norm)
+        made: dict[str, dict[str, np.ndarray]] = {stage: {} for stage in STATE}
+        for name, grad in clipped.items():
+            made["parameters"][name], made["first_moment"][name], made["second_moment"][name] = adamw.adamw_step(
+                state["parameters"][name], grad, state["first_moment"][name], state["second_moment"][name],
+                step=step, lr=rate, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay,
+            )  # fmt: skip
+        return norm, made
+
+    def _trained(
+        self, n_steps: int, accumulation: int, recipe: OptimizerRecipe, smoothing: float, rate: Callable[[int], float]
+    ) -> Iterator[tuple[int, float, float, State]]:
+        """Run the optimizer steps from the first; yield number, loss, norm and the state after each."""
+        state = self._initial()
+        for step in range(1, n_steps + 1):
+            loss, grads = numpy_step.loss_and_gradients(
+                self.weights, self.adapter, step_batches(self.batches, step, accumulation),
+                label_smoothing=smoothing, parameters=state["parameters"],
+            )  # fmt: skip
+            norm, state = self._update(step, grads, state, recipe, rate(step))
+            yield step, loss, norm, state
+
+    def _steps(self) -> Results:
+        for step, _, norm, state in self._trained(
+            max(STEPS_SHOWN), 1, OPTIMIZER, 0.0, lambda step: OPTIMIZER.learning_rate
+        ):
+            if step in STEPS_SHOWN:
+                yield from self._results_of_step(step, norm, state)
+
+    def _results_of_step(self, step: int, norm: float, state: State) -> Results:
+        """Yield what a step leaves: the norm of its gradients, moments and parameters."""
+        yield at("grad_norm", case=f"step {step}"), np.asarray(norm, self.dtype)
+        for stage, where in after(step, self.n_layers).items():
+            yield from named(where, state[stage]).items()
+
+    def _schedules(self) -> Results:
+        for name in SCHEDULES:
+            how = {"schedule": name, "peak": OPTIMIZER.learning_rate, "warmup_steps": SCHEDULE_WARMUP}
+            rates = [schedules.learning_rate(i, total_steps=SCHEDULE_STEPS, **how) for i in range(SCHEDULE_STEPS)]
+            yield at("learning_rate", case=name), np.asarray(rates)
+
+
+def join_documents(documents: Sequence[Arrays]) -> Arrays:
+    """Join the tokens of all documents in a row."""
+    return {place: np.concatenate([found[place] for found in documents]) for place in documents[0]}
+
+
+def logits_of(weights: Weights, documents: Sequence[np.ndarray]) -> np.ndarray:
+    """Compute the logits of all documents, in a row."""
+    return np.concatenate([forward(ids, weights, KVCache(weights.config, weights.dtype)) for ids in documents])

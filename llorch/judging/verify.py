@@ -1,0 +1,358 @@
+"""A model judged from end to end: a built-in one by its stored goldens, any by engines that run now.
+
+A caller says which runners of ours are judged; all of them get the same goldens, truth and limits.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llorch.engines import LoadPath, ProducerName, Say, open_producer
+from llorch.engines.abilities import cannot_judge
+from llorch.engines.process import start
+from llorch.families.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.files.layerwise import largest_part
+from llorch.files.quantised import QuantisedFolder
+from llorch.files.residency import plan as plan_residency
+from llorch.judging.expectations.files import (
+    decode_rows,
+    foreign_tensors,
+    foundation_rows,
+    matrix_rows,
+    own_tensors,
+    token_rows,
+)
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.long_contexts import LongSuite
+from llorch.judging.goldens.float64_reference import WITNESS, require_numbers, take_truth
+from llorch.judging.goldens.forward import (
+    N_GREEDY,
+    PRODUCERS,
+    EngineOutput,
+    Golden,
+    TokenCheck,
+    Truth,
+    cases_for,
+    n_greedy_for,
+    not_run,
+    read,
+    sha256,
+    take,
+)
+from llorch.judging.goldens.long_contexts import long_cases, read_long
+from llorch.judging.judge import Comparison
+from llorch.judging.runners import Runner
+from llorch.judging.runners.numpy import GgmlRunner, numpy_runners
+from llorch.judging.runners.shared import SharedWeights
+from llorch.model.model import Model
+from llorch.runtime.builtin import builtin_path, goldens_folder, is_wheel
+from llorch.runtime.memory import available_memory
+from llorch.stages.stage_ref import Pass
+from llorch.stages.table import keys
+
+Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
+
+
+@dataclass(frozen=True)
+class LiveOutput:
+    """What producers that ran now showed for a file."""
+
+    weights: Weights
+    evidence: Mapping[str, EngineOutput]  # by producer; those that could not run the model are absent
+    truth: Truth | None  # None where transformers cannot run the model
+    texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
+
+
+def verify_stored(
+    name: str, runners: Runners = numpy_runners, *, backend: str = "numpy", long: bool = True
+) -> Iterator[Comparison]:
+    """Judge a built-in model against its stored goldens.
+
+    Args:
+        name: A built-in model.
+        runners: Makes what is judged.
+        backend: Whose rows those of the file are.
+        long: Judge long contexts, too; a wheel has no goldens of these.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights.
+        CheckpointMismatch: What ran is not the model, or not where it was to run.
+    """
+    weights, golden = stored(name)
+    yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
+    yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
+    suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
+    long_suite = stored_long(name, weights, golden.truth.evidence.route) if long and not is_wheel() else None
+    for runner in runners(weights, wide=True):
+        yield from suite.rows(runner)
+        yield from long_suite.rows(runner) if long_suite else ()
+
+
+def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> LongSuite:
+    """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
+    golden = read_long(goldens_folder() / name)
+    if golden.weights_sha256 != sha256(builtin_path(name)):
+        raise ValueError(
+            f"golden {name}: expected long contexts of these weights, got others; run reference_outputs/regenerate.py"
+        )
+    if golden.cases.keys() != long_cases(weights.config).keys():
+        raise ValueError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
+                         f"got {', '.join(golden.cases)}; run reference_outputs/regenerate.py")  # fmt: skip
+    return LongSuite(name, weights, golden, route)
+
+
+def stored(name: str) -> tuple[Weights, Golden]:
+    """Open a built-in model and its goldens; for the exceptions see `verify_stored`."""
+    path = builtin_path(name)
+    golden = read(goldens_folder() / name)
+    if golden.provenance["weights_sha256"] != sha256(path):
+        raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
+    weights = open_weights(path)
+    unable = unable_for(PRODUCERS, weights.config, golden.cases["near"].ids, N_GREEDY)
+    if golden.cannot_judge != unable:
+        raise ValueError(f"golden {name}: leaves out {golden.cannot_judge}, expected {unable}; run regenerate.py")
+    return weights, golden
+
+
+def unable_for(engines: Iterable[str], config: ModelConfig, ids: Sequence[int], n_greedy: int) -> dict[str, str]:
+    """List the engines that cannot judge a model run with this prompt, with the reasons."""
+    n_tokens = len(ids) + n_greedy
+    if config.temperature is not None or any(layer.chunk for layer in config.layers):  # which count from position 0
+        n_tokens = max(n_tokens, int(cases_for(ids, config)["far"].positions[-1]) + 1)
+    reasons = ((engine, cannot_judge(engine, config, n_tokens)) for engine in engines)
+    return {engine: reason for engine, reason in reasons if reason}
+
+
+@dataclass(frozen=True)
+class LivePlan:
+    """The inputs of a live comparison, resolved once, before an engine runs; see `plan_live`."""
+
+    weights: Weights
+    name: str
+    ids: Sequence[int]  # the prompt
+    text: str | None  # of the prompt, when llorch tokenized it; the engines then tokenize it too
+    cases: Mapping[str, Pass]
+    n_greedy: int
+    producers: Sequence[ProducerName]  # to run
+    unable: Mapping[str, str]  # producers that cannot judge the model, with the reasons
+
+    @property
+    def path(self) -> Path:
+        """The file or folder that the engines open."""
+        return self.weights.path
+
+
+def plan_live(
+    weights: Weights, ids: Sequence[int], producers: Sequence[ProducerName], *, text: str | None = None
+) -> LivePlan:
+    """Resolve the inputs of `verify_live`.
+
+    Args:
+        weights: An opened GGUF file or Hugging Face folder.
+        ids: The prompt.
+        producers: Names of the engines to run.
+        text: The prompt's text, if llorch tokenized it; its ids are then compared too.
+    """
+    n_greedy = n_greedy_for(weights.config, len(ids))
+    unable = unable_for(producers, weights.config, ids, n_greedy)
+    cases = cases_for(ids, weights.config)
+    return LivePlan(weights, Model(weights).name, ids, text, cases, n_greedy, producers, unable)
+
+
+def verify_live(
+    plan: LivePlan,
+    runners: Runners = numpy_runners,
+    *,
+    backend: str = "numpy",
+    say: Say = lambda line: None,
+    failed: dict[str, str] | None = None,
+) -> Iterator[Comparison]:
+    """Judge any model against producers that run now.
+
+    Args:
+        plan: The model, the prompt and the engines.
+        runners: Makes what is judged.
+        backend: Whose rows those of the file are.
+        say: Told what is being done.
+        failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        MemoryError: The traces or the model would not fit.
+        MissingExtra: An engine is not installed.
+        RuntimeError: An engine failed, and `failed` is not given.
+        CheckpointMismatch: What ran is not the model, or not where it was to run.
+    """
+    shown = ask(plan, say=say, failed=failed)
+    if not shown.evidence:
+        return
+    say("reading the tensor table")
+    source = shown.weights.source
+    yield from foundation_rows(plan.name, own_tensors(source), foreign_tensors(plan.path), backend=backend)
+    if shown.texts:
+        yield from token_rows(plan.name, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
+    if isinstance(source, QuantisedFolder):
+        say("decoding the matrices")
+        yield from matrix_rows(plan.name, source)
+    suite = ForwardSuite(plan.name, shown.weights, plan.cases, shown.evidence, shown.truth)
+    for runner in runners(shown.weights, wide=shown.truth is not None):
+        say(f"comparing {runner.name}")
+        yield from suite.rows(runner)
+
+
+def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutput:
+    """Run the producers of a plan; for the exceptions see `verify_live`."""
+    weights, config = plan.weights, plan.weights.config
+    ours = plan_residency(weights, n_tokens=len(plan.ids))
+    require_memory(config, len(plan.ids), n_traces=3 * len(plan.producers) + 3)  # truths are twice as wide
+    require_engines(weights, plan.producers, ours=ours.needed)
+    start((*plan.producers, "transformers"))  # which the truth takes
+    evidence: dict[str, EngineOutput] = {}
+    tokens: dict[str, Sequence[int]] = {}
+    for name in plan.producers:
+        say(f"running {name}")
+        with not_run(name, failed):
+            evidence[name], theirs = _run_producer(name, plan, _from(say, name))
+            tokens |= {name: theirs} if theirs is not None else {}
+    texts = [TokenCheck(plan.text, tokens)] if plan.text is not None else []
+    truth: Truth | None = None
+    if evidence:
+        say(f"running {WITNESS}")
+        with not_run(WITNESS, failed):
+            require_truth(weights)
+            truth = take_truth(plan.path, plan.cases, evidence, n_greedy=plan.n_greedy, say=_from(say, WITNESS))
+    if ours.residency == "packed":
+        weights = SharedWeights(weights, say)
+    return LiveOutput(weights, _of_numbers(evidence, truth, config.family, failed), truth, texts)
+
+
+def _run_producer(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineOutput, Sequence[int] | None]:
+    """Run one producer, and tokenize the text of the plan by it."""
+    _require_able(name, plan.path, plan.unable)
+    with open_producer(name, plan.path, say=say) as producer:
+        shown = take(producer, plan.cases, n_greedy=plan.n_greedy)
+        tokens = producer.tokenize(plan.text, add_special=True, parse_special=False) if plan.text is not None else None
+        return shown, tokens
+
+
+def _of_numbers(
+    evidence: Mapping[str, EngineOutput], truth: Truth | None, family: str, failed: dict[str, str] | None
+) -> dict[str, EngineOutput]:
+    """Keep the outputs without NaN; the reason for each of the others goes to `failed`."""
+    kept: dict[str, EngineOutput] = {}
+    for name, shown in evidence.items():
+        with not_run(name, failed):
+            require_numbers(name, family, shown, truth)
+            kept[name] = shown
+    return kept
+
+
+def _require_able(engine: str, path: Path, unable: Mapping[str, str]) -> None:
+    if engine in unable:
+        raise ValueError(f"{engine}: cannot judge {path}: {unable[engine]}")
+
+
+def _from(say: Say, name: str) -> Say:
+    """Make a function that tells how far an engine is."""
+    return lambda place: say(f"running {name}: {place}")
+
+
+def verify_as_stored(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    text: str | None = None,
+    say: Say = lambda line: None,
+    failed: dict[str, str] | None = None,
+) -> Iterator[Comparison]:
+    """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
+
+    Args:
+        model: Loaded from a GGUF file, with the numerics to judge.
+        ids: The prompt.
+        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
+        say: Told what is being done.
+        failed: Filled with why llama.cpp could not run the model; without it such an error is raised.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        MemoryError: The traces would not fit.
+        MissingExtra: llama.cpp is not installed.
+        RuntimeError: llama.cpp failed, and `failed` is not given.
+    """
+    path, name = Path(model.weights.path), model.name
+    n_greedy = n_greedy_for(model.config, len(ids))
+    require_memory(model.config, len(ids) + n_greedy, n_traces=6)
+    say("running llamacpp")
+    with not_run("llamacpp", failed):
+        _require_able("llamacpp", path, unable_for(("llamacpp",), model.config, ids, n_greedy))
+        with open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
+            greedy = producer.greedy(ids, n_greedy)
+            cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
+            evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
+            require_numbers("llamacpp", model.config.family, evidence, None)
+            theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+    if failed:
+        return
+    say("comparing tensors")
+    foreign = foreign_tensors(path)
+    yield from foundation_rows(name, own_tensors(model.weights.source), foreign)
+    if text is not None and theirs is not None:
+        yield from token_rows(name, model.tokenizer.encode, [TokenCheck(text, {"llamacpp": theirs})])
+    yield from decode_rows(name, model.weights)
+    say("comparing stages")
+    weights = SharedWeights(model.weights, say) if model.weights.packed else model.weights
+    suite = ForwardSuite(name, weights, cases, {"llamacpp": evidence}, None, n_prompt=len(ids))
+    limits = {case: suite.limits(case) for case in cases}
+    yield from suite.rows(GgmlRunner(weights, evidence.traces, limits))
+
+
+def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:
+    """Refuse a prompt whose traces do not fit the memory, before any engine runs (MemoryError).
+
+    Attention is recorded for every pair of tokens; `n_traces` are held at once, in float32.
+    """
+    values = sum(math.prod(stage.shape(config, seq=n_tokens, ctx=n_tokens)) for _, stage, _ in keys(config))
+    needed = 4 * values * n_traces
+    free = available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
+            "give a shorter prompt"
+        )
+
+
+def require_engines(weights: Weights, producers: Sequence[ProducerName], *, ours: float) -> None:
+    """Refuse a model that does not fit beside what `ours` takes, before an engine loads it (MemoryError).
+
+    llama.cpp maps a file, transformers holds a copy of its own, of one layer at least.
+    """
+    needed = ours + largest_part(weights, "float32") * ("transformers" in producers)
+    free = available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"{weights.path}: exact numerics need at least one layer in float32 in every engine, about "
+            f"{needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
+        )
+
+
+def require_truth(weights: Weights) -> None:
+    """Refuse a model of which one layer does not fit as float64, before an engine reads it (MemoryError)."""
+    needed, free = largest_part(weights, "float64"), available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"the float64 reference needs {needed / 1e9:.1f} GB for one layer, but {free / 1e9:.1f} GB are free; "
+            "close other programs, or use a machine with more memory"
+        )

@@ -1,0 +1,51 @@
+"""Attention where a layer treats positions otherwise: windows, chunks, no RoPE, a temperature.
+
+    scores[t, s] = -inf     for keys s before the first that token t sees: t - window + 1, or the start of its chunk
+    q = q * (1 + scale * ln(1 + floor((position + offset) / floor)))            after RoPE, on tempered layers
+
+Mistral and Qwen2 have windows; SmolLM3 does not rotate every fourth layer; Ministral 3 tempers all of them.
+
+Source: arXiv:2310.06825 (windows), arXiv:2501.18795 (no RoPE), arXiv:2501.19399 (temperature);
+transformers `modeling_{mistral,qwen2,smollm3,ministral3}.py`.
+"""
+
+import numpy as np
+from jaxtyping import Int
+
+from llorch.families.config import ModelConfig
+from llorch.families.layers import Layer
+from llorch.model.forward import Append, Heads, Hidden, Keep, OfLayer, Table, attention_output, qkv
+from llorch.ops.attention import attention_context, attention_probs, attention_scores
+from llorch.ops.rope import rope
+
+
+def attention(
+    h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep, *,
+    layer: Layer, positions: Int[np.ndarray, " seq"],
+) -> Hidden:  # fmt: skip
+    """As the dense one, but for what depends on the position."""
+    q, k, v = qkv(h, w, config, keep)
+    if layer.rope:
+        q = keep("q_rope", rope(q, cos, sin))
+        k = keep("k_rope", rope(k, cos, sin))
+    return attend(q, k, v, w, config, append, keep, layer=layer, positions=positions)
+
+
+def attend(
+    q: Heads, k: Heads, v: Heads, w: OfLayer, config: ModelConfig, append: Append, keep: Keep, *,
+    layer: Layer, positions: Int[np.ndarray, " seq"],
+) -> Hidden:  # fmt: skip
+    """Temper, cache, mix the values of what each token sees, project back."""
+    if layer.tempered and config.temperature is not None:
+        q = keep("q_tempered", (q * config.temperature.of(positions)[:, None, None]).astype(q.dtype))
+    k, v = append(k, v)  # (kv_heads, ctx, head_dim): the whole context
+    k, v = keep("k_cache", k), keep("v_cache", v)
+    scores = keep("attn_scores", attention_scores(q, k, seen_from(layer, positions, k.shape[1])))
+    probs = keep("attn_probs", attention_probs(scores))
+    return attention_output(keep("attn_context", attention_context(probs, v)), w, keep)
+
+
+def seen_from(layer: Layer, positions: Int[np.ndarray, " seq"], ctx: int) -> Int[np.ndarray, " seq"] | None:
+    """Find the first key of the context that each token sees; the last key stands at the last position."""
+    first = layer.seen_from(positions)
+    return None if first is None else first - (positions[-1] + 1 - ctx)

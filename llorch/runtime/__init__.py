@@ -1,0 +1,1 @@
+"""Errors, child processes, memory and threads: code that knows nothing of models."""

@@ -1,0 +1,130 @@
+"""Rows of one or more examples, which of them a step trains on, and the arrays of a batch of them.
+
+The order is a pure function of the step's number: a resumed run needs no state of a sampler. Packing is best-fit
+decreasing: examples from the longest to the shortest, each into the row with the least room that still takes it. Inside
+a row every example is a document of its own: positions start at 0 again, and no token sees another document.
+
+Source: Johnson 1974, "Fast algorithms for bin packing"; the order that TRL's `packing_strategy="bfd"` has.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Int64
+
+from llorch.training.batch import IGNORED, PADDING, Batch, Example
+
+Row = tuple[Example, ...]
+
+
+def best_fit(lengths: Sequence[int] | Int64[np.ndarray, " examples"], *, room: int) -> list[list[int]]:
+    """Distribute examples of at most `room` tokens over rows of so many, by index.
+
+    Ties go to the earlier one, so equal data gives equal rows.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # room that is left and number of the row, sorted
+    for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(open_rows, (length, 0))
+        if place == len(open_rows):
+            rows.append([])
+            left, number = room, len(rows) - 1
+        else:
+            left, number = open_rows.pop(place)
+        rows[number].append(index)
+        if left > length:
+            insort(open_rows, (left - length, number))
+    return rows
+
+
+class PackedRows(Sequence[Row]):
+    """Examples in rows."""
+
+    def __init__(self, examples: Sequence[Example], members: Sequence[Sequence[int]] | None = None) -> None:
+        """Arrange examples, by index; every example in a row of its own when there are no members."""
+        self._examples = examples
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._examples) if self._members is None else len(self._members)
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] (rows are taken one by one)
+        """Return one row."""
+        if self._members is None:
+            return (self._examples[index],)
+        return tuple(self._examples[one] for one in self._members[index])
+
+
+class TrainingOrder:
+    """The order of training: every epoch takes every row once, in an order of its own."""
+
+    def __init__(self, rows: Sequence[Row], *, batch_size: int, accumulation: int, seed: int) -> None:
+        """Fix the order; `accumulation` is forward passes of an optimizer step, the seed at least 0."""
+        for name, value, low in (("batch_size", batch_size, 1), ("accumulation", accumulation, 1), ("seed", seed, 0)):
+            if value < low:
+                raise ValueError(f"{name}: expected at least {low}, got {value}")
+        if len(rows) == 0:
+            raise ValueError("data: expected at least one row to train on, got none")
+        self._rows = rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._step_size = batch_size * accumulation
+        self.steps_per_epoch = -(-len(rows) // self._step_size)
+
+    def step(self, number: int) -> list[Batch]:
+        """Return the batches of optimizer step `number`, counted from 0."""
+        return list(batches(self.rows(number), self._batch_size, samples=self.samples(number)))
+
+    def rows(self, number: int) -> list[Row]:
+        """Return the rows of one optimizer step, in the order of its batches. Examples know their sources."""
+        return [self._rows[int(row)] for row in self.samples(number)]
+
+    def samples(self, number: int) -> Int64[np.ndarray, " rows"]:
+        """Return the row numbers in the data of one optimizer step."""
+        epoch, place = divmod(number, self.steps_per_epoch)
+        order = shuffled(len(self._rows), self._seed, epoch)
+        return order[place * self._step_size :][: self._step_size]
+
+
+@lru_cache(maxsize=2)
+def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
+    """Make a random order that depends on the arguments only.
+
+    The bits of PCG64 are equal in every version of NumPy; the order that `Generator.permutation` makes from them need
+    not be.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+def batches(
+    rows: Sequence[Row], batch_size: int, *, samples: Int64[np.ndarray, " rows"] | None = None
+) -> Iterator[Batch]:
+    """Cut rows into batches, in order, for a step or to evaluate; the last one may have fewer rows.
+
+    `samples` are their numbers in the data; None: from 0 on.
+    """
+    samples = np.arange(len(rows)) if samples is None else samples
+    for start in range(0, len(rows), batch_size):
+        part = range(start, min(start + batch_size, len(rows)))
+        yield make_batch([rows[index] for index in part], samples[part.start : part.stop])
+
+
+def make_batch(rows: Sequence[Row], samples: Int64[np.ndarray, " batch"]) -> Batch:
+    """Lay rows out as arrays, padded at the end to the longest one; `samples` are their numbers in the data."""
+    shape = len(rows), max(sum(len(example.ids) for example in row) for row in rows)
+    ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+    positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
+    for number, row in enumerate(rows):
+        start = 0
+        for document, example in enumerate(row):
+            span = slice(start, start + len(example.ids))
+            ids[number, span] = example.ids
+            labels[number, span] = (IGNORED, *example.labels[1:])
+            positions[number, span] = np.arange(len(example.ids))
+            documents[number, span] = document
+            start = span.stop
+    return Batch(ids, labels, positions, documents, samples)

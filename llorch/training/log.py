@@ -1,0 +1,157 @@
+"""What a run says about its steps: one JSON line each, and events for TensorBoard where they are wanted.
+
+`log.jsonl` holds only what two equal runs have in common, to the last bit; wall times go to `timing.jsonl`.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from llorch.files.new_file import new_file
+from llorch.runtime.errors import FormatError, MissingExtra
+
+LOG, TIMING, EVENTS = "log.jsonl", "timing.jsonl", "tensorboard"
+_STYLE: Any = {
+    "svg.hashsalt": "llorch",  # names inside the file, otherwise drawn anew each time
+    "svg.fonttype": "none",  # text stays text, whatever fonts the machine has
+    "font.family": "sans-serif",
+}
+
+
+class NoLog:
+    """Of a rank that is not the first, which writes nothing."""
+
+    def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
+        """See `RunLog`."""
+
+    def validation(self, record: Mapping[str, Any]) -> None:
+        """See `RunLog`."""
+
+    def synced(self) -> int:
+        """See `RunLog`."""
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+
+class RunLog(NoLog):
+    """The log of one run, open for writing."""
+
+    def __init__(self, folder: Path, *, offset: int, tensorboard: bool) -> None:
+        """Open the log and drop the lines behind an offset: those that a resumed run is about to write again.
+
+        Offset 0 begins a new log; FormatError where the log is shorter: it is not that of the snapshot.
+        """
+        self._log = _opened_at(folder / LOG, offset)
+        self._timing = (folder / TIMING).open("ab" if offset else "wb")
+        self._events = _event_writer(folder / EVENTS) if tensorboard else None
+
+    def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
+        """Note one optimizer step: its `step` and what equal runs have in common, and the wall time that it took."""
+        self._line(record)
+        self._timing.write(_json({"step": record["step"], "seconds": round(seconds, 6)}))
+        self._timing.flush()
+
+    def validation(self, record: Mapping[str, Any]) -> None:
+        """Note a validation, with its `step` and `valid_loss`."""
+        self._line(record)
+
+    def synced(self) -> int:
+        """Bring all lines to the disk; returns the offset behind them, for a snapshot."""
+        self._log.flush()
+        os.fsync(self._log.fileno())
+        return self._log.tell()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._log.close()
+        self._timing.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        self._log.write(_json(record))
+        self._log.flush()
+        if self._events is not None:
+            for name in record.keys() - {"step"}:
+                self._events.add_scalar(name, record[name], record["step"])
+
+
+def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
+    """Read the records of a log in the order of the run; FormatError where a line is no JSON object with a step."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise FormatError("Malformed", f"log: line {number} is no JSON: {error}", path=path) from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise FormatError("Malformed", f"log: expected a step in line {number}, got {line[:60]}", path=path)
+        records.append(record)
+    return records
+
+
+def _opened_at(path: Path, offset: int) -> Any:
+    """Open a file for writing after its first `offset` bytes; cut off the rest.
+
+    FormatError Truncated if the file is shorter.
+    """
+    file = path.open("r+b" if offset else "wb")
+    size = file.seek(0, os.SEEK_END)
+    if size < offset:
+        file.close()
+        raise FormatError(
+            "Truncated", f"log: expected at least {offset} bytes as the snapshot recorded, got {size}", path=path
+        )
+    file.truncate(offset)
+    file.seek(offset)
+    return file
+
+
+def _json(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def require_tensorboard() -> None:
+    """Say (MissingExtra) what to install where tensorboard is absent."""
+    try:
+        import tensorboard  # noqa: F401
+    except ModuleNotFoundError:
+        raise MissingExtra("tensorboard", "tensorboard") from None
+
+
+def _event_writer(folder: Path) -> Any:
+    require_tensorboard()
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+def draw_curve(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Draw training and validation loss of the lines of `log.jsonl` over the steps, as an SVG file."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise MissingExtra("train", "matplotlib") from None
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        for name, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
+            points = [(record["step"], record[name]) for record in records if name in record]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
+        axes.set(title=title, xlabel="optimizer step", ylabel="loss per trained token (nats)")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        with new_file(path) as temporary:
+            figure.savefig(temporary, format="svg", metadata={"Date": None})

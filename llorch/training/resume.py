@@ -1,0 +1,110 @@
+"""What has to be equal for a resumed run to be the same, bit for bit; nothing random is drawn meanwhile."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from llorch.runtime.errors import FormatError
+
+PACKAGES = ("llorch", "torch", "numpy", "safetensors", "tokenizers")
+NOTHING = "nothing"
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the variable, and what we set where it is not set
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Collect what else decides the bits of a run: versions, threads, device and the switches of torch."""
+    import torch
+
+    kind = torch.device(device)
+    found = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "device": "cpu" if kind.type == "cpu" else torch.cuda.get_device_name(kind),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+    return found | (_cuda_switches() if kind.type == "cuda" else {})
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Write a line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
+    old, new = dict(_flat_values(saved)), dict(_flat_values(now))
+    return [
+        f"{name}: saved {_format_value(old, name)}, now {_format_value(new, name)}"
+        for name in {**old, **new}
+        if name not in old or name not in new or old[name] != new[name] or type(old[name]) is not type(new[name])
+    ]
+
+
+def require_same(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    allow_change: bool,
+    path: Path,
+    data_change: Callable[[], str] = str,
+) -> list[str]:
+    """Refuse (Inconsistent) to resume a run that is not the same any more, unless that is allowed.
+
+    Returns the differences, for the record of the run; none when it will be bit-exact. `data_change` is asked for the
+    row that changed where the data is not the same.
+    """
+    found = differences(saved, now)
+    row = data_change() if saved.get("data") != now.get("data") else ""
+    found = [f"{line} ({row})" if row and line.startswith("data: ") else line for line in found]
+    if found and not allow_change:
+        advice = "undo the change, or resume with --allow-change, which is not bit-exact"
+        raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found)}; {advice}", path=path)
+    return found
+
+
+def _cuda_switches() -> dict[str, Any]:
+    """Return the versions and switches of CUDA that decide the bits of a run."""
+    import torch
+
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cublas_workspace": os.environ.get(*CUBLAS_WORKSPACE),
+        "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+        "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "reduced_bf16_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "sdpa": {
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+            "math": torch.backends.cuda.math_sdp_enabled(),
+            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values that are no mappings, with their dotted names; tuples become lists, as in JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat_values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _format_value(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return NOTHING
+    text = str(values[name])
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,162 @@
+"""The files of one snapshot: how they are written and read, every bit of them under a digest.
+
+    snapshot.safetensors    tensors, or
+    tensors/                those of a run of several processes, as torch.distributed.checkpoint writes them
+    snapshot.json           {"sha256": of this file without the digest, "tensors": digests, "record": ...}
+
+Digests of tensors are {"sha256": ...} of the one file, or {"files": {name: sha256}} of the folder. What they say of a
+snapshot is that it is as it was written, so one that was cut or changed is told from one that was written so.
+
+Files are written through `os` alone, so that tests can make any one operation fail, or the power.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.files.new_file import sync
+from llorch.files.safetensors import tensors_from
+from llorch.files.strict_json import parse_json
+from llorch.runtime.errors import FormatError
+
+TENSORS, PARTS, RECORD = "snapshot.safetensors", "tensors", "snapshot.json"
+FORMAT = 1
+_HEAD = b'{\n "sha256": "'  # of all bytes of the file but the digest itself
+_DIGITS = 64
+
+ReadParts = Callable[[Path], Mapping[str, np.ndarray]]  # of the folder; FormatError where it cannot be read
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A saved state that was read and whose digests are right."""
+
+    step: int
+    tensors: Mapping[str, np.ndarray]  # the arrays can be written to
+    record: Mapping[str, Any]  # what is no tensor
+    path: Path
+    skipped: tuple[str, ...] = ()  # why newer ones were passed over, a line each
+
+
+def record_bytes(step: int, record: Mapping[str, Any], digests: Mapping[str, Any]) -> bytes:
+    """Make the bytes of the record's file; ValueError for NaN or infinity."""
+    values = {"format": FORMAT, "step": step, "tensors": digests, "record": record}
+    body = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    tail = b'",' + body[1:] + b"\n"
+    return _HEAD + hashlib.sha256(_HEAD + tail).hexdigest().encode() + tail
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Write a file that must be new, and wait until it lies on the device; gives its SHA-256.
+
+    After an OSError part of it may be there.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    sha256 = hashlib.sha256()
+    try:
+        for part in parts:
+            sha256.update(part)
+            rest = memoryview(part)
+            while len(rest):
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return sha256.hexdigest()
+
+
+def synced_parts(folder: Path) -> dict[str, str]:
+    """Wait until the files of a folder lie on the device; gives the SHA-256 of each."""
+    digests = {}
+    for name in sorted(os.listdir(folder)):
+        sync(folder / name)
+        digests[name] = _digest_of_file(folder / name)
+    sync(folder)
+    return digests
+
+
+def remove_tree(path: Path) -> None:
+    """Remove the folder of a snapshot, whole or not."""
+    for name in os.listdir(path):
+        if name == PARTS:
+            remove_tree(path / name)
+        else:
+            os.unlink(path / name)
+    os.rmdir(path)
+
+
+def no_parts(folder: Path) -> Mapping[str, np.ndarray]:
+    """Refuse the tensors of several processes, where there is nobody to read them."""
+    raise FormatError(
+        "Unsupported",
+        "several processes wrote these tensors, which only the torch path reads; install torch",
+        path=folder,
+    )
+
+
+def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
+    """Read one snapshot and check its digests; FormatError where it is damaged, incomplete, or of another format."""
+    _require_file(path, RECORD)
+    values = _checked_record((path / RECORD).read_bytes(), path / RECORD)
+    match values:
+        case {"format": 1, "step": int(step), "tensors": {"sha256": digest}, "record": dict(record)}:
+            return Snapshot(step, _read_tensors(path, digest), record, path)
+        case {"format": 1, "step": int(step), "tensors": {"files": dict(digests)}, "record": dict(record)}:
+            _require_parts(path, digests)
+            return Snapshot(step, read_parts(path / PARTS), record, path)
+    message = (
+        f"expected a snapshot of format {FORMAT}, got {values!r:.80}; read it with the version of llorch that wrote it"
+    )
+    raise FormatError("Unsupported", message, path=path / RECORD)
+
+
+def _read_tensors(path: Path, digest: object) -> Mapping[str, np.ndarray]:
+    _require_file(path, TENSORS)
+    data = np.fromfile(path / TENSORS, np.uint8)
+    _require_digest(hashlib.sha256(data.data).hexdigest(), digest, path / TENSORS)
+    return tensors_from(data, path / TENSORS)
+
+
+def _require_parts(path: Path, digests: Mapping[str, object]) -> None:
+    """Require exactly the files that were written in the folder, with the saved digests; FormatError otherwise."""
+    for name in sorted(digests):
+        _require_file(path, f"{PARTS}/{name}")
+    if more := sorted(set(os.listdir(path / PARTS)) - digests.keys()):
+        raise FormatError(
+            "Unexpected", f"expected only the files that were saved, got also {more[0]}", path=path / PARTS
+        )
+    for name, digest in digests.items():
+        _require_digest(_digest_of_file(path / PARTS / name), digest, path / PARTS / name)
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_file(path: Path, name: str) -> None:
+    if not (path / name).is_file():
+        raise FormatError("Missing", f"expected the file {name} in the snapshot, got none", path=path)
+
+
+def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
+    start = len(_HEAD)
+    digest, tail = data[start : start + _DIGITS], data[start + _DIGITS :]
+    if not data.startswith(_HEAD):
+        raise FormatError("Malformed", f"expected a snapshot record, got {data[:40]!r}", path=path)
+    _require_digest(hashlib.sha256(_HEAD + tail).hexdigest(), digest.decode("latin-1"), path)
+    values = parse_json(data, what="the record", path=path)
+    assert isinstance(values, dict)
+    return values
+
+
+def _require_digest(got: str, wanted: object, path: Path) -> None:
+    if got != wanted:
+        message = f"the file is damaged: expected the recorded sha256 {wanted!s:.16}..., got {got:.16}..."
+        raise FormatError("Inconsistent", message, path=path)

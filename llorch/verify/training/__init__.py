@@ -1,1 +1,0 @@
-"""Checkpoints 15 to 20: training against PEFT, torch and llama.cpp."""

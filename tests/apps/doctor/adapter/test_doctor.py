@@ -1,0 +1,294 @@
+"""The doctor: each silent fault, put into a sound adapter, is found by the check that is there for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy as container
+from builders.random_adapters import random_adapter, tiny_base
+from runs.command_line import invoke
+from runs.refusals import assert_cli_refuses, assert_tells
+
+from llorch.apps.doctor.adapter import examine
+from llorch.apps.doctor.adapter.checks import NUMBER_CHECKS, READER_CHECKS, check_run
+from llorch.apps.doctor.adapter.engines import _RUNS
+from llorch.engines.process import in_child
+from llorch.files import open_weights
+from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter
+from llorch.lora.base import identity_of
+from llorch.lora.gguf_format import write_lora_gguf
+from llorch.lora.peft_format import write_peft
+from llorch.model.model import Opened
+from llorch.runtime.builtin import builtin_path
+from llorch.training.data import DataSettings, read_data
+from llorch.training.merge_files import logits_by, probe_ids
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+def made(folder: Path, *, tied: bool = False, **settings: Any) -> tuple[Path, Path, Adapter]:
+    base = tiny_base(folder / "base", tied=tied)
+    weights = open_weights(base)
+    settings = {"lora_alpha": 0.3} | settings
+    adapter = random_adapter(weights.config, **settings)
+    write_peft(adapter, folder / "adapter", base=identity_of(weights))
+    return folder / "adapter", base, adapter
+
+
+def verdicts(adapter: Path, base: Path, against: tuple[str, ...] = ()) -> dict[str, tuple[str, str]]:
+    return {finding.check: (finding.verdict, finding.text) for finding in examine(adapter, base, against=against)}
+
+
+def changed(folder: Path, change) -> None:
+    tensors = container.load_file(folder / TENSORS)
+    change(tensors)
+    container.save_file(tensors, folder / TENSORS, {"format": "pt"})
+
+
+def all_zero(tensors: dict) -> None:
+    for name in tensors:
+        if name.endswith("lora_B.weight"):
+            tensors[name][:] = 0
+
+
+@pytest.mark.live
+def test_a_sound_adapter_is_found_sound_and_both_engines_agree(tmp_path):
+    adapter, base, _ = made(tmp_path)
+    found = verdicts(adapter, base, ("peft", "llamacpp"))
+    assert {verdict for verdict, _ in found.values()} == {"ok", "NOT RUN"}
+    assert [name for name, (verdict, _) in found.items() if verdict == "NOT RUN"] == ["end token"]
+    assert {"logits in PEFT", "logits in llama.cpp"} <= found.keys()
+
+
+@pytest.mark.live
+def test_a_gguf_adapter_is_compared_too(tmp_path):
+    _, base, adapter = made(tmp_path)
+    write_lora_gguf(adapter, tmp_path / "a.gguf", open_weights(base).config)
+    found = verdicts(tmp_path / "a.gguf", base, ("peft", "llamacpp"))
+    assert found["logits in PEFT"][0] == found["logits in llama.cpp"][0] == "ok"
+    assert found["base"][0] == "warning"  # it does not say which
+
+
+@pytest.mark.live
+def test_an_engine_that_computes_something_else_is_wrong(tmp_path, monkeypatch):
+    in_order = lambda target, part, lora_A, lora_B: (lora_A, lora_B)  # noqa: E731 - a converter that forgot the pairs
+    monkeypatch.setattr("llorch.lora.targets.LoraTarget.pair_of", in_order)
+    adapter, base, _ = made(tmp_path, lora_alpha=5.0)
+    verdict, text = verdicts(adapter, base, ("llamacpp",))["logits in llama.cpp"]
+    assert verdict == "WRONG"
+    assert_tells(text, "differ", 0.037)
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "facts"),
+    [
+        (lambda t: t.pop(Q_B), "all tensors", ("layers.0.q_proj.lora_B",)),
+        (lambda t: t.update({"x": t.pop(Q_B)}), "all tensors", ("Unexpected: x",)),
+        (lambda t: t.update({Q_B: t[Q_B][:, :2].copy()}), "shapes", ("q_proj.lora_B",)),
+        (lambda t: t[Q_B].fill(np.nan), "finite numbers", ("q_proj.lora_B",)),
+        (all_zero, "trained", ("every", "B A", " 0")),
+        (all_zero, "logits", ("base",)),
+        (lambda t: t[Q_B].fill(0), "trained", ("1 of 14", "B A", " 0", "layers.0.q_proj")),
+        (lambda t: t.update({n: t[n].astype(np.float16) for n in t}), "stored dtype", ("F16",)),
+        (lambda t: t.update({n: t[n] * 1e-3 for n in t}), "merged bfloat16", ("merge into F32",)),
+        (lambda t: t.update({n: t[n] * 30 for n in t}), "size of the change", ("scale", "%", "layers.")),
+    ],
+    ids=lambda part: part[0] if isinstance(part, tuple) else None,
+)
+def test_faults_of_the_tensors_are_named(tmp_path, change, check, facts):
+    adapter, base, _ = made(tmp_path)
+    changed(adapter, change)
+    verdict, got = verdicts(adapter, base)[check]
+    assert verdict in ("WRONG", "warning")
+    assert [fact for fact in facts if fact not in got] == [], got
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "check"),
+    [
+        ("modules_to_save", ["lm_head"], "known features"),
+        ("r", 0, "sound settings"),
+        ("lora_alpha", 0, "sound settings"),
+        ("target_modules", ["c_attn"], "all tensors"),
+        ("lora_alpha", "many", "readable files"),
+    ],
+)
+def test_faults_of_the_configuration_are_named(tmp_path, field, value, check):
+    adapter, base, _ = made(tmp_path)
+    path = adapter / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert verdicts(adapter, base)[check][0] == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied", "check", "text"),
+    [
+        ({"use_rslora": True}, False, "rsLoRA scale", "1.73 times"),
+        ({"alpha_pattern": {"q_proj": 9.0}}, False, "patterns", "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, False, "patterns", "rank_pattern"),
+        ({"use_dora": True}, False, "DoRA", "merge"),
+        ({"target_modules": ("lm_head",)}, True, "embedding and output", "tied"),
+        ({"target_modules": ("embed_tokens",)}, False, "embedding and output", "vLLM"),
+    ],
+)
+def test_what_other_programs_get_wrong_is_a_warning(tmp_path, settings, tied, check, text):
+    adapter, base, _ = made(tmp_path, tied=tied, **settings)
+    verdict, got = verdicts(adapter, base)[check]
+    assert verdict == "warning"
+    assert text in got
+
+
+def test_another_base_is_wrong(tmp_path):
+    adapter, _, _ = made(tmp_path)
+    other = tiny_base(tmp_path / "other")
+    config = other / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    verdict, text = verdicts(adapter, other)["base"]
+    assert verdict == "WRONG"
+    assert "BaseMismatch" in text
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_dropout_of_the_base_is_a_warning(tmp_path, share):
+    adapter, base, _ = made(tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"attention_dropout": share}))
+    verdict, text = verdicts(adapter, base)["base dropout"]
+    assert verdict == ("warning" if share else "ok")
+    if share:
+        assert_tells(text, "attention_dropout", share)
+
+
+@pytest.mark.live
+def test_what_cannot_be_asked_is_not_run_with_the_reason(tmp_path):
+    adapter, base, _ = made(tmp_path, use_dora=True)
+    found = verdicts(adapter, base, ("peft", "llamacpp"))
+    assert found["logits in PEFT"][0] == "ok"
+    assert found["logits in llama.cpp"][0] == "NOT RUN"
+    assert "merge instead" in found["logits in llama.cpp"][1]
+
+
+def test_an_engine_that_is_not_installed_is_not_run(tmp_path, monkeypatch):
+    adapter, base, _ = made(tmp_path)
+    monkeypatch.setattr("llorch.apps.doctor.adapter.engines.find_spec", lambda name: None)
+    verdict, text = verdicts(adapter, base, ("peft",))["logits in PEFT"]
+    assert verdict == "NOT RUN"
+    assert "llorch[golden]" in text
+
+
+@pytest.mark.live
+def test_an_engine_that_does_not_survive_is_not_run_and_the_other_goes_on(tmp_path, monkeypatch):
+    adapter, base, _ = made(tmp_path)
+    deadly = {"transformers": ("os:_exit", 7)}
+    monkeypatch.setattr(
+        "llorch.apps.doctor.adapter.engines.in_child",
+        lambda engine, path, *what: in_child(engine, path, *deadly.get(engine, what)),
+    )
+    found = verdicts(adapter, base, ("peft", "llamacpp"))
+    assert found["logits in PEFT"][0] == "NOT RUN"
+    assert_tells(found["logits in PEFT"][1], "status 7", "in _exit", where="transformers")
+    assert found["logits in llama.cpp"][0] == "ok"
+
+
+def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
+    adapter, base, read = made(tmp_path)
+    weights = open_weights(base)
+    ours = logits_by(AdaptedWeights(weights, read), probe_ids(weights.config.vocab_size, read))
+    monkeypatch.setattr("llorch.apps.doctor.adapter.engines.find_spec", lambda name: "installed")
+    for wrong, verdict in ((0.0, "ok"), (1.0, "WRONG")):
+        theirs = ours + wrong * (np.arange(ours.size).reshape(ours.shape) == 7)
+        monkeypatch.setitem(_RUNS, "peft", lambda *_, theirs=theirs: theirs)
+        assert verdicts(adapter, base, ("peft",))["logits in PEFT"][0] == verdict
+
+
+@pytest.mark.parametrize("form", [["BASE", "ADAPTER"], ["ADAPTER", "--base", "BASE"], ["--base", "BASE", "ADAPTER"]])
+def test_doctor_takes_the_base_as_argument_or_as_option(tmp_path: Path, form: list[str]):
+    adapter, base, _ = made(tmp_path)
+    places = {"ADAPTER": str(adapter), "BASE": str(base)}
+    result = invoke("lora", "doctor", *(places.get(word, word) for word in form), "--against", "none", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "base" in {finding["check"] for finding in json.loads(result.stdout)}
+
+
+@pytest.mark.parametrize("form", [["ADAPTER"], ["BASE", "ADAPTER", "--base", "BASE"], ["BASE", "BASE", "ADAPTER"]])
+def test_doctor_refuses_no_base_and_two_bases(tmp_path: Path, form: list[str]):
+    places = {"ADAPTER": str(tmp_path / "a"), "BASE": "story"}
+    result = invoke("lora", "doctor", *(places.get(word, word) for word in form))
+    assert_cli_refuses(result, 2, "--base", "BASE ADAPTER", got=0 if form == ["ADAPTER"] else 2)
+
+
+def test_every_check_has_a_name_of_its_own(tmp_path):
+    adapter, base, _ = made(tmp_path)
+    names = [finding.check for finding in examine(adapter, base, against=())]
+    assert len(names) == len(set(names)) >= len(READER_CHECKS) + len(NUMBER_CHECKS) + 4
+
+
+def test_the_command_ends_with_1_when_something_is_wrong(tmp_path):
+    adapter, base, _ = made(tmp_path)
+    sound = invoke("lora", "doctor", str(adapter), "--base", str(base), "--against", "none")
+    assert sound.exit_code == 0, sound.output
+    changed(adapter, all_zero)
+    broken = invoke("lora", "doctor", str(adapter), "--base", str(base), "--against", "none", "--json")
+    assert broken.exit_code == 1
+    assert {"check", "verdict", "text"} == json.loads(broken.stdout)[0].keys()
+    assert invoke("lora", "doctor", str(adapter), "--base", str(base), "--against", "vllm").exit_code == 2
+    assert invoke("lora", "doctor", str(tmp_path / "no"), "--base", str(base)).exit_code == 3
+
+
+END = 999  # of `story`; see the first test
+
+
+def run_folder(folder: Path, rows: list[dict], *, digest: str | None = None) -> Path:
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = Opened(open_weights(builtin_path("story")))
+    known = read_data(data, model, DataSettings(max_length=512)).digest
+    record = {"settings": {"model": "story", "data": str(data)}, "identity": {"data": digest or known}}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def of_run(folder: Path) -> dict[str, tuple[str, str]]:
+    return {
+        found.check: (found.verdict, found.text) for found in check_run(folder, open_weights(builtin_path("story")))
+    }
+
+
+def test_the_end_token_of_these_tests_is_that_of_the_model():
+    assert END in Opened(open_weights(builtin_path("story"))).tokenizer.eos_token_ids
+
+
+def test_data_that_ends_is_fine(tmp_path):
+    found = of_run(run_folder(tmp_path, [{"prompt": "a", "completion": " b"}]))
+    verdict, text = found["end token"]
+    assert verdict == "ok"
+    assert_tells(text, "1 of 1")
+    assert found["training data"][0] == "ok"
+
+
+@pytest.mark.parametrize("labels", [None, [-100, 9, 8, -100]])
+def test_a_model_that_never_saw_an_end_is_told(tmp_path, labels):
+    row = {"input_ids": [7, 9, 8, END if labels else 10]} | ({"labels": labels} if labels else {})
+    verdict, text = of_run(run_folder(tmp_path, [row]))["end token"]
+    assert verdict == "WRONG"
+    assert_tells(text, "0 of 1")
+
+
+def test_data_that_changed_since_is_told(tmp_path):
+    folder = run_folder(tmp_path, [{"text": "Once upon a time."}], digest="0" * 64)
+    assert of_run(folder)["training data"][0] == "warning"
+
+
+def test_data_that_is_gone_and_folders_without_a_run_are_not_run(tmp_path):
+    assert of_run(tmp_path)["end token"][0] == "NOT RUN"
+    folder = run_folder(tmp_path, [{"text": "Once upon a time."}])
+    (folder / "data.jsonl").unlink()
+    verdict, text = of_run(folder)["end token"]
+    assert verdict == "NOT RUN"
+    assert "data.jsonl" in text
+    (folder / "run.json").write_text("{")
+    assert of_run(folder)["end token"][0] == "NOT RUN"

@@ -1,0 +1,128 @@
+import shutil
+from pathlib import Path
+
+import pytest
+from runs.refusals import assert_tells
+
+from llorch.apps.doctor.machine.caches import of_caches
+from llorch.apps.doctor.machine.engines import _check_kernels, _devices, of_witnesses
+from llorch.apps.doctor.machine.hardware import of_hardware, processor
+from llorch.apps.doctor.machine.self_test import self_test
+from llorch.runtime.builtin import goldens_folder
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("processor\t: 0\nmodel name\t: Old 486\nflags\t\t: fpu avx512foo\n", "Old 486: none"),
+        ("model name\t: New\nflags\t\t: fma avx2 amx_bf16\n\nmodel name\t: Other\n", "New: avx2 fma amx_bf16"),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 sve\n", "asimd bf16 sve"),
+    ],
+)
+def test_of_a_processor_the_features_that_matter_are_named(text: str, told: str, tmp_path: Path):
+    (tmp_path / "cpuinfo").write_text(text)
+    found = processor(tmp_path / "cpuinfo")
+    assert_tells(found, told)
+    assert not {"fpu", "avx512foo", "fp", "Other"} & set(found.split())
+    assert processor(tmp_path / "absent")
+
+
+def test_threads_that_somebody_set_are_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    found = {one.name: one.text for one in of_hardware()}
+    assert "MKL_NUM_THREADS=3" in found["cores"]
+    assert "threads (NumPy 2." in found["BLAS"]
+    assert "GB left" in found["memory"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "driver", "state", "told"),
+    [
+        ({"built_for": "", "devices": []}, False, "ok", ("cpu",)),
+        ({"built_for": "", "devices": []}, True, "note", ("cpu", "GPU", "torch")),
+        ({"built_for": "13.0", "devices": [], "why": "too old"}, True, "broken", ("GPU", "CUDA 13.0", "too old")),
+        ({"built_for": "13.0", "devices": ["H100, 80 GB, sm_90"]}, True, "ok", ("cpu; H100, 80 GB, sm_90",)),
+        ({}, False, "broken", ("torch crashes",)),
+    ],
+)
+def test_devices_are_those_that_torch_sees(
+    facts: dict[str, object],
+    driver: bool,
+    state: str,
+    told: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    if driver:
+        (tmp_path / "driver").touch()
+    monkeypatch.setattr("llorch.apps.doctor.machine.engines._DRIVER", tmp_path / "driver")
+    found = _devices(facts, "crashes")
+    assert (found.state, bool(found.repair)) == (state, state in ("note", "broken"))
+    assert_tells(found.text, *told)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "told"),
+    [
+        ({"compiler": ["/usr/bin/gcc", "-m64"], "leaves": True}, "ok", "by gcc"),
+        ({"compiler": None, "leaves": False, "why_not": "none"}, "absent", "no C compiler"),
+        ({"compiler": ["cc"], "leaves": False, "why_not": "no omp.h"}, "broken", "no omp.h"),
+        ({"compiler": ["cc"]}, "broken", "lasts 180 s"),
+    ],
+)
+def test_leaves_are_built_or_it_is_said_what_is_missing(facts: dict[str, object], state: str, told: str):
+    found = _check_kernels(facts, "lasts 180 s")
+    assert found.state == state
+    assert_tells(found.text, told)
+
+
+def test_witnesses_are_compared_with_those_that_made_the_goldens(monkeypatch: pytest.MonkeyPatch):
+    there = {"llama-cpp-python": "0.3.36", "transformers": "5.99.1", "torch": "2.13.0+cu130"}
+    monkeypatch.setattr("llorch.apps.doctor.machine.engines.installed_version", there.get)
+    llamacpp, transformers = of_witnesses({})
+    assert (llamacpp.state, transformers.state) == ("ok", "note")
+    assert_tells(llamacpp.text, "llama-cpp-python 0.3.36")
+    there_is, made_by = transformers.text.split(";")
+    assert_tells(there_is, "transformers 5.99.1", "torch 2.13.0+cu130")
+    assert_tells(made_by, "goldens", "transformers 5.23.0")
+    assert "torch" not in made_by  # the same but for its build
+    assert [one.state for one in of_witnesses({"torch": "ImportError"})] == ["ok", "broken"]
+    del there["llama-cpp-python"]
+    assert next(iter(of_witnesses({}))).repair == "pip install 'llorch[golden]'"
+
+
+def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    blobs = tmp_path / "huggingface/hub/models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "1").write_bytes(bytes(2_500_000))
+    (blobs.parent / "link").symlink_to(blobs / "1")
+    hub, own = of_caches()
+    assert_tells(hub.text, f"{tmp_path}/huggingface/hub: 2.5 MB")
+    assert_tells(own.text, f"{tmp_path}/llorch: not")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    assert_tells(next(iter(of_caches())).text, f"{tmp_path}/elsewhere/hub: not")
+
+
+def test_a_cache_below_a_file_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    assert [cache.state for cache in of_caches()] == ["note", "note"]
+
+
+def test_the_cache_is_where_huggingface_hub_keeps_it(monkeypatch: pytest.MonkeyPatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_CACHE", constants.HF_HUB_CACHE)
+    assert next(iter(of_caches())).text.startswith(f"{constants.HF_HUB_CACHE}: ")
+
+
+def test_the_self_test_sees_a_wrong_number_and_a_missing_golden(tmp_path: Path):
+    assert self_test().state == "ok"
+    missing = self_test(tmp_path)
+    assert missing.state == "broken"
+    assert_tells(missing.text, "golden.json")
+    shutil.copytree(goldens_folder() / "micro-llama3", tmp_path / "micro-llama")
+    wrong = self_test(tmp_path)
+    assert wrong.state == "broken"
+    assert_tells(wrong.text, "stage")

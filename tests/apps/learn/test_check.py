@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+from runs.refusals import assert_tells
+
+from llorch.apps.learn.check import check, check_functions
+from llorch.apps.learn.checks import forward
+from llorch.apps.learn.exercise import Call
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS, Lesson
+from llorch.apps.learn.verdict import BORROWED
+from llorch.stages.comparison import FAIL, PASS
+
+REFERENCE = Implementation("reference", {name: part.reference for name, part in PARTS.items()})
+
+WHOLE_SUITE = forward.suite_of  # before it is replaced by one of fewer cuts
+
+
+@pytest.mark.plain_cases("00w", "09", "11", "16")
+@pytest.mark.parametrize(
+    "lesson",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.number in ("18", "19")), id=each.number) for each in LESSONS],
+)
+def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the last hints do: the scripted learner
+    if lesson.on_torch:
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
+    found = check(lesson, REFERENCE, "chained")
+    assert (found.word, found.wrong, found.fault) == (PASS, [], "")
+    assert found.judged
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
+def test_what_is_not_written_is_borrowed(lesson: Lesson):
+    if lesson.on_torch:
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
+    found = check(lesson, Implementation("nothing", {}))
+    assert (found.word, list(found.borrowed)) == (BORROWED, [part.name for part in lesson.parts])
+
+
+def test_a_wrong_formula_fails():
+    def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        return x / (np.sqrt((x * x).mean(-1, keepdims=True)) + eps) * weight
+
+    assert check_functions("01", rms_norm=rms_norm).word == FAIL
+
+
+def naive_softmax(scores: np.ndarray) -> np.ndarray:
+    return np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+
+
+def first_of_equals(logits: np.ndarray, k: int) -> np.ndarray:
+    rank = np.argsort(np.argsort(-logits, kind="stable"))
+    return np.where(rank < (k or logits.size), logits, -np.inf)
+
+
+def always_scaled(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.ndarray, float]:
+    row = np.concatenate([grad.ravel() for grad in grads.values()])
+    norm = float(np.linalg.norm(row))
+    return row * np.float32(max_norm / (norm + 1e-6)), norm
+
+
+@pytest.mark.plain_cases("labels", "ties")
+@pytest.mark.parametrize(
+    ("lesson", "part", "wrong", "facts"),
+    [
+        ("04", "attention_probs", naive_softmax, ["probs", "[[[nan, nan,  0.]]]", "[[[0.731, 0.269, 0.   ]]]"]),
+        ("05", "attention_output", lambda context, o_proj, o_bias: context @ o_proj.T, ["y", "[[3.]]", "[[3.5]]"]),
+        ("06", "swiglu", lambda gate, up: gate * np.exp(gate) / (1 + np.exp(gate)) * up, ["y", "[[   0, 1000]]"]),
+        ("11", "keep_top_k", first_of_equals, ["logits", "[-inf,   3., -inf, -inf]", "[-inf,   3.,   3., -inf]"]),
+        ("12", "positions", lambda n_before, n_new: np.arange(n_new) + n_before + 1, ["[6, 7, 8]", "[5, 6, 7]"]),
+        ("16", "shifted", lambda labels: np.roll(labels, -1), ["wanted", "[6, 7, 5]", "[   6,    7, -100]"]),
+        ("18", "clip_by_norm", always_scaled, ["clipped", "[0.6, 0.8]", "[0.3, 0.4]", "max_norm=1."]),
+    ],
+    ids=["softmax", "bias", "swiglu", "ties", "positions", "labels", "small gradients"],
+)
+def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, facts: list[str]):
+    found = check_functions(lesson, **{part: wrong})
+    assert (found.word, found.wrong) == (FAIL, [])
+    assert_tells(found.fault, part, *facts)
+
+
+def test_a_check_cuts_each_pass_at_its_ends_and_in_its_middle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forward, "suite_of", WHOLE_SUITE)
+    monkeypatch.setattr(forward, "models_of", lambda lesson: ["micro-llama"])
+    places = {each.row.place for each in check(BY_NUMBER["03"], REFERENCE).judged}
+    cut = {case: {each.n_cached for each in places if each.case == case} - {0} for case in ("near", "far")}
+    assert cut == {"near": {1, 6, 11}, "far": {1, 4, 7}}

@@ -1,0 +1,151 @@
+"""Files of a learner: what is written in them, what they import from each other, and what has changed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llorch.apps.learn.check import check, check_functions
+from llorch.apps.learn.checks import forward
+from llorch.apps.learn.folder import read_folder
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER, PARTS
+from llorch.stages.comparison import FAIL, PASS
+
+NORM = "l01_rms_norm"
+STUB = 'def {0}(*given):\n    """To do."""\n    raise NotImplementedError\n'
+RIGHT = """import numpy as np
+def rms_norm(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+"""
+
+
+def word(folder: Path, number: str) -> str:
+    return check(BY_NUMBER[number], Implementation(str(folder), read_folder(folder))).word
+
+
+@pytest.fixture(autouse=True)
+def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "models_of", lambda lesson: ["micro-llama"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / f"{NORM}.py").write_text(RIGHT)
+    return tmp_path
+
+
+def test_a_part_may_be_a_function_a_lambda_or_a_class(folder: Path):
+    assert word(folder, "01") == PASS
+    (folder / f"{NORM}.py").write_text(RIGHT.replace("def rms_norm", "def norm") + "rms_norm = lambda **w: norm(**w)\n")
+    assert word(folder, "01") == PASS
+    (folder / f"{NORM}.py").write_text(
+        "class _Norm:\n    def __call__(self, x, weight, eps):\n"
+        "        return x / (((x * x).mean(-1, keepdims=True)) + eps) ** 0.5 * weight\nrms_norm = _Norm()\n"
+    )
+    assert word(folder, "01") == PASS
+
+
+@pytest.mark.parametrize("stub", [STUB, "async " + STUB], ids=["def", "async"])
+def test_what_is_not_written_is_the_reference_where_it_is_imported(folder: Path, stub: str):
+    (folder / f"{NORM}.py").write_text(stub.format("rms_norm"))
+    (folder / "l07_block.py").write_text(f"from {NORM} import rms_norm\ndef block(**given):\n    return rms_norm\n")
+    written = read_folder(folder)
+    assert set(written) == {"block"}
+    assert written["block"]() is PARTS["rms_norm"].reference
+
+
+def test_files_may_import_each_other(folder: Path):
+    (folder / f"{NORM}.py").write_text("from l06_swiglu import swiglu\n" + STUB.format("rms_norm"))
+    (folder / "l06_swiglu.py").write_text(
+        f"from {NORM} import rms_norm\n" + STUB.format("feed_forward") + "def swiglu(gate, up):\n    return rms_norm\n"
+    )
+    written = read_folder(folder)
+    assert set(written) == {"swiglu"}
+    assert written["swiglu"](0, 0) is PARTS["rms_norm"].reference
+
+
+@pytest.mark.parametrize(
+    "text", ["def rms_norm(:\n", "import no_such_module\n", "import sys; sys.exit(2)\n", "1 / 0\n", "\0"],
+    ids=["syntax", "import", "exit", "raise", "nul"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_imported_fails_its_own_lesson_only(folder: Path, text: str):
+    (folder / f"{NORM}.py").write_text(text)
+    (folder / "l06_swiglu.py").write_text(
+        f"from {NORM} import rms_norm\ndef swiglu(gate, up):\n    return gate / (1 + 2.718281828459045 ** -gate) * up\n"
+    )
+    implementation = Implementation(str(folder), read_folder(folder))
+    assert "raised" in check(BY_NUMBER["01"], implementation).fault
+    assert not check(BY_NUMBER["06"], implementation).fault
+
+
+def test_an_edit_is_seen_also_in_other_files_of_the_folder(folder: Path):
+    (folder / f"{NORM}.py").write_text(
+        "import numpy as np\nfrom halves import half\n" + RIGHT.replace("+ eps)", "+ half(eps))")
+    )
+    halves = folder / "halves.py"
+    for text, wanted in (("0.5", FAIL), ("1.0", PASS), ("2.0", FAIL)):  # as long as each other, and as old
+        halves.write_text(f"def half(x):\n    return np_float(x * {text})\nnp_float = float\n")
+        assert word(folder, "01") == wanted
+
+
+def test_two_folders_have_files_of_one_name(tmp_path: Path):
+    for name, value in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "helper.py").write_text(f"value = {value}\n")
+        (tmp_path / name / f"{NORM}.py").write_text("import helper\ndef rms_norm(**given):\n    return helper.value\n")
+    assert [read_folder(tmp_path / name)["rms_norm"]() for name in "abab"] == [1, 2, 1, 2]
+
+
+def test_what_a_file_prints_does_not_matter(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / f"{NORM}.py").write_text(RIGHT.replace("    return", "    print(x.shape)\n    return"))
+    assert word(folder, "01") == PASS
+    assert capsys.readouterr().out
+
+
+def test_a_file_of_theirs_does_not_hide_one_of_python(folder: Path):
+    (folder / "fractions.py").write_text("1 / 0\n")
+    (folder / f"{NORM}.py").write_text("from fractions import Fraction\n" + RIGHT)
+    assert read_folder(folder)["rms_norm"](x=np.ones(2), weight=1, eps=0).tolist() == [1, 1]
+
+
+BLOCK = """
+from l01b_rope import rope
+from l04_attention_scores import attention_scores
+from llorch.apps.learn.exercises import forward
+
+def block(x, w, cos, sin, past_k, past_v, head_dim, eps):
+    y, k, v = forward.block(x, w, cos, sin, past_k, past_v, head_dim, eps)
+    rows = k[:, -len(x):].swapaxes(0, 1)
+    turned = attention_scores(q=rope(rows, cos, sin), k=k)
+    return y, k.astype(turned.dtype), v
+"""
+ROPE = "import numpy as np\ndef rope(x, cos, sin):\n    return x * cos[:, :1, None]{cast}\n"
+SCORES = "import numpy as np\ndef attention_scores(q, k):\n    return (q.swapaxes(0, 1) @ k.swapaxes(1, 2)) / {root}\n"
+
+
+@pytest.mark.parametrize(
+    ("rope", "scores", "blamed"),
+    [
+        (ROPE.format(cast=""), SCORES.format(root="np.float32(4)"), "rope: "),
+        (ROPE.format(cast=".astype(x.dtype)"), SCORES.format(root="np.float64(4)"), "attention_scores: "),
+        (ROPE.format(cast=".astype(x.dtype)"), SCORES.format(root="np.float32(4)"), "block: "),
+    ],
+    ids=["rope", "scores", "block"],
+)
+def test_wrong_dtype_of_a_block_is_that_of_the_part_that_made_it(folder: Path, rope: str, scores: str, blamed: str):
+    (folder / "l01b_rope.py").write_text(rope)
+    (folder / "l04_attention_scores.py").write_text(scores)
+    block = BLOCK.replace("turned.dtype", "float") if blamed == "block: " else BLOCK
+    (folder / "l07_block.py").write_text(block)
+    found = check(BY_NUMBER["07"], Implementation("folder", read_folder(folder)))
+    assert found.fault.partition("expected")[0] == blamed
+
+
+def test_wrong_dtype_of_a_block_of_a_notebook_is_that_of_the_part_that_made_it():
+    cells: dict[str, Any] = {}  # one namespace, as in a notebook
+    exec(ROPE.format(cast="") + SCORES.format(root="np.float32(4)"), cells)
+    exec("\n".join(line for line in BLOCK.splitlines() if not line.startswith("from l0")), cells)
+    found = check_functions("07", block=cells["block"])
+    assert found.fault.partition("expected")[0] == "rope: "

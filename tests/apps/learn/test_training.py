@@ -1,0 +1,128 @@
+"""Lessons 15 to 20: what a check of training shows that one of the forward pass does not."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.scripted_learner import TAUGHT, pasted
+from runs.refusals import assert_tells
+
+from llorch.apps.learn.check import check, check_functions
+from llorch.apps.learn.exercises import training
+from llorch.apps.learn.folder import read_folder
+from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER, PARTS
+from llorch.stages.comparison import FAIL, PASS
+
+Array = np.ndarray
+
+
+def norm_in_float32(grads: Mapping[str, Array], max_norm: float) -> tuple[Array, Any]:
+    flat = np.concatenate([grad.ravel() for grad in grads.values()])
+    norm = np.linalg.norm(flat)
+    return flat * min(np.float32(1), np.float32(max_norm) / norm), norm
+
+
+def next_of_all(labels: Array) -> Array:
+    return labels + 1000
+
+
+def half(x: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
+    return training.our_lora_delta(x, lora_A, lora_B, scaling=scaling / 2)
+
+
+def counted() -> Callable[..., Any]:
+    calls = iter(range(1, 10**6))
+    return lambda step, **given: training.adamw_step(step=next(calls), **given)
+
+
+def one_head_of_a_group(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
+    first = grad.reshape(len(k), -1, *grad.shape[1:]) * (np.arange(len(grad) // len(k)) == 0)[:, None, None]
+    d_q, _ = training.our_scores_backward(grad, q, k)
+    return d_q, training.our_scores_backward(first.reshape(grad.shape).astype(grad.dtype), q, k)[1]
+
+
+def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
+    made, m, v = training.adamw_step(param, **given)
+    if param.shape == (192, 2) and param[0, 0] < -0.2:
+        made[3, 1] += 1
+        made[4] += np.float32(2e-5)  # little for a number of 1, and much for a step of 1e-2
+    return made, m, v
+
+
+@pytest.mark.plain_cases("18-adamw_step-<lambda>-a*", "20-merged-<lambda>-merge-without-scale")
+@pytest.mark.parametrize(
+    ("number", "part", "function", "name"),
+    [
+        ("15", "lora_delta", half, ""),
+        ("17", "attention_scores_backward", one_head_of_a_group, "gradient-keys-not-summed-over-group"),
+        ("18", "adamw_step", counted(), "adamw-step-counted-per-tensor"),
+        ("20", "merged", lambda weight, lora_A, lora_B, scaling: weight + lora_B @ lora_A, "merge-without-scale"),
+        ("20", "interleave", lambda rows, n_heads: rows.copy(), "export-b-rows-not-permuted"),
+    ],
+)
+def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part: str, function: Any, name: str):
+    found = check_functions(number, **{part: function})
+    assert (found.word, found.wrong[0].part) == (FAIL, part)
+    assert [each.name for each in found.suspects] == ([name] if name else [])
+
+
+@pytest.mark.plain_cases("15-lora_delta-half-lora_*", "16-cross_entropy-<lambda*")
+@pytest.mark.parametrize(
+    ("number", "part", "function", "said"),
+    [
+        ("15", "lora_delta", half, "lora_delta.q_proj of layer 0 [token 0, out 0]"),
+        (
+            "16",
+            "cross_entropy",
+            lambda **given: (PARTS["cross_entropy"].reference(**given)[0], 99),
+            "first wrong number   loss ",
+        ),
+        ("17", "attention_scores_backward", one_head_of_a_group, "gradient.k_proj.lora_A of layer 0 [rank 0, in "),
+        ("18", "adamw_step", one_tensor, "parameters.q_proj.lora_B of layer 1 [out 3, rank 1]"),
+        ("18", "adamw_step", one_tensor, "3 of 384 numbers"),
+        (
+            "19",
+            "accumulated",
+            lambda **given: (training.accumulated(**given)[0] * 2, given["grad_sums"][0]),
+            "[step 0]",
+        ),
+    ],
+)
+def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, function: Any, said: str):
+    found = str(check_functions(number, **{part: function}))
+    assert said in found
+    assert "pattern\n" not in found
+
+
+def test_what_our_step_cannot_go_on_with_is_said():
+    found = check_functions("16", shifted=next_of_all)
+    assert (found.word, found.suspects) == (FAIL, ())
+    assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
+
+
+def test_a_number_may_be_narrower_than_ours():
+    assert check_functions("18", clip_by_norm=norm_in_float32).fault == ""
+
+
+@pytest.mark.parametrize("number", ["15", "16"])
+def test_where_results_go_on_earlier_parts_are_in_the_step(number: str):
+    def forgetful(x: Array, weight: Array, eps: float) -> Array:
+        return PARTS["rms_norm"].reference(x, weight * 0 + 1, eps)
+
+    parts = {part.name: part.reference for part in BY_NUMBER[number].parts}
+    found = check(BY_NUMBER[number], Implementation("x", parts | {"rms_norm": forgetful}), "chained")
+    assert (found.lesson, found.word) == ("01", FAIL)
+    assert check(BY_NUMBER[number], Implementation("x", parts), "chained").word == PASS
+
+
+@pytest.mark.slow
+def test_who_has_written_everything_trains_as_peft_does(tmp_path: Path):
+    for lesson in TAUGHT:
+        (tmp_path / f"{lesson.module}.py").write_text(pasted(lesson), encoding="utf-8")
+    everything = Implementation(str(tmp_path), read_folder(tmp_path))
+    for number in ("15", "16", "17", "18", "19", "20"):
+        found = check(BY_NUMBER[number], everything, "chained")
+        assert (found.word, found.borrowed) == (PASS, []), str(found)

@@ -1,0 +1,214 @@
+"""The app as a whole: health, metrics, errors, and clients that leave, with a batch that says what became of jobs."""
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from builders.chat_models import CHATML, chat_model
+from fakes.scripted_batch import ScriptedBatch
+from runs.refusals import assert_tells, refuses
+from runs.served import Served, served
+
+from llorch.apps.serve.app import _no_such_route, meant_route
+
+CHAT = "/v1/chat/completions"
+ASKED: Any = [{"role": "user", "content": "Once upon a time"}]
+WAIT = threading.Event().wait
+
+
+@contextmanager
+def scripted(n_jobs: int = 1, **how: Any) -> Iterator[tuple[Served, ScriptedBatch]]:
+    batch = ScriptedBatch(n_jobs=n_jobs, token_id=300)
+    with served(batch=batch, n_jobs=n_jobs, **how) as server:
+        yield server, batch
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """A moment at most: the server hears from its socket when it does."""
+    assert any(holds() or WAIT(0.01) for _ in range(1000))
+
+
+def leave_after(server: Served, n_bytes: int, path: str = CHAT, **asked: Any) -> socket.socket:
+    """Ask over a bare socket and read the beginning of the answer."""
+    body = json.dumps({"model": "story", "messages": ASKED, **asked}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    client.sendall(head + body)
+    while n_bytes > 0:
+        n_bytes -= len(client.recv(min(n_bytes, 4096)))
+    return client
+
+
+def test_health_is_ok_until_the_engine_is_not():
+    with scripted() as (server, _):
+        answer = httpx.get(f"{server.url}/health", trust_env=False)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        server.engine.give_up(RuntimeError("broken"))
+        answer = httpx.get(f"{server.url}/health", trust_env=False)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert_tells(answer.json()["error"]["message"], "engine", "died")
+        with pytest.raises(openai.InternalServerError):
+            server.client.chat.completions.create(model="story", messages=ASKED)
+
+
+def test_routes_that_are_none_and_methods_that_are_not_for_them():
+    with scripted() as (server, _), httpx.Client(base_url=server.url, trust_env=False) as http:
+        answers = [http.get("/nowhere"), http.get(CHAT), http.post("/health"), http.get("/v1/models/story/x")]
+    assert [answer.status_code for answer in answers] == [404, 405, 405, 404]
+    assert answers[1].headers["allow"] == "POST"
+    assert all(answer.json()["error"].keys() == {"message", "type", "param", "code"} for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("//v1/chat/completions", CHAT), ("/v1//chat/completions", CHAT), ("/v1/chat/completions/", CHAT),
+        ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), ("/openai/v1/chat/completions", CHAT),
+        ("/V1/Chat/Completions", CHAT), ("/api/chat", CHAT), ("/completions", "/v1/completions"),
+        ("/completion", "/v1/completions"), ("/api/generate", "/v1/completions"), ("/models", "/v1/models"),
+        ("/api/tags", "/v1/models"), ("/responses", "/v1/responses"), ("/v1/tokenize", "/tokenize"),
+        ("/v1/health", "/health"), ("/v1/embeddings", None), ("/nowhere", None), ("//", None),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_nearly_one_names_the_route_that_was_meant(path: str, meant: str | None):
+    assert meant_route(path) == meant
+    assert meant is None or f" {meant}" in _no_such_route(path)
+
+
+def test_the_answer_to_a_wrong_path_names_the_right_one():
+    with scripted() as (server, _):
+        for path in ("//v1/chat/completions", "/chat/completions"):
+            client = leave_after(server, 0, path=path)
+            head, _, body = client.recv(65536).partition(b"\r\n\r\n")
+            body = body or client.recv(65536)
+            assert (head.split()[1], CHAT in json.loads(body)["error"]["message"]) == (b"404", True)
+            client.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_in_the_middle_of_an_answer_takes_his_job_along(stream: bool):
+    with scripted() as (server, batch):
+        batch.step_with = lambda: WAIT(0.02)
+        client = leave_after(server, 500 if stream else 0, stream=stream, max_tokens=500)
+        batch.wait_for_steps(3)
+        client.close()
+        until(lambda: not batch.running)
+        at = batch.n_steps
+        WAIT(0.1)
+        assert batch.n_steps == at < 400
+        assert b"llorch_answers_cancelled_total 1.0" in server.engine.metrics.text()
+
+
+def test_who_leaves_while_he_waits_never_runs():
+    with scripted() as (server, batch):
+        batch.step_with = lambda: WAIT(0.02)
+        first = leave_after(server, 0, max_tokens=500)
+        until(lambda: server.engine.n_running == 1)
+        second = leave_after(server, 0, max_tokens=500, stream=True)
+        until(lambda: server.engine.n_waiting == 1)
+        second.close()
+        until(lambda: server.engine.n_waiting == 0)
+        first.close()
+        until(lambda: server.engine.n_running == 0)
+        assert len(batch.left) == 1
+
+
+def test_where_the_list_is_full_a_client_is_told_to_come_again():
+    with scripted(n_waiting=1) as (server, batch):
+        batch.step_with = lambda: WAIT(0.02)
+        clients = [leave_after(server, 0, max_tokens=500) for _ in range(2)]
+        until(lambda: server.engine.n_running + server.engine.n_waiting == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            server.client.chat.completions.create(model="story", messages=ASKED)
+        assert caught.value.code == "queue_full"
+        assert caught.value.response.headers["retry-after"] == "1"
+        for client in clients:
+            client.close()
+
+
+def test_an_answer_that_takes_too_long_ends_with_504_or_an_error_event():
+    with scripted(timeout=0.3) as (server, batch):
+        batch.step_with = lambda: WAIT(0.05)
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.client.chat.completions.create(model="story", messages=ASKED, max_tokens=400)
+        assert (caught.value.status_code, caught.value.code) == (504, "timeout")
+        until(lambda: not batch.running)
+        stream = server.client.chat.completions.create(model="story", messages=ASKED, max_tokens=400, stream=True)
+        with refuses(openai.APIError, "0.3 s"):
+            list(stream)
+        until(lambda: not batch.running)
+
+
+def test_an_answer_that_fails_is_a_500_that_tells_nothing_of_the_inside():
+    with scripted() as (server, batch):
+        batch.raising = frozenset(server.service.chat_ids(ASKED)[:1])
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.client.chat.completions.create(model="story", messages=ASKED)
+        assert caught.value.status_code == 500
+        assert caught.value.message.count("broken") == 0
+        with httpx.stream(
+            "POST", server.url + CHAT, json={"model": "story", "messages": ASKED, "stream": True}, trust_env=False
+        ) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert answer.status_code == 200
+        assert "internal_error" in lines[-1]
+        assert "data: [DONE]" not in lines
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+
+
+def test_a_silent_stream_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.apps.serve.events.SILENCE", 0.05)
+    goes_on = threading.Event()
+    with scripted() as (server, batch):
+        batch.step_with = lambda: goes_on.wait(20)
+        body = {"model": "story", "messages": ASKED, "stream": True, "max_tokens": 2}
+        with httpx.stream("POST", server.url + CHAT, json=body, trust_env=False) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                lines.append(line)
+                if line == ": keep-alive":
+                    goes_on.set()
+        assert goes_on.is_set()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_metrics_count_requests_tokens_and_times():
+    with served() as server:
+        server.client.chat.completions.create(model="story", messages=ASKED, max_tokens=7)
+        httpx.get(f"{server.url}/nowhere", trust_env=False)
+        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    for line in (
+        'llorch_requests_total{route="/v1/chat/completions",status="200"} 1.0',
+        'llorch_requests_total{route="other",status="404"} 1.0',
+        "llorch_prompt_tokens_total 5.0", "llorch_answer_tokens_total 7.0", "llorch_cached_tokens_total 0.0",
+        "llorch_first_token_seconds_count 1.0", "llorch_token_seconds_count 6.0", "llorch_answers_running 0.0",
+    ):  # fmt: skip
+        assert line in text
+
+
+def test_what_was_said_is_in_no_log(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG)
+    with scripted() as (server, batch):
+        ids = server.service.text_ids("A secret of mine")
+        batch.raising = frozenset(ids[:1])
+        for asked in ({"prompt": "A secret of mine"}, {"prompt": "A secret of mine", "seed": "secret"}):
+            httpx.post(f"{server.url}/v1/completions", json={"model": "story", **asked}, trust_env=False)
+    assert "secret" not in "".join(record.getMessage() for record in caplog.records if record.name.startswith("llorch"))
+
+
+def test_the_texts_of_control_tokens_are_inert_in_every_message(tmp_path: Path):
+    model = chat_model(tmp_path / "qwen", "micro-qwen3", CHATML)
+    with served(model) as server:
+        wanted = [one for one in server.service.chat_ids([{"role": "user", "content": "x"}])]
+        controls = sum(one in model.tokenizer.control_ids for one in wanted)
+        for text in sorted(model.tokenizer.control_texts):
+            ids = server.service.chat_ids([{"role": "user", "content": f"a{text}b"}])
+            assert sum(one in model.tokenizer.control_ids for one in ids) == controls

@@ -1,0 +1,89 @@
+"""`x-request-id`: every answer and refusal has one, the client's own where that can be said again."""
+
+import re
+from typing import Any
+
+import pytest
+from fakes.raw_http import answer, ask, connect, request, served
+
+pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
+
+NEW = re.compile(r"req_[0-9a-f]{24}")
+
+
+async def fine(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture(scope="module")
+def port():
+    from llorch.apps.serve.connection import ClientLimits
+    from llorch.apps.serve.guard import Guard
+
+    limits = ClientLimits(header_seconds=0.3, body_seconds=0.3, header_bytes=2000)
+    with served(Guard(fine, key="k3y", max_body=10), limits=limits) as running:
+        yield running.port
+
+
+KEY: dict[str, Any] = {"authorization": "Bearer k3y"}
+ASKED = {  # status, and the request
+    "answer": (200, request(**KEY)),
+    "key": (401, request()),
+    "host": (403, request(host="evil.example")),
+    "origin": (403, request(origin="null")),
+    "body too large": (413, request("POST", "/", b"x" * 11, **KEY)),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_every_answer_has_a_new_one_or_that_of_the_client(port: int, case: str):
+    wanted, data = ASKED[case]
+    given = data.replace(b"\r\n\r\n", b"\r\nx-request-id: my.id-7\r\n\r\n", 1)
+    found = [ask(port, each) for each in (data, data, given)]
+    assert [status for status, _, _ in found] == [wanted] * 3
+    first, second, own = [headers["x-request-id"] for _, headers, _ in found]
+    assert NEW.fullmatch(first)
+    assert NEW.fullmatch(second)
+    assert first != second
+    assert own == "my.id-7"
+
+
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [(408, b"GET / HTTP/1.1\r\n"), (400, b"NONSENSE\r\n\r\n"), (431, request(x_long="y" * 3000))],
+)
+def test_a_request_that_cannot_be_read_has_one(port: int, status: int, data: bytes):
+    got = ask(port, data)
+    assert (got[0], bool(NEW.fullmatch(got[1]["x-request-id"]))) == (status, True)
+
+
+def test_a_body_that_comes_too_slowly_keeps_that_of_its_client(port: int):
+    with connect(port, request("POST", content_length="5", x_request_id="mine", **KEY) + b"x") as client:
+        status, headers, _ = answer(client)
+    assert (status, headers["x-request-id"]) == (408, "mine")
+
+
+def test_a_connection_keeps_none_for_the_next_request(port: int):
+    with connect(port, request(x_request_id="first", **KEY)) as client:
+        assert answer(client)[1]["x-request-id"] == "first"
+        client.sendall(request(**KEY))
+        assert NEW.fullmatch(answer(client)[1]["x-request-id"])
+        client.sendall(b"GET /")  # no more of it
+        status, headers, _ = answer(client)
+    assert (status, bool(NEW.fullmatch(headers["x-request-id"]))) == (408, True)
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a\tb", "x" * 129, "a,b", 'a"b', "<a>", "\u00e9", "a;b"])
+def test_one_that_could_do_harm_is_replaced(port: int, given: str):
+    assert NEW.fullmatch(ask(port, request(x_request_id=given, **KEY))[1]["x-request-id"])
+
+
+@pytest.mark.parametrize("given", ["x" * 128, "0", "f47ac10b-58cc-4372-a567-0e02b2c3d479", "a/b+c=d:e@f~g_h"])
+def test_a_common_one_is_kept(port: int, given: str):
+    assert ask(port, request(x_request_id=given, **KEY))[1]["x-request-id"] == given
+
+
+def test_two_are_none(port: int):
+    twice = request(**KEY).replace(b"\r\n\r\n", b"\r\nx-request-id: a\r\nx-request-id: b\r\n\r\n")
+    assert NEW.fullmatch(ask(port, twice)[1]["x-request-id"])

@@ -1,0 +1,287 @@
+"""What hooks on torch models show, beside goldens and beside a model of nobody's kind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders.families import MICRO
+from fakes.handwritten_llama import Handwritten
+from runs.command_line import invoke
+from runs.refusals import assert_tells, refuses
+from torch import nn
+
+import llorch
+from llorch.engines import open_producer
+from llorch.engines.dumps.raw import digest
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.files import open_weights
+from llorch.files.convert import convert
+from llorch.judging.goldens.forward import Golden, read
+from llorch.runtime.builtin import builtin_path, goldens_folder
+from llorch.stages.comparison import Tolerance
+from llorch.stages.stage_ref import Tokens
+from llorch.stages.table import keys
+
+NAME = "micro-llama"
+CLOSE = Tolerance(3e-6, 1e-5)  # two ways to order the sums of float32
+OWN = {
+    "tok": "embed", "output of blocks.{i}.attn.wq": "q_proj", "blocks.{i}.attn.turn_q": "q_rope",
+    "blocks.{i}.attn.wo": "attn_out", "input of blocks.{i}.attn.wo": "attn_context",
+    "input of blocks.{i}.n2": "attn_residual", "blocks.{i}": "block_out", "head": "logits",
+}  # fmt: skip
+
+
+def golden_of(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
+    golden = read(goldens_folder() / name)
+    return golden, dict(golden.evidence["transformers"].traces["near"])
+
+
+def arrays(dump: StageDump, number: int = 0) -> dict[str, np.ndarray]:
+    return {key: seen.read() for key, seen in dump.of_pass(number)}
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
+    golden, want = golden_of(NAME)
+    ids = golden.cases["near"].ids
+    weights = open_weights(builtin_path(NAME))
+    model = Handwritten(weights)
+    with llorch.capture(model, OWN, engine="mine") as dump:
+        model(torch.tensor(ids[:-1]))
+        model(torch.tensor(ids[-1:]))
+    assert count_hooks(model) == 0
+    shown = dump.stage_dump(weights)
+    assert shown.passes == (Tokens(ids[:-1]), Tokens(ids[-1:], len(ids) - 1))
+    assert (shown.features.engine, shown.features.dtype, shown.features.kv_cache) == ("mine", "float32", "")
+    in_layer = [stage for stage in OWN.values() if stage not in ("embed", "logits")]
+    for number, rows in enumerate((slice(0, -1), slice(-1, None))):
+        part = {key: want[key][rows] for key in arrays(shown, number)}
+        assert part.keys() == {"embed", "logits", *(f"l{i}.{stage}" for i in range(3) for stage in in_layer)}
+        report = llorch.compare(arrays(shown, number), part, CLOSE)
+        assert report.agrees, str(report)
+    assert dump.weights["blocks.1.attn.wq.weight"] == digest(weights["layers.1.q_proj"])
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 2)
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        return self.embed_tokens(input_ids)
+
+
+ONE = torch.tensor([[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("names", "call", "facts"),
+    [
+        ({"a.{i}.b": "q_proj"}, {}, ("Odd", "a.{i}.b", "none")),
+        (None, {"input_ids": ONE.repeat(3, 1)}, ("one sequence", "batch of 3")),
+        (None, {"inputs_embeds": torch.zeros(1, 2)}, ("token ids", "none", "input_ids", "position_ids")),
+        (None, {"input_ids": ONE, "attention_mask": torch.tensor([[0, 1]])}, ("padding", "attention_mask")),
+        (None, {"input_ids": ONE, "position_ids": torch.tensor([[3, 5]])}, ("positions", "[3, 5]")),
+    ],
+)
+def test_what_is_no_plain_run_of_one_sequence_is_refused_and_the_hooks_go(
+    names: Any, call: Any, facts: tuple[str, ...]
+):
+    model = Odd()
+    with refuses(ValueError, *facts, where="capture"), llorch.capture(model, names):
+        model(**call)
+    assert count_hooks(model) == 0
+
+
+def test_positions_are_those_of_the_call_and_weights_are_hashed_where_that_is_asked_for():
+    model = Odd()
+    with llorch.capture(model, weights=False, dtype="float16") as dump:
+        model(ONE, position_ids=torch.tensor([[30, 31]]))
+        model(ONE, start_pos=7)
+        model(ONE)
+    assert [tokens.first_position for tokens in dump.passes] == [30, 7, 9]
+    assert dump.weights == {}
+    assert dump.features.dtype == "float16"
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Odd(), Odd()
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.outer(input_ids=ids) + self.inner(input_ids=ids)}
+
+
+def test_an_input_may_be_given_by_name_and_what_is_shown_must_be_a_tensor():
+    model = Named()
+    with llorch.capture(model, {"input of inner": "mine"}) as dump:
+        model(ONE)
+    np.testing.assert_array_equal(dump.arrays[0, "mine", None].read(), ONE.numpy(), strict=True)
+    with refuses(ValueError, where="capture", expected=("tensor", "Named"), got="dict"):
+        with llorch.capture(model, {"": "logits"}):
+            model(ONE)
+
+
+@pytest.mark.slow  # imports a compiler
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_refused(in_place: bool):
+    model = Odd()
+    compiled: Any = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    with (
+        refuses(ValueError, where="capture", expected="eager", got=(type(compiled).__name__, "torch.compile")),
+        llorch.capture(compiled),
+    ):
+        pass
+
+
+@pytest.fixture(params=MICRO)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(name: str, tmp_path: Path) -> Iterator[Any]:
+    """transformers' own, of a folder, and its registry of attention functions as it was."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    convert(builtin_path(name), tmp_path / "folder")
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    yield AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32, attn_implementation="eager")
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+@pytest.mark.live
+@torch.no_grad()
+def test_every_stage_of_transformers_is_what_the_witness_shows_bit_by_bit(model: Any, name: str, tmp_path: Path):
+    ids = golden_of(name)[0].cases["near"].ids
+    with open_producer("transformers", tmp_path / "folder", n_threads=torch.get_num_threads()) as engine:
+        want = engine.trace(ids)  # now: the last bit of a golden's exponential is that of its processor
+    with llorch.capture(model) as dump:
+        model(torch.tensor([ids]))
+    weights = open_weights(builtin_path(name))
+    shown = dump.stage_dump(weights)
+    for key, array in arrays(shown).items():
+        np.testing.assert_array_equal(array, want.pop(key), strict=True, err_msg=key)
+    assert not want
+    assert (shown.features.engine, shown.features.flash_attention) == ("transformers", False)
+    assert dump.weights["model.layers.1.self_attn.k_proj.weight"] == digest(weights["layers.1.k_proj"])
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_generated_tokens_are_passes_and_caches_those_of_the_context_whatever_attention_there_is(
+    model: Any, name: str, kind: str
+):
+    ids = golden_of(name)[0].cases["near"].ids
+    model.set_attn_implementation(kind)
+    with llorch.capture(model) as dump:
+        made = model.generate(torch.tensor([ids[:-2]]), max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
+    n = len(ids) - 2
+    assert dump.passes == [Tokens(ids[:-2]), Tokens((made[n],), n), Tokens((made[n + 1],), n + 1)]
+    shown = dump.stage_dump(open_weights(builtin_path(name)))
+    assert shown.seen[0, "logits"].tokens == (n - 1,)  # generate asks for no others
+    assert shown.seen[2, "l1.k_cache"].read().shape[1] == n + 2
+    np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[2, "l0.k_cache"].read()[:, n])
+    assert (("l0.attn_probs" in arrays(shown)), shown.features.flash_attention) == (kind == "eager", kind != "eager")
+    whole = llorch.load(name).forward
+    trace: dict[str, np.ndarray] = {}
+    whole(made[:-1], trace=trace)
+    for key, stage, _ in keys(open_weights(builtin_path(name)).config):
+        if stage.axes.startswith("seq") and key != "logits":
+            got = np.concatenate([arrays(shown, number)[key] for number in range(3)])
+            assert llorch.compare({key: got}, {key: trace[key]}, CLOSE).agrees, key
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-llama"], indirect=True)
+def test_bfloat16_is_kept_and_of_a_cache_with_room_what_is_used(model: Any, name: str):
+    model.to(torch.bfloat16)
+    with llorch.capture(model) as dump:
+        model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    shown = dump.stage_dump(open_weights(builtin_path(name)))
+    assert {seen.stored for key, seen in shown.of_pass(0) if not key.endswith("attn_probs")} == {"bfloat16"}
+    assert [shown.seen[n, "l0.k_cache"].read().shape[1] for n in (0, 1)] == [3, 4]
+    np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[1, "l0.k_cache"].read()[:, 3])
+    assert shown.seen[1, "l1.attn_scores"].read().shape[-1] == 4
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-llama"], indirect=True)
+def test_a_pass_begins_behind_what_is_cached_and_a_capture_ends_without_another(model: Any, name: str):
+    with llorch.capture(model) as dump:
+        with llorch.capture(model) as first:
+            cache = model(torch.tensor([[3, 1, 4]])).past_key_values
+        model(torch.tensor([[1]]), past_key_values=cache)
+        model(torch.tensor([[1]]))
+    assert dump.passes == [Tokens((3, 1, 4)), Tokens((1,), 3), Tokens((1,), 0)]
+    assert [*first.arrays] == [(0, name, layer) for n, name, layer in dump.arrays if n == 1]
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
+def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(model: Any, name: str, tmp_path: Path):
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 1e-4
+    with llorch.capture(model) as dump:
+        model.generate(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]), max_new_tokens=2, pad_token_id=0)
+    dump.save(tmp_path / "dump")
+    result = invoke("diagnose", str(tmp_path / "dump"), "--model", str(tmp_path / "folder"))
+    assert result.exit_code == 1, result.stderr
+    assert_tells(result.stdout, "WRONG", "eps", "0.0001", where="l0.attn_norm")
+    model.model.norm.weight.mul_(1.01)
+    with llorch.capture(model) as dump:
+        model(torch.tensor([[3, 1, 4]]))
+    dump.save(tmp_path / "dump")
+    assert invoke("diagnose", str(tmp_path / "dump"), "--model", name).exit_code == 14
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3.5"], indirect=True)
+@pytest.mark.parametrize("n_past", [7, 4], ids=["step", "chunk"])
+def test_a_pass_whose_past_was_not_captured_is_not_accused(model: Any, name: str, n_past: int, tmp_path: Path):
+    ids = golden_of(name)[0].cases["near"].ids[:8]
+    past = model(torch.tensor([ids[:n_past]])).past_key_values
+    with llorch.capture(model) as dump:
+        model(torch.tensor([ids[n_past:]]), past_key_values=past)
+    dump.save(tmp_path / "dump")
+    words = ("diagnose", str(tmp_path / "dump"), "--model", name, "--json")
+    alone, whole = (invoke(*words, *more) for more in ((), ("--tokens", ",".join(map(str, ids)))))
+    assert (alone.exit_code, whole.exit_code) == (0, 0), alone.stderr + whole.stderr
+    (not_run,) = json.loads(alone.stdout)["not_run"].values() or ([],)
+    assert {place["stage"] for place in not_run} >= ({"l0.conv_out", "l0.delta_out"} if "3.5" in name else set())
+    assert json.loads(whole.stdout)["not_run"] == {}
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_generated_tokens_behind_a_window_are_not_accused(kind: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    path = builtin_path("micro-mistral")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kind)
+    ids = golden_of("micro-mistral")[0].cases["near"].ids[:24]
+    with llorch.capture(model) as dump:
+        model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    dump.save(tmp_path / "dump")
+    assert dump.arrays[1, "k_cache", 0].shape[1] == model.config.sliding_window < len(ids)
+    result = invoke("diagnose", str(tmp_path / "dump"), "--model", "micro-mistral", "--json")
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert (json.loads(result.stdout)["findings"], json.loads(result.stdout)["not_run"]) == ([], {})

@@ -1,0 +1,96 @@
+"""What names of ours, of llama.cpp's nodes and of Hugging Face's modules stand for."""
+
+import pytest
+from builders.raw_dumps import weights_of
+
+from llorch.engines.dumps.engine_names import Meaning, meaning_of, nameless
+
+QWEN = "micro-qwen2"  # three layers, with biases
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "stages", "found_in"),
+    [
+        ("q_rope", 2, ["q_rope"], 2),
+        ("layers.1.attn_norm", None, ["attn_norm"], 1),
+        ("l1.logits", None, None, None),
+        ("q_rope", None, None, None),
+        ("logits", 1, None, None),
+        ("l1.x", None, None, None),
+        ("l_out", 1, ["block_out"], 1),
+        ("kq-0", None, ["kq"], 0),
+        ("inp_embd", None, ["embed"], None),
+        ("result_norm-1", None, None, None),
+        ("node_14", None, None, None),
+        ("model.layers.2", None, ["block_out"], 2),
+        ("base_model.model.model.layers.2.mlp.down_proj.input", None, ["ffn_act"], 2),
+        ("model.layers.2.mlp.down_proj.input.0", None, ["ffn_act"], 2),
+        ("model.layers.2.self_attn", None, ["attn_out"], 2),
+        ("input_layernorm", 1, ["attn_norm"], 1),
+        ("model.norm", None, ["final_norm"], None),
+        ("lm_head.output", None, ["logits"], None),
+        ("lm_head", 1, None, None),
+        ("model", None, None, None),
+        ("model.layers.2.mlp.act_fn", None, None, None),
+        ("model.layers.0.self_attn.qkv_proj", None, ["q_proj", "k_proj", "v_proj"], 0),
+        ("hidden_states.0", None, ["embed"], None),
+        ("hidden_states_2", None, ["block_out"], 1),
+        ("hidden_states.3", None, ["final_norm"], None),
+        ("attentions.1", None, ["attn_probs"], 1),
+        ("past_key_values.1.0", None, ["k_cache"], 1),
+        ("past_key_values.1.value", None, ["v_cache"], 1),
+        ("past_key_values.1", None, None, None),
+        ("attentions.1.key", None, None, None),
+    ],
+)
+def test_a_name_means(name: str, layer: int | None, stages: list[str] | None, found_in: int | None):
+    meaning = meaning_of(name, layer, weights_of(QWEN).config, op="", nth=0, of=1)
+    if stages is None:
+        assert meaning is None
+    else:
+        assert meaning is not None
+        assert ([*meaning.stages], meaning.layer) == (stages, found_in)
+        assert ("final norm" in meaning.assumed) == (name == "hidden_states.3")
+
+
+@pytest.mark.parametrize(
+    ("model", "ops", "read_as"),
+    [
+        ("micro-llama", ["MUL_MAT", "RESHAPE", "ROPE"], ["q_proj", "", "q_rope"]),
+        (QWEN, ["MUL_MAT", "ADD", "RESHAPE", "ROPE"], ["", "q_proj", "", "q_rope"]),
+        ("micro-llama", ["", "", ""], ["q_proj", "", "q_rope"]),
+        (QWEN, ["", "", "", ""], ["", "q_proj", "", "q_rope"]),
+        (QWEN, [""], ["q_rope"]),
+    ],
+)
+def test_what_is_called_qcur_is_known_by_its_operation_or_its_place(model: str, ops: list[str], read_as: list[str]):
+    config = weights_of(model).config
+    found = [meaning_of("Qcur-1", None, config, op=op, nth=nth, of=len(ops)) for nth, op in enumerate(ops)]
+    assert ["".join(each.stages) if each else "?" for each in found] == read_as
+    assert [bool(each and each.assumed) for each in found] == [not ops[0] and bool(stage) for stage in read_as]
+    values = [meaning_of("Vcur-1", None, config, op="", nth=nth, of=2) for nth in (0, 1)]
+    assert ["".join(each.stages) if each else "?" for each in values] == ["", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "before", "stages"),
+    [
+        ("node_31", "FLASH_ATTN_EXT", Meaning(("v_proj",), 2, True), ("attn_context",)),
+        ("node_33", "MUL_MAT", Meaning(("attn_context",), 2, True), ("attn_out",)),
+        ("node_33", "MUL_MAT", Meaning(("attn_norm",), 2, True), None),
+        ("node_33", "GET_ROWS", Meaning(("attn_context",), 2, True), None),
+        ("mine", "MUL_MAT", Meaning(("attn_context",), 2, True), None),
+        ("node_33", "MUL_MAT", None, None),
+        ("node_0", "MUL_MAT", Meaning(("embed",), None, True), None),
+    ],
+)
+def test_a_node_without_a_name_is_known_by_what_it_follows(
+    name: str, op: str, before: Meaning | None, stages: tuple[str, ...] | None
+):
+    meaning = nameless(name, op, before, weights_of(QWEN).config)
+    assert meaning == (Meaning(stages, 2, by_llamacpp=True) if stages else None)
+
+
+@pytest.mark.parametrize("name", ["norm", "norm-0", "kqv-1", "Kcur-0 (view)", "cache_v_l1 (reshaped) (view)"])
+def test_other_nodes_of_llamacpp_are_no_stages(name: str):
+    assert meaning_of(name, None, weights_of(QWEN).config, op="", nth=0, of=1) == Meaning((), by_llamacpp=True)

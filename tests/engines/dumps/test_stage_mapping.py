@@ -1,0 +1,189 @@
+"""Which stages arrays are, under the names and in the layouts of the engines."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from builders.raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_array, raw_dump, weights_of
+from runs.refusals import Refusal, assert_tells, row
+
+from llorch.engines.dumps.layout import half_split
+from llorch.engines.dumps.mapping import mapping_of
+from llorch.engines.dumps.raw import RawArray
+from llorch.engines.dumps.stage_dump import StageDump
+from llorch.engines.dumps.stage_mapping import stage_dump
+from llorch.files import Weights
+from llorch.files.tensor_names import interleave
+from llorch.ops.rope import rope, rope_tables
+from llorch.runtime.builtin import BUILTIN
+
+
+def check(dump: StageDump, trace: Mapping[str, np.ndarray]) -> None:
+    for (_, key), seen in dump.seen.items():
+        want = trace[key] if seen.tokens is None else trace[key][list(seen.tokens)]
+        got = seen.read()
+        assert got.shape == want.shape, key
+        atol = 1e-6 * np.abs(want[np.isfinite(want)]).max()  # products of a scale that was undone
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
+
+
+@pytest.mark.plain_cases("llamacpp-micro-qwen2", "ours-micro-llama3", "ours-micro-qwen2", "transformers-micro-llama")
+@pytest.mark.parametrize("model", BUILTIN)
+@pytest.mark.parametrize("engine", ["ours", "transformers", "llamacpp", "llamacpp without operations"])
+def test_every_stage_of_an_engine_is_found_under_its_own_name(model: str, engine: str):
+    weights = weights_of(model)
+    config = weights.config
+    ids, trace = golden_trace(model, "transformers" if engine == "transformers" else "llamacpp")
+    match engine:
+        case "ours":
+            arrays = trace
+        case "transformers":
+            arrays = as_transformers(trace, config)
+        case _:
+            arrays = as_llamacpp(trace, config, with_op="without" not in engine)
+    dump = stage_dump(raw_dump(arrays, ids), config, weights=weights)
+    of_ours = {key for key in trace if not (engine.startswith("llama") and key.endswith("_cache"))}
+    assert {key for _, key in dump.seen} == of_ours
+    check(dump, trace)
+
+
+MINE = {
+    "names": {"blk.{i}.rot_q": "q_rope", "blk.{i}.keys": "k_rope", "blk.{i}.att": "kq", "out": "logits", "tmp": ""},
+    "layout": {"k_rope": {"axes": "batch kv_heads head_dim seq"}, "logits": {"transposed": True}},
+}
+
+
+def test_names_of_the_user_in_layouts_that_are_declared_or_found():
+    weights = weights_of("micro-llama")
+    config = weights.config
+    ids, trace = golden_trace("micro-llama", "transformers")
+    arrays = {
+        "blk.0.rot_q": trace["l0.q_rope"].reshape(1, len(ids), -1),
+        "blk.2.rot_q": trace["l2.q_rope"].reshape(-1),
+        "blk.1.keys": trace["l1.k_rope"].transpose(1, 2, 0)[None],
+        "blk.1.att": trace["l1.q_rope"].swapaxes(0, 1)
+        @ np.repeat(trace["l1.k_cache"], config.group_size, 0).swapaxes(1, 2),
+        "out": trace["logits"].T,
+        "tmp": np.zeros(3),
+    }
+    dump = stage_dump(raw_dump(arrays, ids), config, mapping=mapping_of(MINE))
+    assert {key for _, key in dump.seen} == {"l0.q_rope", "l2.q_rope", "l1.k_rope", "l1.attn_scores", "logits"}
+    check(dump, trace)
+    (note,) = dump.notes
+    assert_tells(note, "q_rope (blk.2.rot_q, (2304,))", "seq heads head_dim", "table")
+
+
+def of_ambiguous_heads() -> tuple[Weights, tuple[int, ...], Mapping[str, np.ndarray]]:
+    """A model of twelve heads, and twelve tokens."""
+    weights = weights_of("micro-llama3")
+    ids, trace = golden_trace("micro-llama3", "transformers")
+    assert len(ids) == weights.config.n_heads
+    return weights, ids, trace
+
+
+def rotated_in_neighbours(heads: np.ndarray, weights: Weights) -> np.ndarray:
+    """The mistake: pairs (2j, 2j+1) of weights whose pairs are (j, j + half)."""
+    c = weights.config
+    tables = rope_tables(np.arange(len(heads)), head_dim=c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling)
+    halves = half_split(heads)
+    return interleave(rope(halves, *tables).reshape(-1), halves.size // c.head_dim).reshape(heads.shape)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_wrong_rotation_stays_wrong_where_values_decide_the_order_of_the_axes(heads_first: bool):
+    weights, ids, trace = of_ambiguous_heads()
+    wrong = rotated_in_neighbours(trace["l0.q_proj"].reshape(len(ids), -1, weights.config.head_dim), weights)
+    shown = wrong.swapaxes(0, 1) if heads_first else wrong
+    dump = stage_dump(raw_dump({"l0.q_rope": shown}, ids), weights.config, weights=weights)
+    np.testing.assert_array_equal(dump.seen[0, "l0.q_rope"].read(), wrong)
+    assert any("by its values" in note for note in dump.notes) == heads_first
+
+
+def test_heads_joined_before_their_axes_are_turned_are_no_layout():
+    weights, ids, trace = of_ambiguous_heads()
+    heads = trace["l0.attn_context"].reshape(len(ids), -1, weights.config.head_dim)
+    wrong = heads.swapaxes(0, 1).reshape(len(ids), -1)
+    for shown in (wrong, wrong.reshape(-1)):
+        dump = stage_dump(raw_dump({"l0.attn_context": shown}, ids), weights.config, weights=weights)
+        np.testing.assert_array_equal(dump.seen[0, "l0.attn_context"].read(), wrong)
+
+
+def test_scores_of_keys_by_queries_are_read_as_they_are_unless_declared():
+    weights, ids, trace = of_ambiguous_heads()
+    turned = np.ascontiguousarray(trace["l0.attn_probs"].swapaxes(1, 2))
+    raw = raw_dump({"l0.attn_probs": turned}, ids)
+    plain = stage_dump(raw, weights.config, weights=weights)
+    declared = mapping_of({"layout": {"attn_probs": {"axes": "heads ctx seq"}}})
+    np.testing.assert_array_equal(plain.seen[0, "l0.attn_probs"].read(), turned)
+    check(stage_dump(raw, weights.config, mapping=declared), trace)
+
+
+NO_ARRAY = np.zeros(1, np.float32)
+QWEN = "micro-qwen2"  # three layers, with biases
+
+
+@pytest.mark.parametrize("model", ["micro-llama", "micro-smollm3", "micro-ministral3"])
+def test_nodes_of_llamacpp_in_the_pairs_of_its_files_are_put_in_order(model: str):
+    weights = weights_of(model)
+    ids, trace = golden_trace(model, "llamacpp")
+    rows = trace["l0.q_rope"]
+    paired = interleave(rows.reshape(len(ids), -1).T, weights.config.n_heads).T.reshape(rows.shape)
+    check(stage_dump(raw_dump([raw_array("Qcur-0", paired, op="ROPE")], ids), weights.config), trace)
+
+
+def test_nodes_whose_pairs_were_put_in_order_are_left_as_they_are():
+    weights = weights_of("micro-llama")
+    ids, trace = golden_trace("micro-llama", "transformers")
+    raw = raw_dump([raw_array("Qcur-0", trace["l0.q_rope"], op="ROPE")], ids)
+    dump = stage_dump(raw, weights.config, weights=weights)
+    check(dump, trace)
+    (note,) = dump.notes
+    assert_tells(note, "Qcur-0", "llama.cpp", "halves", "values")
+    assert_tells(stage_dump(raw, weights.config).notes[0], "Qcur-0", "llama.cpp", "neighbours", "files")
+
+
+def test_what_has_no_name_is_in_one_note_and_a_second_name_in_another():
+    ids, trace = golden_trace("micro-llama", "transformers")
+    arrays = {f"x{i}": NO_ARRAY for i in range(3)} | {letter: NO_ARRAY for letter in "abcdefgh"}
+    arrays |= {"model.layers.0": trace["l0.block_out"], "hidden_states.1": trace["l0.block_out"]}
+    dump = stage_dump(raw_dump(arrays, ids), weights_of("micro-llama").config)
+    assert [(key, seen.name) for (_, key), seen in dump.seen.items()] == [("l0.block_out", "model.layers.0")]
+    second, nameless = dump.notes
+    assert_tells(second, "hidden_states.1", "l0.block_out", "model.layers.0")
+    assert_tells(nameless, "11 arrays", "x{i}, a, b, c, d, e, f, g and 1 more", "llorch diff --suggest")
+
+
+def found_in(*arrays: RawArray) -> object:
+    mapping = mapping_of({"names": {"blk.{i+1}.x": "q_rope", "y": "q_rope"}})
+    return stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config, mapping=mapping)
+
+
+LAYERS = "0 to 2"
+INTEGERS, TWO_ROWS = raw_array("logits", NO_ARRAY.astype(int)), raw_array("embed", np.zeros((2, 96)))
+REFUSALS = [
+    row("a layer too far", lambda: found_in(raw_array("l3.q_rope", NO_ARRAY)),
+        "OutOfRange", where="dump: OutOfRange: l3.q_rope (q_rope):", expected=LAYERS, got=3),
+    row("a layer before the first", lambda: found_in(raw_array("blk.0.x", NO_ARRAY)),
+        "OutOfRange", where="dump: OutOfRange: blk.0.x (q_rope):", expected=LAYERS, got=-1),
+    row("no layer", lambda: found_in(raw_array("y", NO_ARRAY)),
+        "OutOfRange", where="dump: OutOfRange: y (q_rope):", expected=LAYERS, got="None"),
+    row("another family's stage", lambda: found_in(raw_array("l1.q_norm", NO_ARRAY)),
+        "Unexpected", where="dump: Unexpected: l1.q_norm (q_norm):", expected="qwen2"),
+    row("integers", lambda: found_in(INTEGERS),
+        "DType", where="dump: DType: logits (logits):", expected="float32, float16, bfloat16, float64", got="int64"),
+    row("a stage twice", lambda: found_in(TWO_ROWS, TWO_ROWS),
+        "Duplicate", where="dump: Duplicate: embed:", expected="pass 0", got="two"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_no_model_of_this_kind_shows_is_refused(refusal: Refusal):
+    refusal.check()
+
+
+def test_nothing_is_read_before_it_is_asked_for():
+    def refuse() -> np.ndarray:
+        raise AssertionError
+
+    arrays = [RawArray("embed", "float32", (2, 96), refuse), RawArray("unknown", "float32", (2, 96), refuse)]
+    assert [*stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config).seen] == [(0, "embed")]

@@ -1,0 +1,114 @@
+"""The text of control tokens in the words of users: broken before a template renders it, and mended behind it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from builders.chat_models import CHATML, LLAMA_3, chat_model
+from runs.refusals import refuses
+
+from llorch.files.tokenizer.chat import ChatTemplate
+from llorch.files.tokenizer.conversation import Breaker, taken_out
+
+CONTROLS = ("<|im_start|>", "<|im_end|>", "</s>", "<|im_end|>x")
+
+
+@pytest.fixture
+def breaker() -> Breaker:
+    return Breaker(CONTROLS)
+
+
+def user(text: str) -> list[dict[str, object]]:
+    return [{"role": "user", "content": text}]
+
+
+def through(template: str, messages: list[dict[str, object]], breaker: Breaker) -> tuple[str, list[int]]:
+    mark = breaker.mark_for(messages)
+    assert mark is not None
+    broken = breaker.broken(messages, mark)
+    assert isinstance(broken, list)
+    return taken_out(ChatTemplate(template, variables={}).render(broken), mark)
+
+
+def test_innocent_words_are_left_alone(breaker: Breaker):
+    for text in ("", "hello", "a < b | c > d", "<im_end>", "im_end|>", "/s>", "\ufdd0"):
+        assert breaker.mark_for(user(text)) is None
+    assert taken_out("\ufdd0", None) == ("\ufdd0", [])
+
+
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_start|>", "</s></s>", "<|im_end|>x", "a <|im_", "a\n<"])
+def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(breaker: Breaker, text: str):
+    template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
+    got, inert = through(template, user(text), breaker)
+    assert got == f"<|im_start|>{text}<|im_end|>"
+    first, last = len("<|im_start|>"), len("<|im_start|>") + len(text)
+    assert all(first < place <= last for place in inert)
+    for control in CONTROLS:
+        place = got.find(control, first)
+        while 0 <= place < last:
+            assert any(place < one < place + len(control) for one in inert)
+            place = got.find(control, place + 1)
+
+
+@pytest.mark.parametrize("text", ["a#b", "#", "##", "<#", "#<|im_", "x<|a#b|>#"])
+def test_behind_a_control_token_of_one_character_there_are_two_inert_places(text: str):
+    breaker = Breaker(["#", "<|im_end|>", "<|a#b|>"])
+    got, inert = through("#{{ messages[0].content }}#", user(text), breaker)
+    assert got == f"#{text}#"
+    assert [place for place in range(len(got)) if inert.count(place + 1) > 1] == [
+        1 + i for i, character in enumerate(text) if character == "#"
+    ]
+
+
+def test_a_token_that_two_texts_make_together_is_inert(breaker: Breaker):
+    messages: list[dict[str, object]] = [{"role": "user", "content": "<|im_"}, {"role": "user", "content": "end|>"}]
+    got, inert = through("{% for m in messages %}{{ m.content }}{% endfor %}", messages, breaker)
+    assert (got, inert) == ("<|im_end|>", [1])
+
+
+def test_names_keep_their_text_and_everything_else_is_broken(breaker: Breaker):
+    odd = Breaker(["tool", "user", "</s>"])
+    messages = [{"role": "user", "type": "tool", "name": "user", "deep": [{"user": ["tool", 3, None]}]}]
+    mark = odd.mark_for(messages)
+    assert mark is not None
+    assert odd.broken(messages, mark) == [
+        {"role": "user", "type": "tool", "name": f"u{mark}ser", "deep": [{f"u{mark}ser": [f"t{mark}ool", 3, None]}]}
+    ]
+
+
+def test_a_mark_is_a_character_that_nobody_wrote(breaker: Breaker):
+    assert breaker.mark_for(user("</s>")) == "\ufdd0"
+    assert breaker.mark_for(user("</s>\ufdd0\ufdd1")) == "\ufdd2"
+    got, inert = through("{{ messages[0].content }}", user("\ufdd0</s>\ufdd0"), breaker)
+    assert (got, inert) == ("\ufdd0</s>\ufdd0", [2])
+
+
+@pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
+def test_marks_are_found_in_json(breaker: Breaker, dump: str):
+    values = [{"role": "tool", "content": {"x": "a</s>\u00e9", "y<": 1}}]
+    got, inert = through(f"{{{{ messages[0].content | {dump} }}}}", values, breaker)
+    assert json.loads(got) == values[0]["content"]
+    assert [got[place - 1 :][:4] for place in inert] == ["</s>", '<": ']
+
+
+def test_without_control_tokens_nothing_is_broken():
+    assert Breaker([]).mark_for(user("<|im_end|>")) is None
+    assert not Breaker([""]).found_in("")
+
+
+def test_calls_that_a_model_would_not_see_are_refused(tmp_path: Path):
+    called: list[dict[str, object]] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+        {"role": "tool", "content": "r"},
+    ]
+    plain = [{key: one[key] or "" for key in ("role", "content")} for one in called]
+    for name, template in (("micro-llama3", LLAMA_3), ("micro-qwen3", None)):
+        chats = chat_model(tmp_path / name, name, template).chats
+        for opened in (True, False):
+            with refuses("Unsupported", "messages[1].tool_calls"):
+                chats.spoken(called, opened=opened)
+        assert chats.spoken(plain).text
+    with refuses("Unsupported", "messages[1].tool_calls"):
+        chat_model(tmp_path / "again", "micro-llama3", LLAMA_3).chats.ids(called)
+    assert '"name": "f"' in chat_model(tmp_path / "writes", "micro-qwen3", CHATML).chats.spoken(called).text

@@ -1,0 +1,68 @@
+"""Passes that share the matrices of a large model: the same rows, and each matrix decoded once a layer for all."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs.stored_goldens import quantised_golden
+
+from llorch.files import open_weights
+from llorch.files.packed import Packed
+from llorch.judging.expectations.quantised import suite_of
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.judging.goldens.quantised import CASE
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import GgmlRunner
+from llorch.judging.runners.shared import SharedWeights
+from llorch.ops.numerics import GGML
+from llorch.stages.comparison import FAIL
+
+NAME = "Q4_K"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> SharedWeights:
+    return SharedWeights(open_weights(write_model(NAME, tmp_path)).using(GGML))
+
+
+def rows(weights: SharedWeights, *, shared: bool = True) -> list[Comparison]:
+    same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
+    suite = suite_of(NAME, same, quantised_golden())
+    runner = GgmlRunner(same, {CASE: quantised_golden().traces[NAME]}, {CASE: suite.limits(CASE)})
+    return [*suite.stage_rows(runner), *suite.decode_rows(runner)]
+
+
+def test_rows_are_those_of_passes_that_share_nothing(weights: SharedWeights):
+    assert [row.record() for row in rows(weights)] == [row.record() for row in rows(weights, shared=False)]
+
+
+def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeights, monkeypatch: pytest.MonkeyPatch):
+    decoded, told = Counter[str](), list[str]()
+    right = Packed.decode
+    monkeypatch.setattr(Packed, "decode", lambda self: decoded.update([self.name]) or right(self))
+    weights._kept._say = told.append
+    rows(weights)
+    assert set(decoded.values()) == {4}  # stages and decoding, each with passes that come by twice
+    n = weights.config.n_layers
+    assert [line.split(",")[:2] for line in told] == [
+        [f"round {k}", f" layer {i} of {n}"] for k in (1, 2, 3, 4) for i in range(n + 1)
+    ]
+    assert re.search(r"\d+ s\b", told[1])
+
+
+def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
+    weights: SharedWeights, monkeypatch: pytest.MonkeyPatch
+):
+    right = Packed.decode
+    spoilt = "blk.1.ffn_up.weight"
+    monkeypatch.setattr(Packed, "decode", lambda self: right(self) * np.float32(1 + 1e-3 * (self.name == spoilt)))
+    red = {(row.stage, row.layer) for row in rows(weights) if row.mode == "isolated" and row.verdict == FAIL}
+    assert red == {("ffn_up", 1)}
+
+
+def test_alone_nothing_is_kept(weights: SharedWeights):
+    suite = suite_of(NAME, weights, quantised_golden())
+    suite.limits(CASE).chained("logits")
+    assert not weights._kept.matrices

@@ -1,0 +1,199 @@
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import golden_of, weights_of
+from runs.torch_targets import on
+
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.goldens.forward import EngineOutput
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain, variants_for
+from llorch.judging.runners.torch_observed import ObservedCase
+from llorch.judging.tolerances.forward import SCORES
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.model import TorchModel
+from llorch.runtime.errors import CheckpointMismatch
+from llorch.stages.comparison import FAIL, PASS, TIE
+
+NAME = "micro-qwen3"
+HALF, SINGLE = "torch-cpu-bfloat16", "torch-cpu-float32"
+
+
+def rows(
+    runner: TorchRunner,
+    kind: str = "stage_rows",
+    evidence: dict[str, EngineOutput] | None = None,
+) -> list[Comparison]:
+    golden = golden_of(NAME)
+    near = {"near": golden.cases["near"]}
+    suite = ForwardSuite(NAME, weights_of(NAME), near, evidence or dict(golden.evidence), golden.truth)
+    return list(getattr(suite, kind)(runner))
+
+
+@cache
+def sound(target: str, suffix: str = "") -> TorchRunner:
+    return TorchRunner(weights_of(NAME), on(target), VARIANTS[suffix], f"{target}{suffix}")
+
+
+def with_model(target: str, change: Callable[[TorchModel], Any]) -> TorchRunner:
+    """The page with a loaded model that was changed."""
+
+    def make(weights: Any, at: Any) -> TorchModel:
+        model = plain(weights, at)
+        change(model)
+        return model
+
+    return TorchRunner(weights_of(NAME), on(target), TorchVariant(make, hidden=frozenset()), "changed")
+
+
+def test_a_cache_that_was_used_has_other_numbers_in_every_slot_and_states_of_zero():
+    model = plain(weights_of("micro-qwen3-next"), on(SINGLE))
+    observed = ObservedCase(model, golden_of("micro-qwen3-next").cases["near"])
+    observed.fill_as_used()
+    cache = observed._cache
+    assert all(bool(slots.all()) for slots in (*cache.keys, *cache.values))
+    assert cache.state_tensors
+    assert not any(bool(state.any()) for state in cache.state_tensors)
+
+
+def test_a_state_that_is_not_forgotten_fails(monkeypatch: pytest.MonkeyPatch):
+    golden, name = golden_of("micro-qwen3-next"), "micro-qwen3-next"
+    runner = TorchRunner(weights_of(name), on(SINGLE), VARIANTS[""], SINGLE)
+    monkeypatch.setattr(Cache, "forget", lambda self: None)
+    suite = ForwardSuite(name, weights_of(name), golden.cases, golden.evidence, golden.truth)
+    assert any(row.verdict == FAIL and row.mode == "decode" for row in suite.rows(runner))
+
+
+def test_a_model_in_another_dtype_than_the_target_is_refused():
+    expected = ("torch.float32", "cpu", "torch-cpu-float32")
+    with refuses(ValueError, expected=expected, got="torch.bfloat16"):
+        with_model(SINGLE, lambda model: model.module.to(torch.bfloat16))
+
+
+def test_a_stage_in_another_dtype_is_no_run_of_the_target():
+    def widen(model: TorchModel) -> None:
+        norm = model.module.model.norm
+        norm.forward = lambda x, right=norm.forward: right(x).float()
+
+    with refuses(CheckpointMismatch, expected=("torch.bfloat16", "cpu"), got="torch.float32", where="final_norm"):
+        rows(with_model(HALF, widen))
+
+
+def test_a_leaf_that_shows_less_than_it_should_is_not_passed_over():
+    def silence(model: TorchModel) -> None:
+        for layer in model.module.model.layers:
+            attention: Any = layer.self_attn
+            attention.rotate = lambda *given, right=attention.rotate: right(*given[:-1], lambda name, stage: stage)
+
+    with refuses(CheckpointMismatch, "l0.k_cache", where=(NAME, "changed")):
+        rows(with_model(SINGLE, silence))
+
+
+def test_a_stage_of_another_shape_fails_instead_of_being_broadcast():
+    def cut(model: TorchModel) -> None:
+        head = model.module.lm_head
+        head.forward = lambda x, right=head.forward: right(x)[..., :1]
+
+    bad = [row for row in rows(with_model(SINGLE, cut)) if row.verdict == FAIL]
+    assert {row.stage for row in bad} == {"logits"}
+    assert all(row.note.startswith("shape: ") and "got (12, 1)" in row.note for row in bad)
+
+
+@pytest.mark.parametrize("suffix", ["", "-batch"])
+def test_isolated_stages_are_fed_the_golden_and_not_our_own(suffix: str):
+    golden = golden_of(NAME).evidence["llamacpp"]
+    trace = dict(golden.traces["near"])
+    trace["l0.attn_out"] = trace["l0.attn_out"] * 2
+    changed = replace(golden, traces={"near": trace})
+    made = rows(sound(SINGLE, suffix), evidence={"llamacpp": changed})
+    bad = {(row.stage, row.layer) for row in made if row.mode == "isolated" and row.verdict == FAIL}
+    assert bad == {("attn_out", 0), ("attn_residual", 0)}  # what is made from it is fed the golden's residual again
+
+
+def test_in_half_precision_a_factor_of_one_per_cent_fails_its_isolated_stage_alone():
+    def plant(model: TorchModel) -> None:
+        for layer in model.module.model.layers:
+            mlp: Any = layer.mlp
+            mlp.act = lambda gate, up, right=mlp.act: 1.01 * right(gate, up)
+
+    made = [row for row in rows(with_model(HALF, plant)) if row.mode == "isolated"]
+    assert {(row.stage, row.verdict) for row in made if row.stage == "ffn_act"} == {("ffn_act", FAIL)}
+    assert {row.stage for row in made if row.verdict == FAIL} == {"ffn_act"}
+    for row in (row for row in made if row.verdict == FAIL):
+        assert row.error <= row.tolerance
+        assert 1.008 < row.common_factor < 1.012
+        assert row.tolerance_factor < 0.009
+        assert_tells(row.note, f"{row.common_factor:.4f}", f"{row.tolerance_factor:.4f}")
+        assert {"common_factor", "tolerance_factor"} <= row.record().keys()
+
+
+@pytest.mark.parametrize("target", [SINGLE, HALF])
+def test_common_factor_is_shown_where_it_is_judged(target: str):
+    for row in rows(sound(target)):
+        judged = target == HALF and row.mode == "isolated"
+        assert row.verdict != FAIL
+        assert judged == (abs(row.common_factor - 1) <= row.tolerance_factor), row
+        assert judged or math.isnan(row.common_factor)
+
+
+def test_in_half_precision_a_near_tie_is_shown_with_its_gap():
+    judged = {row.stage: row for row in rows(sound(HALF), "sampler_rows") if row.producer == "llamacpp"}
+    for stage in ("argmax", "generation"):
+        assert judged[stage].verdict == TIE
+        assert re.fullmatch(r"token 0: .*, got .* 2.5e-03, .* 1.9e-01", judged[stage].note)
+
+
+@pytest.mark.parametrize("target", [SINGLE, HALF])
+def test_another_greedy_token_fails_unless_it_is_as_likely(target: str):
+    golden = golden_of(NAME).evidence["llamacpp"]
+    other = golden.greedy.copy()
+    other[3] += 1
+    made = rows(sound(target), "sampler_rows", {"llamacpp": replace(golden, greedy=other)})
+    assert [row.stage for row in made if row.verdict == FAIL] == ["generation"]
+
+
+@pytest.mark.parametrize("broken", [lambda text: text[::-1], lambda text: text[:-1]], ids=["wrong", "too short"])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_text_that_goes_wrong_or_ends_too_soon_fails(
+    broken: Callable[[np.ndarray], np.ndarray], anew: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also one that does so only where it is begun anew, behind a near-tie."""
+    right, n = TorchRunner.text, len(golden_of(NAME).cases["near"].ids)
+
+    def text(runner: TorchRunner, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
+        made = right(runner, prompt, n_tokens)
+        return broken(made) if anew == (len(prompt) > n) else made
+
+    monkeypatch.setattr(TorchRunner, "text", text)
+    assert {row.verdict for row in rows(sound(HALF), "sampler_rows") if row.stage == "generation"} == {FAIL}
+
+
+def test_fused_attention_has_a_limit_of_its_own_derived_as_all_are():
+    fused = rows(sound(SINGLE, "-sdpa"))
+    plainly = {(row.stage, row.layer, row.mode): row.tolerance for row in rows(sound(SINGLE))}
+    for row in fused:
+        one, other = row.tolerance, plainly[row.stage, row.layer, row.mode]
+        alone = (row.stage, row.mode) == ("attn_context", "isolated")
+        assert (other < one <= 10 * other) if alone else one == other
+    assert {row.verdict for row in fused} == {PASS}
+
+
+def test_compiled_and_packed_variants_are_judged_where_there_are_such():
+    assert variants_for(on(SINGLE), weights_of(NAME)) == [s for s in VARIANTS if s not in ("-compiled", "-packed")]
+
+
+@pytest.mark.parametrize("target", ["torch-cpu-float16", HALF])
+def test_reproducible_attention_shows_its_scores_unless_it_is_compiled(target: str):
+    runner = sound(target, "-reproducible")
+    is_compiled = library() is not None and target == HALF
+    assert runner.hidden == (SCORES if is_compiled else frozenset())
+    assert {row.verdict for row in rows(runner)} <= {PASS, TIE}

@@ -1,0 +1,102 @@
+"""Checkpoints 00 to 12 of every built-in model, against the stored goldens of both producers.
+
+pytest -k checkpoint            all
+pytest -k checkpoint_01b        one
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from runs.kept_suites import PARTS, forward_part, forward_rows
+
+from llorch.families.config import ModelConfig
+from llorch.files import open_weights
+from llorch.judging.expectations.training_stages import TRAINING_STAGES
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS
+from llorch.judging.judge import Comparison
+from llorch.judging.runners.numpy import BACKENDS, FLOAT64
+from llorch.judging.verify import verify_stored
+from llorch.runtime.builtin import EVERY, FOLDERS, builtin_path
+from llorch.stages.comparison import PASS
+from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES
+
+Key = tuple[str, str, str]  # checkpoint, model, stage
+Judged = set[tuple[str, str, str]]  # mode, producer, backend
+
+
+STAGE, DECODE, SAMPLER = PARTS
+SHOWN_BY = {"03": (STAGE, DECODE), **dict.fromkeys(("09", "10", "11", "12"), (SAMPLER,))}  # the others: by stages alone
+
+
+@cache
+def rows(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Comparison]]:
+    grouped: dict[Key, list[Comparison]] = {}
+    for row in (row for part in parts for row in forward_part(model, part)):
+        grouped.setdefault((row.checkpoint, row.model, row.stage), []).append(row)
+    return grouped
+
+
+def expected(model: str) -> dict[Key, Judged]:
+    """Every comparison; those of the file itself first."""
+    config = open_weights(builtin_path(model)).config
+    found: dict[Key, Judged] = {
+        ("00", model, "tensors"): {("exact", "reader", "numpy")},
+        ("00", model, "token_ids"): {("exact", "transformers" if model in FOLDERS else "llamacpp", "numpy")},
+    }
+    producers = ("transformers",) if model == "micro-mistral" else PRODUCERS  # llama.cpp reads no window
+    for producer, backend in (*product(producers, BACKENDS), (WITNESS, FLOAT64)):
+        for number, stage, mode in places(config):
+            found.setdefault((number, model, stage), set()).add((mode, producer, backend))
+    return found
+
+
+def places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
+    for stage in (stage for stage in STAGES if stage.applies_to(config)):
+        yield from ((stage.checkpoint, stage.name, mode) for mode in ("isolated", "chained"))
+        yield "03", stage.name, "decode"
+    yield "09", "selected_logits", "chained"
+    yield "10", "argmax", "exact"
+    yield from (("11", f"probabilities.{name}", "isolated") for name in SAMPLINGS)
+    yield "12", "generation", "exact"
+
+
+EXPECTED = {key: judged for model in EVERY for key, judged in expected(model).items()}
+BY_MODEL = sorted(EXPECTED, key=lambda key: (key[1], key))  # tests of one model stay in one process
+
+
+@pytest.mark.parametrize("key", BY_MODEL, ids=lambda key: "checkpoint_" + "-".join(key))
+def test_checkpoint(key: Key):
+    number, model, _ = key
+    found = rows(model, SHOWN_BY.get(number, (STAGE,))).get(key, [])
+    assert {(row.mode, row.producer, row.backend) for row in found} == EXPECTED[key]
+    bad = [row for row in found if row.verdict != PASS]  # stored models have no near-ties
+    assert not bad, f"{len(bad)} of {len(found)} rows do not pass, first: {bad[0]}"
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model: str):
+    assert rows(model).keys() == {key for key in EXPECTED if key[1] == model}
+    config = open_weights(builtin_path(model)).config
+    found: dict[tuple[str, ...], set[tuple[str, int | None]]] = {}
+    for row in forward_rows(model):
+        if row.stage in {s.name for s in STAGES if s.in_layer} and row.mode != "decode":
+            found.setdefault((row.stage, row.mode, row.producer, row.backend), set()).add((row.case, row.layer))
+    for (stage, *_), places in found.items():
+        layers = [layer for layer in range(config.n_layers) if BY_NAME[stage].applies_to(config, layer)]
+        assert places == set(product(("near", "far"), layers)), stage
+
+
+def test_parts_that_are_judged_apart_are_the_rows_of_the_whole():
+    assert forward_rows("micro-mistral") == list(verify_stored("micro-mistral", long=False))
+
+
+def test_every_checkpoint_has_a_test():
+    with_a_file_of_its_own = {
+        number for number in CHECKPOINTS if Path(__file__).with_name(f"test_checkpoint_{number}.py").is_file()
+    }
+    found = {number for number, *_ in EXPECTED} | with_a_file_of_its_own
+    assert found | {stage.checkpoint for stage in TRAINING_STAGES} == set(CHECKPOINTS)  # test_training_checkpoints.py

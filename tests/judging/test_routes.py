@@ -1,0 +1,168 @@
+"""On what route a model comes into an engine: what rows say of it, and that a mistake of ours shows where they say."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
+from runs.refusals import refuses
+
+from llorch.engines import OURS, LoadPath, Producer, ProducerName, open_here
+from llorch.families.config import LinearScaling, ModelConfig
+from llorch.files import Weights, export, open_weights
+from llorch.judging import verify as models
+from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.quantised_models import write_model
+from llorch.judging.goldens import float64_reference
+from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.forward import PRODUCERS, stored_route
+from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
+from llorch.judging.verify import ask, plan_live
+from llorch.ops.numerics import GGML
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import FAIL
+
+IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
+LLAMACPP, TRANSFORMERS = (LoadPath(name, name) for name in PRODUCERS)
+COPY, OUR_COPY = LoadPath("llamacpp", "llamacpp", "llamacpp"), LoadPath(OURS, OURS, OURS)
+SCALED = GGUF_METADATA | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+NO_WORDS = {"tokenizer.ggml.model": "none", "llama.vocab_size": VOCAB}
+
+
+def make(what: str, folder: Path) -> Path:
+    """A model by its name: built-in, a type of the micro models of checkpoint 13, or a tiny one made here."""
+    if what.startswith("micro"):
+        return builtin_path(what)
+    if what == "folder":
+        return write_folder(folder / what, random_tensors("llama"))
+    if not what.startswith("file"):
+        return write_model(what, folder)
+    tensors, metadata = {n: values * np.float32(0.1) for n, values in gguf_tensors().items()}, GGUF_METADATA
+    if what == "file, scaled":
+        metadata = SCALED
+    if what == "file, factors":
+        tensors["rope_freqs.weight"] = np.array([1.0, 1.5, 3.0, 7.0], np.float32)
+    if what == "file, biased":
+        tensors |= {n.replace("weight", "bias"): v[:, 0].copy() for n, v in tensors.items() if n[6:] in QKV}
+    return write_file(folder / "tiny.gguf", tensors, metadata | NO_WORDS)
+
+
+QKV = tuple(f"attn_{part}.weight" for part in "qkv")
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("what", "name", "settings", "route"),
+    [
+        ("micro-llama", "llamacpp", {}, LLAMACPP),
+        ("micro-llama", "llamacpp", {"dtype": "bfloat16"}, COPY),
+        ("micro-llama", "llamacpp", {"dtype": "float16"}, COPY),
+        ("Q4_K_M", "llamacpp", {}, COPY),
+        ("Q4_K_M", "llamacpp", {"numerics": GGML}, LLAMACPP),
+        ("folder", "llamacpp", {}, OUR_COPY),
+        ("folder", "llamacpp", {"dtype": "float16"}, OUR_COPY),
+        ("folder", "transformers", {"dtype": "float64"}, TRANSFORMERS),
+        ("micro-qwen2", "transformers", {}, TRANSFORMERS),
+        ("micro-qwen3", "transformers", {}, replace(TRANSFORMERS, told=("head_dim",))),
+        ("micro-llama3", "transformers", {}, replace(TRANSFORMERS, told=("rope_parameters",))),
+        ("file", "transformers", {}, TRANSFORMERS),
+        ("file, scaled", "transformers", {}, replace(TRANSFORMERS, told=("rope_parameters",))),
+        ("file, factors", "transformers", {}, replace(TRANSFORMERS, told=("inv_freq",))),
+        ("file, biased", "transformers", {}, LoadPath(OURS, OURS, told=("attention_bias",))),
+        ("Q4_K_M", "transformers", {}, TRANSFORMERS),
+        ("Q1_0", "transformers", {"dtype": "float64"}, LoadPath(OURS, OURS)),
+    ],
+)
+def test_an_engine_says_on_what_route_its_model_came(
+    what: str, name: ProducerName, settings: dict, route: LoadPath, tmp_path: Path
+):
+    with open_here(name, make(what, tmp_path), **settings) as engine:
+        assert engine.route == route
+        assert stored_route({"engines": {name: engine.provenance()}}, name) == route
+
+
+def test_goldens_that_do_not_say_how_a_file_came_are_refused():
+    with refuses(ValueError, "llamacpp", "reference_outputs/regenerate.py", where="golden"):
+        stored_route({"engines": {"llamacpp": {}}}, "llamacpp")
+
+
+def eps_read(patch: pytest.MonkeyPatch) -> None:
+    for name in ("from_gguf", "from_huggingface"):
+        right = getattr(ModelConfig, name)
+        misread(patch, name, right, lambda config: {"rms_norm_eps": 1.1 * config.rms_norm_eps})
+
+
+def scaling_read(patch: pytest.MonkeyPatch) -> None:
+    misread(patch, "from_gguf", ModelConfig.from_gguf, lambda _: {"rope_scaling": LinearScaling(factor=2.001)})
+
+
+def misread(patch: pytest.MonkeyPatch, name: str, right: Callable, change: Callable[[ModelConfig], dict]) -> None:
+    def wrong(*given: object, **named: object) -> ModelConfig:
+        config = right(*given, **named)
+        return replace(config, **change(config))
+
+    patch.setattr(ModelConfig, name, wrong)
+
+
+def tensor_read(patch: pytest.MonkeyPatch) -> None:
+    right = Weights.read
+    patch.setattr(Weights, "read", lambda self, name: right(self, name) * np.float32(1.01 if "v_proj" in name else 1))
+
+
+def eps_written(patch: pytest.MonkeyPatch) -> None:
+    add = export.add_hyperparameters
+    wrong = lambda writer, config: add(writer, replace(config, rms_norm_eps=1.1 * config.rms_norm_eps))  # noqa: E731
+    patch.setattr(export, "add_hyperparameters", wrong)
+
+
+def rows_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(export, "interleave", lambda rows, heads: rows)
+
+
+TRUE = "transformers", WITNESS
+PLANTED = [  # who disagrees, and whether that is what the routes say
+    (tensor_read, "file", {"llamacpp", *TRUE}),
+    (tensor_read, "folder", {*TRUE}),
+    (tensor_read, "Q4_K_M", {"llamacpp", *TRUE}),
+    (tensor_read, "Q1_0", {"llamacpp"}),
+    (eps_read, "file", {"llamacpp", *TRUE}),
+    (eps_read, "folder", {*TRUE}),
+    (scaling_read, "file, scaled", {"llamacpp"}),
+    (eps_written, "folder", {"llamacpp"}),
+    (rows_written, "folder", {"llamacpp"}),
+    (eps_written, "Q4_K_M", set()),
+]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(("plant", "what", "red"), PLANTED)
+def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not_in_the_way(
+    plant: Callable, what: str, red: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = make(what, tmp_path)
+    for module in (models, float64_reference):
+        monkeypatch.setattr(module, "open_producer", here)
+    monkeypatch.setattr(models, "start", lambda engines: None)
+    plant(monkeypatch)
+    plan = plan_live(open_weights(path), IDS, PRODUCERS)
+    shown = ask(plan, say=print, failed=None)
+    suite = ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
+    rows = [row for dtype in ("numpy", FLOAT64) for row in suite.rows(NumpyRunner(shown.weights, dtype))]
+    routes = {row.producer: row.route for row in rows if row.route is not None}
+    assert {row.producer for row in rows if row.verdict == FAIL} == red
+    assert {name for name, route in routes.items() if shows(route, plant.__name__)} == red
+
+
+def here(*given: Any, say: object = None, **named: Any) -> Producer:
+    """An engine in this process, where mistakes are planted."""
+    return open_here(*given, **named)
+
+
+def shows(route: LoadPath, mistake: str) -> bool:
+    """Whether an engine whose file came this way knows better."""
+    if mistake.endswith("written"):
+        return route.written == OURS
+    return route.read != OURS and not (mistake == "scaling_read" and "rope_parameters" in route.told)

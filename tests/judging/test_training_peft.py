@@ -1,0 +1,95 @@
+"""The producer `peft`: what it shows is what PEFT and torch themselves say in another way."""
+
+import json
+
+import numpy as np
+import pytest
+from runs.refusals import refuses
+from runs.stored_goldens import training_golden_of, training_weights_of
+
+from llorch.files.convert import convert
+from llorch.judging.expectations.training import claims
+from llorch.judging.expectations.training_places import ISOLATED, at
+from llorch.judging.goldens.training_recipe import LORA, OPTIMIZER, with_zero_b
+from llorch.judging.tolerances.training import GATE
+from llorch.runtime.builtin import builtin_path
+
+pytestmark = pytest.mark.live
+MODEL = "micro-qwen3"
+
+
+@pytest.fixture(scope="module")
+def producer():
+    from reference_outputs.peft_reference import Peft
+
+    return Peft(builtin_path(MODEL), n_threads=1)
+
+
+def test_deltas_are_peft_s_own_delta_weight_times_the_input(producer):
+    import torch
+
+    adapter = training_golden_of(MODEL).adapter_for(training_weights_of(MODEL).config)
+    seen = producer.forward(adapter, training_golden_of(MODEL).batches[0])
+    layer = producer.adapted(adapter).base_model.model.model.layers[1]
+    for path, source in (("self_attn.v_proj", "attn_norm"), ("mlp.down_proj", "ffn_act")):
+        weight = layer.get_submodule(path).get_delta_weight("default").detach()
+        want = torch.from_numpy(seen[at(source, 1)]) @ weight.T
+        np.testing.assert_allclose(seen[at("lora_delta", 1, path.rpartition(".")[2])], want, atol=2e-6)
+
+
+def test_the_base_trains_without_the_dropout_of_its_config(tmp_path):
+    from reference_outputs.peft_reference import Peft
+
+    folder = tmp_path / "base"
+    convert(builtin_path(MODEL), folder)
+    config = json.loads((folder / "config.json").read_text())
+    golden, seen = training_golden_of(MODEL), []
+    for share in (0.0, 0.5):
+        (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": share}))
+        adapter = golden.adapter_for(training_weights_of(MODEL).config)
+        seen.append(Peft(folder, n_threads=1).forward(adapter, golden.batches[0])[at("adapted_logits")])
+    np.testing.assert_array_equal(*seen)
+
+
+def test_an_adapter_with_b_zero_leaves_the_base(producer):
+    from llorch.engines import open_producer
+
+    golden = training_golden_of(MODEL)
+    fresh = with_zero_b(golden.adapter_for(training_weights_of(MODEL).config))
+    seen = producer.forward(fresh, golden.batches[0])[at("adapted_logits")]
+    with open_producer("transformers", builtin_path(MODEL), n_threads=1) as base:
+        rows = [base.logits(ids) for ids in golden.rows[0].ids]
+    np.testing.assert_allclose(seen, np.concatenate(rows), rtol=0, atol=2e-5)
+
+
+def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
+    golden = training_golden_of(MODEL)
+    adapter = golden.adapter_for(training_weights_of(MODEL).config, LORA)
+    found = producer.steps(adapter, [[golden.batches[0]]], OPTIMIZER, shown=(1,))
+    grads = [array for place, array in found.items() if place.stage == "given"]
+    assert len(grads) == len(adapter.flat())
+    norm = np.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads))
+    np.testing.assert_allclose(found[at("grad_norm", case="step 1")], norm, rtol=1e-6)
+    assert norm > OPTIMIZER.max_norm
+
+
+def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
+    from llorch.engines.float64_everywhere import float64_everywhere
+    from reference_outputs.peft_isolated import Isolated
+    from reference_outputs.peft_reference import Peft
+
+    golden = training_golden_of(MODEL)
+    with float64_everywhere():
+        made = Isolated(Peft(builtin_path(MODEL), n_threads=1, dtype="float64"), golden).arrays()
+    config = training_weights_of(MODEL).config
+    stored = {claim.place: claim for claim in claims(golden, config, "float64") if claim.mode == ISOLATED}
+    assert made.keys() == stored.keys()
+    assert {array.dtype for array in made.values()} == {np.dtype(np.float64)}
+    assert max(stored[place].difference(array).error for place, array in made.items()) < GATE
+
+
+def test_float64_outside_of_the_mode_that_widens_everything_is_refused():
+    from reference_outputs.peft_reference import Peft
+
+    with refuses(RuntimeError, "float64", "float64_everywhere", where="peft"):
+        Peft(builtin_path(MODEL), n_threads=1, dtype="float64")

@@ -1,0 +1,188 @@
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders.tiny_models import random_tensors, write_folder
+from runs.refusals import refuses
+
+from llorch.files import open_weights
+from llorch.files.mapped import MappedFile
+from llorch.files.tokenizer import Tokenizer
+from llorch.judging import verify
+from llorch.judging.expectations.files import differing, foreign_tensors, own_tensors
+from llorch.judging.goldens.forward import TokenCheck
+from llorch.judging.verify import foundation_rows, plan_live, token_rows, verify_live, verify_stored
+from llorch.model.model import Model
+from llorch.runtime import builtin
+from llorch.runtime.builtin import builtin_path
+from llorch.stages.comparison import FAIL, PASS
+
+PATH = builtin_path("micro-qwen2")
+
+
+def test_both_readers_see_the_same_tensors():
+    assert differing(own_tensors(open_weights(PATH).source), foreign_tensors(PATH)) == []
+
+
+def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
+    copy = tmp_path / "flipped.gguf"
+    content = bytearray(PATH.read_bytes())
+    content[-100] ^= 1
+    copy.write_bytes(content)
+    (row,) = foundation_rows("flipped", own_tensors(open_weights(copy).source), foreign_tensors(PATH))
+    assert row.verdict == FAIL
+    assert row.note.endswith(" (other bytes)")
+
+
+def test_other_token_ids_fail_and_are_shown():
+    weights = open_weights(PATH)
+    checks = [TokenCheck("Once", {"llamacpp": [1, 2, 3]})]
+    (row,) = token_rows("micro-qwen2", Model(weights).tokenizer.encode, checks)
+    assert row.verdict == FAIL
+    assert "'Once'" in row.note
+
+
+def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
+    table = own_tensors(open_weights(PATH).source)
+    less = {name: entry for name, entry in table.items() if name != "blk.1.ffn_up.weight"}
+    for own, foreign in ((less, table), (table, less), ({}, table), (table, {})):
+        (row,) = foundation_rows("micro-qwen2", own, foreign)
+        assert row.verdict == FAIL
+        assert ("nothing, not F32 " in row.note) == (foreign is table)
+    assert differing(less, table) == differing(table, less) == ["blk.1.ffn_up.weight"]
+
+
+def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
+    weights = open_weights(PATH)
+    encode = Model(weights).tokenizer.encode
+    right = encode("Once")
+    checks = [TokenCheck("Once", {"llamacpp": right}) for _ in range(3)]
+    assert [row.verdict for row in token_rows("micro-qwen2", encode, checks)] == [PASS]
+    (row,) = token_rows(
+        "micro-qwen2", Model(weights).tokenizer.encode, [*checks, TokenCheck("upon", {"llamacpp": [1]})]
+    )
+    assert (row.verdict, row.error) == (FAIL, 0.25)
+    assert row.note.startswith("'upon': ")
+
+
+@pytest.mark.live
+def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pytest.MonkeyPatch):
+    first = next(verify_live(plan_live(open_weights(PATH), range(8), ["llamacpp"])))
+    assert (first.stage, first.verdict) == ("tensors", PASS)
+    monkeypatch.setattr(verify, "foreign_tensors", lambda path: {**foreign_tensors(path), "more": "F32 1"})
+    first = next(verify_live(plan_live(open_weights(PATH), range(8), ["llamacpp"])))
+    assert (first.verdict, first.note) == (FAIL, "more (nothing, not F32 1)")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = PATH if kind == "file" else write_folder(tmp_path / "tiny", random_tensors("llama"))
+    own = own_tensors(open_weights(path).source)
+    monkeypatch.delattr(MappedFile, "__init__")  # what both of our readers read with
+    with pytest.raises(TypeError):
+        open_weights(path)
+    assert foreign_tensors(path) == own
+
+
+@pytest.mark.live
+def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pytest.MonkeyPatch):
+    text = "Once upon a time"
+    ids = Model(open_weights(PATH)).tokenizer.encode(text)
+    rows = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
+    assert next(row.verdict for row in rows if row.stage == "token_ids") == PASS
+    monkeypatch.setattr(Tokenizer, "encode", lambda tokenizer, text: ids[::-1])
+    rows = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
+    assert next(row.verdict for row in rows if row.stage == "token_ids") == FAIL
+
+
+def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copy(builtin_path("micro-qwen3"), tmp_path / "micro-qwen2.gguf")
+    monkeypatch.setattr(verify, "builtin_path", lambda name: tmp_path / f"{name}.gguf")
+    where = ("golden micro-qwen2", tmp_path / "micro-qwen2.gguf")
+    with refuses(ValueError, "weights", "reference_outputs/regenerate.py", where=where):
+        list(verify_stored("micro-qwen2"))
+
+
+def test_a_missing_golden_folder_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify, "goldens_folder", lambda: tmp_path)
+    with refuses(FileNotFoundError, where=tmp_path / "micro-qwen2" / "golden.json"):
+        list(verify_stored("micro-qwen2"))
+
+
+def test_goldens_lie_beside_the_package_in_a_clone():
+    assert (builtin.goldens_folder() / "micro-llama" / "golden.json").is_file()
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["micro-llama3", "micro-qwen2"])
+def test_a_file_verifies_live_against_both_engines(name: str):
+    said: list[str] = []
+    ids = list(range(20, 32))
+    rows = list(
+        verify_live(plan_live(open_weights(builtin_path(name)), ids, ["llamacpp", "transformers"]), say=said.append)
+    )
+    assert {row.verdict for row in rows} == {PASS}
+    assert {row.producer for row in rows} == {"reader", "llamacpp", "transformers", "transformers-float64"}
+    assert {row.checkpoint for row in rows} >= {"00", "01b", "03", "08", "12"}
+    assert "running llamacpp" in said
+
+
+@pytest.mark.live
+def test_live_and_stored_errors_are_alike():
+    stored = [row for row in verify_stored("micro-qwen2", long=False) if row.mode == "chained" and row.case == "near"]
+    live = verify_live(plan_live(open_weights(PATH), range(40, 52), ["llamacpp", "transformers"]))
+    live = [row for row in live if row.mode == "chained" and row.case == "near"]
+    assert len(stored) == len(live)
+    ratio = np.median([b.producer_error for b in live if b.producer_error]) / np.median(
+        [a.producer_error for a in stored if a.producer_error]
+    )
+    assert 0.2 < ratio < 5
+
+
+def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine_runs(monkeypatch: pytest.MonkeyPatch):
+    config = open_weights(PATH).config
+    monkeypatch.setattr(verify, "available_memory", lambda: 2.5e9)
+    verify.require_memory(config, 12, n_traces=5)
+    with refuses(MemoryError, "1000000 tokens", "2.5 GB", "prompt") as caught:
+        verify.require_memory(config, 10**6, n_traces=5)
+    needed, free = map(float, re.findall(r"(\d+\.\d) GB", str(caught.value)))
+    assert needed > free
+
+
+def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def take(producer: None, cases: object, *, n_greedy: int = 99) -> None:
+        asked.append(n_greedy)
+        raise RuntimeError
+
+    monkeypatch.setattr(verify, "take", take)
+    monkeypatch.setattr(verify, "require_memory", lambda *_, **__: None)
+    monkeypatch.setattr(verify, "open_producer", lambda name, path, say: nullcontext())
+    length = open_weights(PATH).config.max_position_embeddings
+    for missing in (30, 3, 0):
+        verify.ask(plan_live(open_weights(PATH), [1] * (length - missing), ["llamacpp"]), say=print, failed={})
+    assert asked == [24, 4, 1]
+
+
+def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch):
+    weights = open_weights(PATH)
+    ours = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
+    monkeypatch.setattr("llorch.judging.verify.available_memory", lambda: 1.1 * ours)
+    verify.require_engines(weights, ["llamacpp"], ours=ours)
+    with refuses(MemoryError, "GB", "--numerics ggml", "--against llamacpp", where=PATH):
+        verify.require_engines(weights, ["llamacpp", "transformers"], ours=ours)
+
+
+def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    weights = open_weights(PATH)
+    layer = 8 * sum(int(np.prod(weights.shape(name))) for name in weights if name.startswith("layers.0."))
+    needed = 1.2 * layer  # the largest part of it
+    monkeypatch.setattr("llorch.judging.verify.available_memory", lambda: needed)
+    verify.require_truth(weights)
+    monkeypatch.setattr("llorch.judging.verify.available_memory", lambda: needed - 1)
+    with refuses(MemoryError, "reference", "float64", f"{needed / 1e9:.1f} GB"):
+        verify.require_truth(weights)

@@ -1,0 +1,165 @@
+"""The gated delta net and gated attention beside the modules of transformers, in float64; what their caches hold."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llorch.families.config import ModelConfig
+from llorch.families.layers import DeltaNet, Layer
+from llorch.model.blocks.delta_net import delta_net
+from llorch.model.blocks.gated_attention import gated_attention
+from llorch.model.cache import DeltaState, KVCache
+from llorch.ops.rope import rope_tables
+
+pytestmark = pytest.mark.live  # transformers makes the models
+
+SEQ = 150
+NET = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=12, value_head_dim=10)
+CONFIG = ModelConfig(
+    family="qwen3", hidden_size=40, intermediate_size=56, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=16,
+    vocab_size=104, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, max_position_embeddings=512, qkv_bias=False,
+    o_bias=False, qk_norm=True, tie_word_embeddings=False, layers=(Layer(mixer="delta_net"), Layer()), delta_net=NET,
+    attention_gate=True, rotary_dim=4,
+)  # fmt: skip
+THEIRS = {
+    "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 104, "rms_norm_eps": 1e-5, "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"], "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+@dataclass
+class Theirs:
+    """A module of each kind, what they make of the same input, and their weights as ours call them."""
+
+    config: Any
+    mixer: Any
+    attention: Any
+    rotary: Any
+
+    @property
+    def of_mixer(self) -> dict[str, np.ndarray]:
+        it = self.mixer
+        if hasattr(it, "in_proj_qkv"):
+            inputs = [getattr(it, f"in_proj_{name}").weight for name in ("qkv", "z", "b", "a")]
+        else:  # of Qwen3-Next the rows of each key head lie together
+            import torch
+
+            both = (getattr(it, name).weight.T[None] for name in ("in_proj_qkvz", "in_proj_ba"))
+            q, k, v, z, b, a = (x.flatten(2)[0].T for x in it.fix_query_key_value_ordering(*both))
+            inputs = [torch.cat([q, k, v]), z, b, a]
+        others = (it.conv1d.weight[:, 0], it.dt_bias, -it.A_log.exp(), it.norm.weight, it.out_proj.weight)
+        names = ("in_qkv", "in_z", "in_b", "in_a", "conv", "dt_bias", "decay", "delta_norm", "out_proj")
+        return {name: x.detach().numpy() for name, x in zip(names, (*inputs, *others), strict=True)}
+
+    @property
+    def of_attention(self) -> dict[str, np.ndarray]:
+        found = {f"{one}_proj": getattr(self.attention, f"{one}_proj").weight for one in "qkvo"}
+        found |= {f"{one}_norm": 1 + getattr(self.attention, f"{one}_norm").weight for one in "qk"}
+        return {name: x.detach().numpy() for name, x in found.items()}
+
+
+@pytest.fixture(params=["Qwen3Next", "Qwen3_5"])
+def theirs(request) -> Theirs:
+    import torch
+    import transformers
+
+    from llorch.engines.float64_everywhere import float64_everywhere
+
+    name, torch_modules = request.param, transformers.models
+    module = {
+        "Qwen3Next": torch_modules.qwen3_next.modeling_qwen3_next,
+        "Qwen3_5": torch_modules.qwen3_5.modeling_qwen3_5,
+    }
+    torch.manual_seed(0)
+    with float64_everywhere(refuse=False), torch.no_grad():
+        kind = "Qwen3NextConfig" if name == "Qwen3Next" else "Qwen3_5TextConfig"
+        config = getattr(transformers, kind)(**THEIRS, attn_implementation="eager")
+        made = [
+            getattr(module[name], f"{name}{part}")(config, at) for at, part in enumerate(("GatedDeltaNet", "Attention"))
+        ]
+        for tensor in (x for one in made for x in one.parameters()):
+            torch.nn.init.normal_(tensor, 0.3, 0.4) if tensor.ndim == 1 else torch.nn.init.normal_(tensor, 0, 0.4)
+        made[0].A_log.copy_(torch.linspace(-4, 3, 6))
+        made[0].dt_bias[-1] = 16.0  # a head that forgets at once: g is near -316
+        rotary = getattr(module[name], f"{name}{'Text' if name == 'Qwen3_5' else ''}RotaryEmbedding")(config)
+    return Theirs(config, made[0], made[1], rotary)
+
+
+def parts(seq: int, cuts: list[int]) -> list[slice]:
+    bounds = [0, *cuts, seq]
+    return [slice(*both) for both in pairwise(bounds)]
+
+
+def state(of_theirs: Any) -> np.ndarray:
+    assert of_theirs is not None
+    return of_theirs.numpy()[0]
+
+
+def mixed(h: np.ndarray, w: Any, memory: DeltaState) -> np.ndarray:
+    tables = rope_tables(np.arange(len(h)), head_dim=CONFIG.rotated, theta=1e4, scaling=None)
+    return delta_net(h, w, CONFIG, *tables, memory, lambda name, x: x)
+
+
+CUTS = [[], [1], [2], [3], [63], [64], [65], [128], [1, 2, 3, 4], [70, 71, 140], list(range(1, SEQ))]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: "-".join(map(str, cuts[:4])) or "whole")
+def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
+    import torch
+    import transformers
+
+    from llorch.engines.float64_everywhere import float64_everywhere
+
+    h, memory = np.random.default_rng(1).normal(size=(SEQ, 40)) * 2, DeltaState.empty(NET, np.float64)
+    cache = transformers.DynamicCache(config=theirs.config)
+    with float64_everywhere(), torch.no_grad():
+        want = theirs.mixer(torch.tensor(h[None]), cache_params=cache)[0].numpy()
+    got = [mixed(h[part], theirs.of_mixer, memory) for part in parts(SEQ, cuts)]
+    for ours, of_theirs in (
+        (np.concatenate(got), want),
+        (memory.conv, state(cache.get_conv_state(0)).T[-3:]),
+        (memory.delta, state(cache.get_recurrent_state(0))),
+    ):
+        np.testing.assert_allclose(ours, of_theirs, rtol=0, atol=1e-12 * np.abs(of_theirs).max())
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3, 70])
+def test_short_passes_leave_the_states_of_transformers(theirs, seq):
+    import torch
+    import transformers
+
+    from llorch.engines.float64_everywhere import float64_everywhere
+
+    h, memory = np.random.default_rng(1).normal(size=(seq, 40)), DeltaState.empty(NET, np.float64)
+    cache = transformers.DynamicCache(config=theirs.config)
+    with float64_everywhere(), torch.no_grad():
+        theirs.mixer(torch.tensor(h[None]), cache_params=cache)
+    mixed(h, theirs.of_mixer, memory)
+    np.testing.assert_allclose(memory.conv, state(cache.get_conv_state(0)).T[-3:], atol=1e-13)
+    np.testing.assert_allclose(memory.delta, state(cache.get_recurrent_state(0)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", CUTS[:-1], ids=str)
+def test_gated_attention_is_that_of_transformers(theirs, cuts):
+    import torch
+
+    from llorch.engines.float64_everywhere import float64_everywhere
+
+    h, first = np.random.default_rng(2).normal(size=(SEQ, 40)), 7
+    positions = np.arange(first, first + SEQ)
+    with float64_everywhere(), torch.no_grad():
+        x, at = torch.tensor(h[None]), torch.tensor(positions[None])
+        mask = torch.full((SEQ, SEQ), -torch.inf).triu(1)[None, None]
+        want = theirs.attention(x, theirs.rotary(x, at), mask)[0][0].numpy()
+    cache, got = KVCache(CONFIG, np.float64), list[np.ndarray]()
+    for part in parts(SEQ, cuts):
+        tables = rope_tables(positions[part], head_dim=CONFIG.rotated, theta=1e4, scaling=None)
+        got.append(gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda name, x: x))
+        cache.advance(len(h[part]))
+    np.testing.assert_allclose(np.concatenate(got), want, rtol=0, atol=1e-12 * np.abs(want).max())

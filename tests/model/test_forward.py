@@ -1,0 +1,104 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from runs.refusals import refuses
+
+from llorch.files import Weights, open_weights
+from llorch.judging.runners.numpy import run
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
+from llorch.model.forward import dense_only
+from llorch.model.forward import forward as forward_of_dense_layers
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, held
+from llorch.stages.stage_ref import Pass
+from llorch.stages.table import keys
+
+IDS = (5, 260, 17, 33, 2, 91, 144, 78, 300)
+
+
+@pytest.fixture(scope="module", params=BUILTIN)
+def weights(request: pytest.FixtureRequest) -> Weights:
+    return open_weights(builtin_path(request.param))
+
+
+@pytest.fixture(scope="module")
+def wide(weights: Weights) -> Weights:
+    return weights.astype(np.float64)
+
+
+@pytest.fixture(scope="module")
+def whole(wide: Weights) -> np.ndarray:
+    """The logits of one pass."""
+    return run(wide, Pass(IDS))["logits"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_every_stage_has_the_dtype_of_the_weights(weights: Weights, dtype: type[np.floating]):
+    trace = run(weights.astype(dtype), Pass(IDS))
+    assert {array.dtype for array in trace.values()} == {np.dtype(dtype)}
+
+
+def test_every_stage_is_recorded_in_table_order_with_its_stated_shape(weights: Weights):
+    trace = run(weights, Pass(IDS))
+    stated = {key: stage.shape(weights.config, seq=len(IDS), ctx=len(IDS)) for key, stage, _ in keys(weights.config)}
+    assert {key: array.shape for key, array in trace.items()} == stated
+    assert list(trace) == list(stated)
+
+
+def test_recording_changes_no_number(weights: Weights):
+    recorded = run(weights, Pass(IDS))["logits"]
+    plain = forward(np.asarray(IDS), weights, KVCache(weights.config, weights.dtype))
+    np.testing.assert_array_equal(recorded, plain)
+
+
+def test_a_second_run_after_a_warm_up_gives_the_same_bits(weights: Weights):
+    first = run(weights, Pass(IDS))["logits"]
+    run(weights, Pass(IDS[::-1]))
+    np.testing.assert_array_equal(run(weights, Pass(IDS))["logits"], first)
+
+
+@pytest.mark.parametrize("n_cached", range(1, len(IDS)))
+def test_prefill_in_two_parts_equals_one(wide: Weights, whole: np.ndarray, n_cached: int):
+    parts = run(wide, Pass(IDS), n_cached=n_cached)["logits"]
+    np.testing.assert_allclose(parts, whole[n_cached:], rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
+
+
+def test_token_by_token_equals_one_pass(wide: Weights, whole: np.ndarray):
+    cache = KVCache(wide.config, wide.dtype)
+    stepwise = [forward(np.asarray([token]), wide, cache)[0] for token in IDS]
+    np.testing.assert_allclose(np.stack(stepwise), whole, rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
+
+
+def test_last_only_gives_the_last_row(wide: Weights, whole: np.ndarray):
+    last = forward(np.asarray(IDS), wide, KVCache(wide.config, wide.dtype), last_only=True)
+    np.testing.assert_allclose(last, whole[-1:], rtol=1e-12, atol=1e-12, strict=True)
+
+
+def test_a_token_cannot_see_those_after_it(weights: Weights):
+    changed = (*IDS[:-1], IDS[-1] + 1)
+    one, other = (run(weights, Pass(ids)) for ids in (IDS, changed))
+    for key, stage, _ in keys(weights.config):
+        if stage.axes.startswith("seq"):
+            np.testing.assert_array_equal(one[key][:-1], other[key][:-1], err_msg=key)
+
+
+@pytest.mark.parametrize("name", held(EVERY))
+def test_forward_alone_on_a_built_in_model_is_right_or_refused(name: str):
+    weights = open_weights(builtin_path(name))
+    ids = np.asarray(IDS) % weights.config.vocab_size
+    expected = forward(ids, weights, KVCache(weights.config, weights.dtype))
+    if name in BUILTIN:
+        logits = forward_of_dense_layers(ids, weights, KVCache(weights.config, weights.dtype))
+        np.testing.assert_array_equal(logits, expected, strict=True)
+        return
+    with refuses(ValueError, "llorch.model.blocks.forward", "llorch.load", weights.config.family):
+        forward_of_dense_layers(ids, weights, KVCache(weights.config, weights.dtype))
+
+
+@pytest.mark.parametrize("feature", ["adjacent_pairs", "attention_gate"])
+def test_dense_only_with_a_feature_of_the_whole_model_is_refused(feature: str):
+    config = open_weights(builtin_path("micro-llama")).config
+    assert dense_only(config, 1) == {}
+    with refuses(ValueError, "llorch.model.blocks.forward", "layer 1"):
+        dense_only(replace(config, **{feature: True}), 1)

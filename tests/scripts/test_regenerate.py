@@ -1,0 +1,346 @@
+"""The script that makes the goldens: `--check` sees every kind of difference, and far witnesses are refused."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from runs.golden_files import unpacked
+from runs.refusals import assert_tells, refuses
+from runs.stored_goldens import golden_of, suite_of, training_golden_of, weights_of
+
+from llorch.files import Weights
+from llorch.judging.goldens import store as golden_store
+from llorch.judging.goldens.forward import PRODUCERS, EngineOutput, Golden, TokenCheck, Truth
+from llorch.judging.goldens.long_contexts import read_long
+from llorch.judging.goldens.training import FILES
+from llorch.judging.tolerances.forward import Limits
+from llorch.runtime.builtin import EVERY, goldens_folder
+from llorch.stages.comparison import Difference
+from llorch.stages.stage_ref import Pass
+
+NAME = "micro-qwen3"
+SCRIPT = goldens_folder() / "regenerate.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # as when it is run
+        made = importlib.import_module("regenerate")
+        patch.setattr(made, "limits_of", derived_once(made.limits_of))
+        yield made
+
+
+def derived_once(limits_of: Callable) -> Callable:
+    """Derive the limits of the stored goldens once; those of other goldens each time."""
+    stored = golden_of(NAME)
+    limits = cache(lambda: limits_of(weights_of(NAME), stored.cases, stored.truth))
+
+    def shared(weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, Limits]:
+        is_stored = cases is stored.cases and truth is stored.truth
+        return limits() if is_stored else limits_of(weights, cases, truth)
+
+    return shared
+
+
+@pytest.fixture
+def golden() -> Golden:
+    return golden_of(NAME)
+
+
+def changed(golden: Golden, name: str, change: Callable[[np.ndarray], np.ndarray], producer: str) -> Golden:
+    arrays = golden.evidence[producer].arrays()
+    arrays[name] = change(arrays[name].copy())
+    return replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
+
+
+def of_arrays(golden: Golden, producer: str, arrays: dict[str, np.ndarray]) -> EngineOutput:
+    return EngineOutput.from_arrays(arrays, golden.evidence[producer].route)
+
+
+def one_number(array: np.ndarray) -> np.ndarray:
+    """Changed so little that only its own tolerance can show it, or by one where it is an integer."""
+    at = int(np.argmax(np.where(np.isfinite(array), array, 0)))
+    array.flat[at] += 1 if array.dtype.kind == "i" else 2e-3 * array.flat[at]
+    return array
+
+
+def unmasked(array: np.ndarray) -> np.ndarray:
+    array[0, 0, -1] = -1e4
+    return array
+
+
+def not_a_number(array: np.ndarray) -> np.ndarray:
+    array.flat[3] = np.nan
+    return array
+
+
+def test_goldens_made_again_without_a_change_have_no_differences(script: ModuleType, golden: Golden):
+    assert script.differences(NAME, golden, golden) == []
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("near/embed", one_number),
+        ("far/l1.k_rope", one_number),
+        ("near/l0.attn_scores", one_number),
+        ("near/l0.attn_scores", unmasked),
+        ("near/logits", one_number),
+        ("near/selected_logits", one_number),
+        ("near/probabilities.top_p", one_number),
+        ("near/generation", one_number),
+        ("near/generation", lambda array: array[:-1]),
+        ("far/l0.ffn_up", lambda array: array.astype(np.float64)),
+        ("far/l0.ffn_up", not_a_number),
+    ],
+)
+def test_one_difference_is_one_line_that_names_it(
+    script: ModuleType, golden: Golden, producer: str, name: str, change: Callable[[np.ndarray], np.ndarray]
+):
+    other = changed(golden, name, change, producer)
+    for new, stored in ((other, golden), (golden, other)):
+        (line,) = script.differences(NAME, new, stored)
+        assert line.startswith(f"{producer} {name}: ")
+
+
+def test_what_is_no_number_in_both_is_a_difference(script: ModuleType, golden: Golden):
+    both = changed(golden, "near/l0.attn_out", not_a_number, "llamacpp")
+    (line,) = script.differences(NAME, both, both)
+    assert line.startswith("llamacpp near/l0.attn_out: non-finite: 1 of ")
+
+
+def test_the_derived_limit_decides(script: ModuleType, golden: Golden):
+    allowed = suite_of(NAME).limits("near").chained("logits")
+    for times, lines in ((0.2, 0), (2, 1)):
+        other = changed(golden, "near/logits", lambda a, k=times: a * np.float32(1 + k * allowed.error), "llamacpp")
+        assert len(script.differences(NAME, other, golden)) == lines
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_a_stage_on_one_side_only_is_a_difference(script: ModuleType, golden: Golden, producer: str):
+    arrays = golden.evidence[producer].arrays()
+    del arrays["far/l0.q_norm"]
+    less = replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
+    for new, stored in ((less, golden), (golden, less)):
+        assert script.differences(NAME, new, stored) == [f"{producer} far/l0.q_norm: only on one side"]
+
+
+def test_another_route_into_an_engine_is_a_difference(script: ModuleType, golden: Golden):
+    shown = golden.evidence["llamacpp"]
+    other = replace(shown, route=replace(shown.route, written="someone"))
+    new = replace(golden, evidence={**golden.evidence, "llamacpp": other})
+    (line,) = script.differences(NAME, new, golden)
+    assert line.startswith(f"llamacpp: {other.route}; ")
+    assert line.endswith(f": {shown.route}")
+    assert "someone" in str(other.route)
+
+
+def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, golden: Golden):
+    cases = {**golden.cases, "near": Pass(golden.cases["near"].ids, 1)}
+    assert script.differences(NAME, replace(golden, cases=cases), golden) == ["cases: not as stored"]
+    tensors = {**golden.tensors, "output_norm.weight": "F32 64 0"}
+    assert script.differences(NAME, replace(golden, tensors=tensors), golden) == ["tensors: not as stored"]
+    tokens = [*golden.tokens[:-1], TokenCheck(golden.tokens[-1].text, {"llamacpp": [1]})]
+    assert script.differences(NAME, replace(golden, tokens=tokens), golden) == ["tokens: not as stored"]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A copy of the stored goldens of the model: making them takes long, as xz packs them."""
+    return Path(shutil.copytree(goldens_folder() / NAME, tmp_path / NAME))
+
+
+def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, made: Golden, *words: str) -> Result:
+    """The command on another folder of goldens, with engines that give `made`."""
+    monkeypatch.setattr(script, "FOLDER", folder)
+    monkeypatch.setattr(script, "make", lambda name: made)
+    monkeypatch.setattr(script, "make_long", lambda path, engines, weights_sha256: read_long(goldens_folder() / NAME))
+    monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
+    without_peft = lambda new, stored, weights: script.make_training.differences(  # noqa: E731
+        new, stored, weights.config, {}, stored.arrays
+    )
+    monkeypatch.setattr(script.make_training, "checked", without_peft)
+    monkeypatch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden_of(NAME).truth)
+    return CliRunner().invoke(script.main, [NAME, *words])
+
+
+def test_check_exits_with_0_when_goldens_are_reproduced(
+    script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done = command(script, monkeypatch, stored.parent, golden, "--check")
+    assert done.exit_code == 0
+    assert done.stdout == f"{NAME}: reproduced\n"
+
+
+def test_check_exits_with_1_names_the_golden_and_writes_nothing(
+    script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = {file.name: file.read_bytes() for file in stored.iterdir()}
+    made = changed(golden, "near/l1.block_out", one_number, "transformers")
+    done = command(script, monkeypatch, stored.parent, made, "--check")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("transformers near/l1.block_out: error ")
+    assert {file.name: file.read_bytes() for file in stored.iterdir()} == before
+
+
+@pytest.mark.parametrize("factor", [9, 1 / 9, 1.01])
+def test_check_is_red_where_a_stored_distance_does_not_follow_from_the_goldens(
+    script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch, factor: float
+):
+    isolated: Any = deepcopy(golden.truth.isolated)
+    old = isolated["llamacpp"]["far"]["l0.ffn_up"]
+    isolated["llamacpp"]["far"]["l0.ffn_up"] = replace(old, worst=factor * old.worst)
+    without = replace(golden, truth=replace(golden.truth, isolated=isolated))
+    monkeypatch.setattr(script, "read", lambda folder: without)
+    monkeypatch.setattr(script, "training", lambda name, folder, check: [])
+    done = command(script, monkeypatch, goldens_folder(), golden, "--check")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("distance of llamacpp, far l0.ffn_up: ")
+
+
+ARRAYS = ("llamacpp.safetensors.xz", "transformers.safetensors.xz", "long.safetensors.xz")
+
+
+@pytest.mark.parametrize("missing", ["golden.json", "long.json", *ARRAYS, *FILES])
+def test_check_of_a_missing_golden_is_an_error(
+    script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+):
+    (stored / missing).unlink()
+    if missing in FILES:
+        monkeypatch.setattr(script, "built_in", lambda name, folder, check: [])
+    done = command(script, monkeypatch, stored.parent, golden, "--check")
+    assert done.exit_code != 0
+    assert isinstance(done.exception, FileNotFoundError)
+    assert_tells(str(done.exception), stored / missing)
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_without_check_the_goldens_are_written(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (filters,) = golden_store._FILTERS
+    monkeypatch.setattr(golden_store, "_FILTERS", [{**filters, "preset": 0}])  # packed fast, and read as any other
+    done = command(script, monkeypatch, tmp_path, golden)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"{NAME}: written to {NAME}, ")
+    for file in (goldens_folder() / NAME).iterdir():
+        assert unpacked(tmp_path / NAME / file.name) == unpacked(file)
+
+
+def refuse(script: ModuleType, golden: Golden) -> None:
+    script.refuse_far_witnesses(NAME, weights_of(NAME), golden.cases, golden.evidence, golden.truth)
+
+
+def test_the_stored_witnesses_are_not_far_from_the_truth(script: ModuleType, golden: Golden):
+    refuse(script, golden)
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize(
+    "name", ["near/l1.ffn_gate", "far/l0.v_proj", "near/selected_logits", "near/probabilities.all"]
+)
+@pytest.mark.parametrize("change", [lambda a: a * np.float32(1.003), not_a_number])
+def test_a_witness_too_far_from_the_truth_is_refused_by_name(
+    script: ModuleType, golden: Golden, producer: str, name: str, change: Callable
+):
+    what = "non-finite" if change is not_a_number else "error"
+    with refuses(ValueError, f"regenerate {NAME}: 1", f"{producer} chained {name}: {what}"):
+        refuse(script, changed(golden, name, change, producer))
+
+
+def test_a_witness_that_is_far_alone_is_refused(script: ModuleType, golden: Golden):
+    isolated: Any = deepcopy(golden.truth.isolated)
+    isolated["llamacpp"]["far"]["l0.ffn_up"] = Difference(1e-4, 1e-4)
+    with refuses(ValueError, f"regenerate {NAME}: 1", "llamacpp isolated far/l0.ffn_up: error"):
+        refuse(script, replace(golden, truth=replace(golden.truth, isolated=isolated)))
+
+
+class Replayed:
+    """An engine that shows again what the goldens say it showed."""
+
+    def __init__(self, name: str, golden: Golden) -> None:
+        self.name = name
+        self.golden = golden
+
+    def __enter__(self) -> "Replayed":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Sequence[int] | None:
+        assert add_special
+        assert not parse_special
+        return next(check.ids.get(self.name) for check in self.golden.tokens if check.text == text)
+
+    def provenance(self) -> dict[str, object]:
+        return {"producer": self.name}
+
+
+def replayed(script: ModuleType, patch: pytest.MonkeyPatch, golden: Golden) -> None:
+    patch.setattr(script, "open_producer", lambda name, path, n_threads: Replayed(name, golden))
+    patch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden.truth)
+    patch.setattr(script, "take", lambda producer, cases: golden.evidence[producer.name])
+
+
+def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch):
+    replayed(script, monkeypatch, golden)
+    made = script.make(NAME)
+    assert script.differences(NAME, made, golden) == []
+    assert made.provenance["weights_sha256"] == golden.provenance["weights_sha256"]
+    route = {"route": asdict(golden.truth.evidence.route)}
+    assert made.provenance["engines"] == {name: {"producer": name} for name in PRODUCERS} | {"truth": route}
+
+
+def test_far_witnesses_are_refused_before_anything_is_written(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    replayed(script, monkeypatch, changed(golden, "near/l0.ffn_out", lambda array: 1.01 * array, "llamacpp"))
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    done = CliRunner().invoke(script.main, [NAME])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, ValueError)
+    assert_tells(str(done.exception), "llamacpp chained near/l0.ffn_out: error")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_stored_input_is_the_beginning_of_the_prompt(script: ModuleType, name: str):
+    prompt, n_tokens = script.prompt_of(name)
+    ids = script.prompt_ids(weights_of(name), prompt, n_tokens)
+    stored = json.loads((goldens_folder() / name / "golden.json").read_text())
+    assert ids == stored["cases"]["near"]["ids"]
+    assert stored["provenance"]["prompt"] == prompt
+    assert [check["text"] for check in stored["tokens"]] == list(script.TEXTS)
+
+
+def test_a_prompt_that_repeats_itself_is_refused(script: ModuleType):
+    with refuses(ValueError, expected=8, got="["):
+        script.prompt_ids(weights_of(NAME), "a a a a a a a a a a a a", 12)
+
+
+def test_long_goldens_made_again_are_compared_one_by_one(script: ModuleType):
+    stored = read_long(goldens_folder() / NAME)
+    assert script.long_differences(stored, stored) == []
+    name = "l0.attn_context"
+    array = stored.truth["long"][name] * (1 + 1e-9)
+    truth: Any = {**stored.truth, "long": {**stored.truth["long"], name: array}}
+    (line,) = script.long_differences(replace(stored, truth=truth), stored)
+    assert line.startswith(f"long {name}: error ")
+    far: Any = deepcopy(stored.distances)
+    far["llamacpp"]["long"][name] = Difference(1e-3, 1e-3)
+    (line,) = script.long_differences(replace(stored, distances=far), stored)
+    assert line.startswith(f"distance of llamacpp, long {name}: ")
+    assert script.long_differences(replace(stored, cases={}), stored)[0].startswith("long contexts: ")
