@@ -1,1 +1,1 @@
-"""Errors, child processes, memory and threads: code that knows nothing of models."""
+"""Errors, child processes, memory, threads, and the names of built-in models: code that computes nothing of a model."""
