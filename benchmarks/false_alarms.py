@@ -6,8 +6,9 @@
     OPENBLAS_CORETYPE=Haswell python benchmarks/false_alarms.py        with other kernels
 
 Families, dimensions, biases, ties, frequency scaling, epsilon, stored dtype and positions are drawn; a number names its
-model, so that one can be judged again (`--first 17 --n 1`). Every row that fails is a false alarm, or a mistake of ours
-that both engines and the truth agree on; the closing line counts them, the farthest row of float64, and near-ties.
+model, so that one can be judged again (`--first 17 --n 1`). Every row that fails is a false alarm, or a mistake of
+llorch that both engines and the float64 reference show. The closing line counts these rows, and near-ties, and has the
+farthest row of float64.
 """
 
 import json

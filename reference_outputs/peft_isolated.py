@@ -1,7 +1,8 @@
-"""What PEFT and torch make of the inputs of a golden, one stage at a time: the truth of isolated stages, in float64.
+"""The float64 reference of isolated stages: what PEFT and torch make of a golden's inputs, one stage at a time.
 
-Each part is theirs: PEFT's own leaf on the golden's activations, autograd through each block of the unmodified model,
-torch's cross entropy, clipping and AdamW. Only where a block begins and ends do hooks put the golden's numbers.
+PEFT and torch compute every part: PEFT's own leaf on the golden's activations, autograd through each block of the
+unmodified model, torch's cross entropy, clipping and AdamW. Only where a block begins and ends do hooks put the
+golden's numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ class Isolated:
     """Stages of one golden, each fed what the golden was fed."""
 
     def __init__(self, producer: Peft, golden: TrainingGolden) -> None:
-        """Prepare for a producer that computes in float64 everywhere; nothing is computed yet."""
+        """Prepare for an engine that computes in float64 everywhere; nothing is computed yet."""
         self._producer, self._golden, self._batch = producer, golden, golden.batches[0]
         self._adapter, self._n_layers = golden.adapter_for(producer.config), producer.config.n_layers
 

@@ -1,8 +1,8 @@
 """Training goldens from PEFT: its LoRA on an unmodified transformers model, torch's loss, autograd, clipping and AdamW.
 
-The base is the one that the producer `transformers` loads, in float32, if not told. Deltas are what PEFT itself adds:
+The base is the one that the engine `transformers` loads, in float32, if not told. Deltas are what PEFT itself adds:
 the product of the output of `lora_B` and the scaling, seen by a torch function mode. Gradients come from autograd,
-those of block inputs from tensors that hooks retain. Nothing of ours computes.
+those of block inputs from tensors that hooks retain. llorch computes nothing.
 
 On a base in bfloat16 PEFT keeps the adapter in float32, and so are its gradients and the optimizer; the loss is taken
 of float32 logits, as transformers' own loss is.
@@ -62,7 +62,7 @@ SCHEDULE_MAKERS: Mapping[str, Callable[..., Any]] = {
 
 
 class Peft:
-    """The producer `peft`: one base model, one adapter at a time."""
+    """The reference engine `peft`: one base model, one adapter at a time."""
 
     name = "peft"
 

@@ -5,10 +5,10 @@
     python reference_outputs/regenerate.py quantised       write those of checkpoint 13
     python reference_outputs/regenerate.py --check         compare with the stored ones at their limits
 
-Goldens come from llama.cpp and transformers as they are installed here, the truth from transformers in float64.
-Nothing is written when a producer is missing, or further from the truth than its own rounding explains. Goldens of
+Goldens come from llama.cpp and transformers as they are installed here, the float64 reference from transformers.
+Nothing is written when an engine is missing, or further from this reference than its rounding explains. Goldens of
 checkpoint 13 come from llama.cpp and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp; their
-truth is PEFT's in float64.
+float64 reference is PEFT's.
 """
 
 import platform
@@ -235,7 +235,7 @@ def refuse_far_witnesses(
         f"{what}: {each.describe()}, allowed {limit.error:.1e}" for what, each, limit in found if not each.within(limit)
     ]
     if far:
-        raise ValueError(f"regenerate {name}: {len(far)} goldens too far from the truth:\n" + "\n".join(far))
+        raise ValueError(f"regenerate {name}: {len(far)} goldens far from the float64 reference:\n" + "\n".join(far))
 
 
 def limits_of(weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, Limits]:

@@ -60,7 +60,7 @@ def pytest_sessionstart() -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Start one worker more than there are cores: tests wait for ranks, servers and other processes.
 
-    Tests of checkpoints and teeth compute all the time, and each further worker reads their goldens again.
+    Tests of checkpoints and of fault injection compute all the time, and each further worker reads their goldens again.
     """
     return (os.cpu_count() or 1) + (not asked_words(config))
 
@@ -74,7 +74,7 @@ COMPOSED = re.compile(r"checkpoint_(\d*\{|[^\w{]|$)")  # where a test makes name
 
 
 def asked_words(config: pytest.Config) -> list[str]:
-    """List the words of `-k` by which checkpoints and teeth are asked for; none where other tests may be meant too."""
+    """List the words of `-k` that select checkpoints and `teeth`; none where other tests may be meant too."""
     words = config.option.keyword.split(" and ")
     asked = [word.lower() for word in words if re.fullmatch(r"(checkpoint|teeth)\w*", word)]
     return [] if " or " in config.option.keyword else asked
@@ -88,7 +88,7 @@ def may_say(text: str, word: str) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-k checkpoint_06`, or teeth: files that never say so are not read, which takes longer than what it asks for."""
+    """Skip files without the word of `-k checkpoint_06` or `-k teeth`: reading them takes longer than the tests."""
     if collection_path.is_file() and (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl):
         return True
     asked = asked_words(config)

@@ -17,7 +17,7 @@ import llorch.engines.dumps.writers
 from benchmarks.atlas.catalogue import ADAPTERS
 from llorch.runtime.worker import Worker, last_line, run, signal_name, tail
 
-SECONDS, START = 60.0, 60.0  # that a run may take; an engine is granted as much more for its start
+SECONDS, START = 60.0, 60.0  # limit of a run, and what an engine may take for its start besides
 PROGRAM = 120.0  # seconds of a report's program
 MEMORY = 6 << 30  # bytes of a process and its children
 REFUSALS = ("ValueError", "NotImplementedError")  # what is raised on purpose

@@ -1,4 +1,4 @@
-"""How often a diagnosis is right, on dumps of which the truth is known, and how often the rules of others are.
+"""Score of the diagnosis, and of rules of others, on dumps with a known cause.
 
     python -m benchmarks.diagnosis.score                all of them, some minutes
     python -m benchmarks.diagnosis.score --quick        a few dozen that lie far apart

@@ -147,7 +147,7 @@ def _llamacpp(folder: Path, model: str, dtype: str, kv_cache: str, flash: bool) 
     from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
     from llorch.ops.numerics import EXACT, Numerics
 
-    switch = "LLAMA_FLASH_ATTN_TYPE_DISABLED"  # what the witness asks for; no other way to have it on
+    switch = "LLAMA_FLASH_ATTN_TYPE_DISABLED"  # llorch's engine passes this value; there is no other way to turn it on
     before = getattr(llama_cpp, switch)
     numerics = Numerics("ggml", "f16") if kv_cache == "f16" else EXACT
     ids = prompt(model, 14)

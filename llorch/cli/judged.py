@@ -42,15 +42,15 @@ class JudgedModel:
     numerics: str = ""  # the arithmetic, when it is not exact
     checkpoints: Sequence[str] = EXACT  # those that should have rows
     backend: str = ""  # device and dtype of the torch path, when that was judged
-    dump: str = ""  # where what another engine wrote down lies, when that is the witness
-    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # witnesses that compute another model, and why
+    dump: str = ""  # folder of the dump that stages were compared with, if it was one
+    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # engines that compute another model, and why
     notes: Sequence[str] = ()  # parts of the model that nothing is compared of
     seconds: float = math.nan  # of judging by goldens or on torch
     is_users: bool = False  # a file or folder of the user's, no built-in model
 
     @property
     def witnesses(self) -> list[str]:
-        """The producers that stages were compared with."""
+        """The reference engines that stages were compared with."""
         return sorted({row.producer for row in self.rows if row.stage in BY_NAME} - {WITNESS})
 
     @property
@@ -73,7 +73,7 @@ class Line:
     stage: str  # the stage, when the rows are of one stage only
     n_rows: int
     closest: Comparison | None  # with the largest error for its tolerance; a failure goes first. None: nothing was run
-    producer_errors: Mapping[str, float]  # producer to its distance from the truth, at the place of that row
+    producer_errors: Mapping[str, float]  # engine to its distance from the float64 reference, in that stage
 
     @property
     def verdict(self) -> str:
@@ -113,8 +113,8 @@ def first_failure(judged: JudgedModel) -> Comparison | None:
 def closer_to_truth(models: Sequence[JudgedModel], backend: str) -> dict[str, dict[str, int]]:
     """Count how often llorch's float32 is at least as close to the float64 reference as every reference engine.
 
-    Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours; places
-    where no truth was computed are not counted.
+    Returned are, for each case (and `all`), the number of (stage, layer, model) places, and in how many llorch is
+    closer. Places without a float64 reference are not counted.
     """
     places: dict[tuple, list[Comparison]] = defaultdict(list)
     for number, judged in enumerate(models):

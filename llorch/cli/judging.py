@@ -103,8 +103,8 @@ def judge_all(
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
 
     No models stand for all built-in ones, of which each has one line, and a table with `verbose` or `detail`; `against`
-    is `golden` or producers, none for goldens of built-in models and all producers of others. `prompt` and `tokens` are
-    for live engines.
+    is `golden` or names of engines; by default, goldens of built-in models and all engines of others. `prompt` and
+    `tokens` are for live engines.
     """
     given = LiveInput(prompt, tokens)
     on_torch, absent = _torch_backends(arithmetic)

@@ -7,7 +7,7 @@ in production; 70 a bug in llorch, 74 a disk that is full, fails or cannot be wr
 reader of our output went away.
 
 A `ValueError` is the user's where a line of llorch raises it. One that an operation of Python or NumPy raises (a shape
-that does not broadcast) is a bug, as every other class of theirs is.
+that does not broadcast) is a bug, as every other class of error from there is.
 """
 
 import dis

@@ -143,7 +143,7 @@ def _judge(models: "list[Model]", windows: "Windows") -> "ModelDifference | Pred
 
 
 def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any], np.ndarray]") -> list[Any]:
-    """Collect the steps; show how far they are, the mean of some values of theirs so far, and the time left."""
+    """Collect the steps; show their number, the mean of some of their values so far, and the time left."""
     import numpy as np
 
     from llorch.apps.evaluate.scores import mean

@@ -185,7 +185,7 @@ def refuse_misplaced(
 
 
 def _use_parts(impl: str | None, *, can: bool) -> None:
-    """Put what a learner has written in the place of ours until the command ends, and say what that is."""
+    """Replace llorch's functions by those that a learner has written until the command ends, and name them."""
     from llorch.apps.learn.choice import chosen, opened
     from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 

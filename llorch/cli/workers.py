@@ -12,7 +12,7 @@ from llorch.runtime.worker import Worker
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds for a process to remove its temporary files
-Jobs = Mapping[Any, Callable[[], T]]  # by a name of theirs, in the order in which they are wanted
+Jobs = Mapping[Any, Callable[[], T]]  # by name, in the order in which their results are used
 
 
 class Workers(Generic[T]):

@@ -30,7 +30,7 @@ ROUNDED: Mapping[str, Change] = {
     "float16": lambda array: round_activations(array, "F16"),
 }
 _SHOWN = 3
-_OURS = "is ours"  # in another layout, or rounded
+_OURS = "has llorch's numbers"  # in another layout, or rounded
 
 
 def check_weights(
@@ -70,7 +70,7 @@ def check_weights(
 
 
 def _sort(ours: "_Ours", hashes: Mapping[str, str]) -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
-    """Sort tensors into those of our numbers in another guise and those of other numbers, and count all of ours."""
+    """Sort unequal tensors into those with llorch's numbers and those with others; count all with llorch's."""
     notes: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     n_equal = 0

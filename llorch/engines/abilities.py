@@ -1,6 +1,6 @@
-"""Which configurations an engine reads, computes otherwise, and so is no witness of: what llama.cpp cannot express.
+"""Configurations that an engine cannot check, with reasons: llama.cpp reads them and computes something else.
 
-We compute what the configuration says, and leave the verdict to the other engine.
+llorch computes what the configuration says, and the other engine gives the verdict.
 """
 
 import numpy as np

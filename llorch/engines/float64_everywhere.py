@@ -1,4 +1,4 @@
-"""The truth is computed by an engine that someone else wrote, unmodified, in pure float64.
+"""Pure float64 for the float64 reference, which unmodified transformers computes.
 
 `model.double()` is not enough: norms, RoPE, the softmax and the loss of transformers go through float32 by name. Every
 such cast is an operator call that a dispatch mode sees, below autograd; each float dtype that is asked for becomes

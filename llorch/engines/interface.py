@@ -17,7 +17,9 @@ OURS = "llorch"  # in routes
 
 @dataclass(frozen=True)
 class LoadPath:
-    """Whose hands a model goes through on its way from its file into an engine: of ours the engine is no witness.
+    """Tools that read, decoded and rewrote the model before the engine loaded it.
+
+    The engine does not check steps that llorch did.
 
     Attributes:
         read: Who found the tensors in the file, and the hyperparameters but those `told`.

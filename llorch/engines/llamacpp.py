@@ -61,7 +61,7 @@ def _log(level: int, text: bytes, _user_data: int | None) -> None:
 
 
 class LlamaCpp:
-    """The producer `llamacpp`; a context manager that frees the model."""
+    """The reference engine `llamacpp`; a context manager that frees the model."""
 
     name = "llamacpp"
 
@@ -321,7 +321,7 @@ def last_errors() -> str:
 
 
 class LlamaCppWithAdapter(LlamaCpp):
-    """The producer `llamacpp`, every run of it with one adapter; a context manager that frees the model."""
+    """The reference engine `llamacpp` with one adapter in every run; a context manager that frees the model."""
 
     def __init__(
         self, path: str | Path, adapter: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT

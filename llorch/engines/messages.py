@@ -57,7 +57,7 @@ def described(error: Exception) -> list:
 def raised(module: str, kind: str, args: Sequence, state: Mapping[str, object]) -> Exception:
     """Make the exception that `described` has described."""
     made = getattr(importlib.import_module(module), kind)
-    error = made.__new__(made, *args)  # `__init__` of ours takes other arguments, and has been there
+    error = made.__new__(made, *args)  # `__init__` of llorch's classes takes other arguments, and ran before
     error.args = error.args or tuple(args)  # which MemoryError leaves to `__init__`
     vars(error).update(state)
     return error

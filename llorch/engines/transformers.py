@@ -1,12 +1,12 @@
 """Goldens from transformers: the family's own class with eager attention, watched by hooks; in float32, if not told.
 
 A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file and the hyperparameters that
-its loader knows, so that a number which we misread is no part of the truth. What it does not read (`head_dim` of Qwen3,
-a frequency scaling, whether there are biases) it is told by us; tensors of which it does not know the type are read and
-decoded by us. The route says both.
+its loader knows, so that a number which llorch misreads does not get into the float64 reference. What it does not read
+(`head_dim` of Qwen3, a frequency scaling, whether there are biases) it is told by us; tensors of which it does not know
+the type are read and decoded by us. The route says both.
 
-In float64 every cast to a narrower dtype is widened, see float64_everywhere: this is the truth that others are judged
-by. A model that does not fit the memory has one layer at a time in it, see transformers_streamed.
+In float64 every cast to a narrower dtype is widened, see float64_everywhere: this is the float64 reference, by
+which others are judged. A model that does not fit the memory has one layer at a time in it, see transformers_streamed.
 In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
 frequencies stay float32, which `model.to(dtype)` would round.
 """
@@ -83,7 +83,7 @@ PUBLISHED_LLAMA3 = tuple(
 
 
 class Transformers:
-    """The producer `transformers`; a context manager for symmetry with the other one."""
+    """The reference engine `transformers`; a context manager for symmetry with the other one."""
 
     name = "transformers"
 

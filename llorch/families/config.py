@@ -78,7 +78,7 @@ class ModelConfig:
     adjacent_pairs: bool = False  # RoPE turns (2j, 2j + 1), as in Llama 4, not (j, j + half)
     temperature: Temperature | None = None  # of the layers that are tempered
     rope_sections: tuple[int, ...] = field(default=(), compare=False)  # of a GGUF file; no text depends on them
-    part_of_whole: bool = field(default=False, compare=False)  # of a folder whose model sees, too; no matter for text
+    part_of_whole: bool = field(default=False, compare=False)  # of a folder with a multimodal model; no matter for text
 
     def __post_init__(self) -> None:
         """Refuse values that no model can have."""

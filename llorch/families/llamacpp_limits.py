@@ -2,7 +2,7 @@
 
 It has constants, or nothing at all, where some families have hyperparameters, and says nothing of that: its numbers
 are those of another model. We compute what the configuration says; such a model is not written as a GGUF file, and
-llama.cpp is no witness of it.
+llama.cpp does not check it.
 
 Source: llama.cpp `src/models/{llama,llama4,mistral3,qwen2,qwen2moe,qwen3moe,qwen3next,smollm3}.cpp`,
 `src/models/delta-net-base.cpp`, each tried.

@@ -1,6 +1,6 @@
 """Hyperparameters from the object of a Hugging Face `config.json`, as transformers reads it.
 
-Of a model that sees, too, the text part is read. Whatever an engine would read and llorch does not compute is refused
+llorch reads the text part of a multimodal model. Whatever an engine would read and llorch does not compute is refused
 by the name of its key.
 
 Source: transformers `configuration_*.py` and `modeling_rope_utils.py`.

@@ -1,7 +1,7 @@
 """Passes that go through a model together: each finishes a layer before any begins the next.
 
 A layer's matrices are decoded once for all of them, and only those of one layer need memory. Each pass keeps its own
-control flow, so it runs in a thread of its own; a baton sees to it that one at a time does.
+control flow, so it runs in a thread of its own. Only one of these threads runs at a time.
 """
 
 import math

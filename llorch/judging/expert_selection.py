@@ -1,8 +1,8 @@
-"""Which experts a token was given to: a step of what the router says, so that no size of an error can be granted.
+"""Selected experts of a token: a discrete result, for which no tolerance is possible.
 
-A choice is judged as a set. Where it differs from the witness's, the experts that took each other's places must score
-so much alike, in the truth, that rounding decides between them; that is a TIE, and the run goes on with the witness's
-choice, because all later stages differ by a whole expert. Everything else is wrong.
+A selection is judged as a set. If it differs from the engine's, the exchanged experts must have scores so close in the
+float64 reference that rounding decides between them. That is a TIE, and the run continues with the engine's selection,
+because otherwise all later stages would differ by a whole expert. Any other difference is a FAIL.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import numpy as np
 
 from llorch.stages.comparison import FACTOR, Difference, measure
 
-GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, a stage of ours from a token on -> what the run goes on with
+GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, llorch's stage from a token on -> what the run goes on with
 
 
 def as_made(name: str, array: np.ndarray, start: int) -> np.ndarray:
@@ -22,11 +22,11 @@ def as_made(name: str, array: np.ndarray, start: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ExpertSelection:
-    """What a witness chose for some tokens.
+    """Experts that a reference engine selected for some tokens.
 
     Attributes:
         ids: Its experts, (seq, topk); their order says nothing.
-        scores: What experts are chosen by, in the truth where there is one, (seq, experts).
+        scores: Scores by which experts are selected, in the float64 reference if there is one, (seq, experts).
         variance: By how much two right runs differ there.
     """
 

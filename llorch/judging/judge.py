@@ -1,7 +1,7 @@
-"""The judge: what is claimed of an array, what ours is, and the verdict. Every row of a verification is made here.
+"""The judge: it compares an array of llorch with the expected one. Every row of a verification is made here.
 
-A *claim* is made from goldens alone: a place, how it is reached (`mode`), whose array is to be reproduced, and how far
-ours may be from it. A runner computes; `judge` compares.
+An expectation is made from goldens alone: a place, a `mode` (how the place is reached), the engine whose array is
+expected, and the tolerance. A runner computes; `judge` compares.
 """
 
 import math
@@ -40,9 +40,9 @@ class Comparison:
     flips: int = 0  # values of this stage that the next product rounds to another side than the golden's
     token_error: float = math.nan  # of the token that is nearest to its limit; NaN where tokens are not told apart
     tolerance_token: float = math.nan
-    common_factor: float = math.nan  # of ours on the golden; 1 is right, NaN where it is not judged
+    common_factor: float = math.nan  # of llorch's array on the golden; 1 is right, NaN where it is not judged
     tolerance_factor: float = math.nan  # how far from 1 it may be
-    route: LoadPath | None = None  # of the file into the producer; None where what is compared is the file, or its text
+    route: LoadPath | None = None  # how the engine loaded the file; None where the file or its text is compared
     place: StageRef = field(default=StageRef("", ""), repr=False, compare=False)
 
     def record(self) -> dict[str, object]:
@@ -54,16 +54,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What an array of ours has to be.
+    """Expected value and tolerance of one array.
 
     Attributes:
         place: Where it stands.
         mode: How it is reached, as in `Comparison`.
-        witness: Who made `want`.
+        witness: The engine that made `want`.
         want: The golden.
-        limit: How far ours may be off.
-        truth: The same array of the float64 truth; None where there is none, as for isolated stages.
-        witness_error: How far the golden is from the truth, where that is known without it.
+        limit: The tolerance.
+        truth: The same array of the float64 reference; None where there is none, as for isolated stages.
+        witness_error: The golden's distance from the float64 reference, where that is known without `truth`.
         masked: Whether -inf marks masked entries.
         token_axis: Along which tokens stand, where each is judged.
         unit: What differences are measured in, instead of as shares of the golden.
@@ -105,7 +105,7 @@ class Expectation:
 
 
 def judge(claim: Expectation, got: np.ndarray | None, *, model: str, backend: str) -> Comparison:
-    """Compare an array of ours with what is claimed of it."""
+    """Compare an array of llorch with what is expected of it."""
     found = claim.difference(got)
     same = claim.want is claim.truth and found.fault is None
     row = row_of(

@@ -1,6 +1,6 @@
 """A model judged from end to end: a built-in one by its stored goldens, any by engines that run now.
 
-A caller says which runners of ours are judged; all of them get the same goldens, truth and limits.
+A caller says which runners of llorch are judged; all get the same goldens, float64 reference and tolerances.
 """
 
 import math
@@ -59,10 +59,10 @@ Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a 
 
 @dataclass(frozen=True)
 class LiveOutput:
-    """What producers that ran now showed for a file."""
+    """Outputs of reference engines that ran now on a file."""
 
     weights: Weights
-    evidence: Mapping[str, EngineOutput]  # by producer; those that could not run the model are absent
+    evidence: Mapping[str, EngineOutput]  # by engine; those that could not run the model are absent
     truth: Truth | None  # None where transformers cannot run the model
     texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
 
@@ -142,7 +142,7 @@ class LivePlan:
     cases: Mapping[str, Pass]
     n_greedy: int
     producers: Sequence[ProducerName]  # to run
-    unable: Mapping[str, str]  # producers that cannot judge the model, with the reasons
+    unable: Mapping[str, str]  # engines that cannot check the model, with the reasons
 
     @property
     def path(self) -> Path:
@@ -175,7 +175,7 @@ def verify_live(
     say: Say = lambda line: None,
     failed: dict[str, str] | None = None,
 ) -> Iterator[Comparison]:
-    """Judge any model against producers that run now.
+    """Judge any model against reference engines that run now.
 
     Args:
         plan: The model, the prompt and the engines.
@@ -211,12 +211,12 @@ def verify_live(
 
 
 def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutput:
-    """Run the producers of a plan; for the exceptions see `verify_live`."""
+    """Run the reference engines of a plan; for the exceptions see `verify_live`."""
     weights, config = plan.weights, plan.weights.config
     ours = plan_residency(weights, n_tokens=len(plan.ids))
     require_memory(config, len(plan.ids), n_traces=3 * len(plan.producers) + 3)  # truths are twice as wide
     require_engines(weights, plan.producers, ours=ours.needed)
-    start((*plan.producers, "transformers"))  # which the truth takes
+    start((*plan.producers, "transformers"))  # which computes the float64 reference
     evidence: dict[str, EngineOutput] = {}
     tokens: dict[str, Sequence[int]] = {}
     for name in plan.producers:
@@ -237,7 +237,7 @@ def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutpu
 
 
 def _run_producer(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineOutput, Sequence[int] | None]:
-    """Run one producer, and tokenize the text of the plan by it."""
+    """Run one reference engine, and tokenize the text of the plan by it."""
     _require_able(name, plan.path, plan.unable)
     with open_producer(name, plan.path, say=say) as producer:
         shown = take(producer, plan.cases, n_greedy=plan.n_greedy)

@@ -1,4 +1,4 @@
-"""Frozen weights with an adapter beside them: what `forward` runs and `backward` reads. No number of theirs changes."""
+"""Frozen weights with an adapter beside them, which `forward` runs and `backward` reads. The weights do not change."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

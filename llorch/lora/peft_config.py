@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT in and out. A field that changes the maths and is not ours is refused by name.
+"""`adapter_config.json` of PEFT in and out. A field that changes the maths and that llorch lacks is refused by name.
 
 Source: peft/tuners/lora/config.py of PEFT 0.21 (41 fields), peft/config.py.
 """

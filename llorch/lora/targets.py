@@ -6,7 +6,7 @@ What PEFT 0.21.2 trains in the models of transformers 5.23, found by training ea
                                       q_proj has its rows, too
     mlp.{gate,up,down}_proj           modules of dense layers
     linear_attn.in_proj_{qkv,z,b,a}   modules of Qwen3.5; Qwen3-Next has in_proj_qkvz and in_proj_ba, whose rows belong
-                                      to two matrices of ours, so that these share one lora_A
+                                      to two matrices of llorch, so that these share one lora_A
     linear_attn.out_proj              a module
     mlp.shared_expert.{gate,up,down}_proj, mlp.shared_expert_gate          modules
     mlp.gate.weight, feed_forward.router.weight       the router, a parameter of a module that is no nn.Linear: named
@@ -28,7 +28,7 @@ Not trained: norms, dt_bias, A_log (vectors), conv1d (PEFT asks for a rank that 
 reads its weight past the adapter); the router of Llama 4 as a module (it gives two results, which PEFT cannot add to).
 Dropout and DoRA do not go with parameters. `layers_to_transform` and `exclude_modules` do not hold for them.
 
-In a model that sees, too, the text part is a part: model.language_model.layers.3 in Qwen2.5-VL, Qwen3-VL and Qwen3.5,
+In a multimodal model the text part is a part: model.language_model.layers.3 in Qwen2.5-VL, Qwen3-VL and Qwen3.5,
 language_model.model.layers.3 and language_model.lm_head in Llama 4. Configurations name modules of the text part alone,
 whatever the base lies in; an adapter's files name those of the model that the folder of the base holds.
 
@@ -51,7 +51,7 @@ ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """A matrix of ours, or of a GGUF file, that some rows of a target stand beside; None: all, as they are."""
+    """A matrix of llorch or of a GGUF file that some rows of a target are added to; None: all, as they are."""
 
     name: str
     rows: tuple[int, ...] | None = None  # of lora_B
@@ -71,7 +71,7 @@ class LoraTarget:
     is_parameter: bool = False  # named in target_parameters, not target_modules
     n_experts: int = 0  # 0: one matrix
     turned: bool = False  # lora_A belongs to what comes out, lora_B to what goes in
-    whole_path: str = field(default="", compare=False)  # in the model that sees, too; empty where the base is not one
+    whole_path: str = field(default="", compare=False)  # module path in the multimodal model; empty for text-only bases
 
     @property
     def stored_path(self) -> str:

@@ -1,7 +1,7 @@
 """The forward pass of Llama and Qwen on one screen.
 
 Every line that makes a stage of the stage table names it with `keep`, so that a run can be compared with other
-engines stage by stage. The dtype is that of the weights: float32 to run, float64 to know the truth.
+engines stage by stage. The dtype is that of the weights: float32 to run, float64 for the mathematics.
 """
 
 from collections.abc import Callable, Mapping

@@ -26,7 +26,7 @@ FLOORS: Mapping[str, float] = {  # by dtype of a run; half precision: 4 ulp of a
     "bfloat16": 4 * 2.0**-8,
     "float16": 4 * 2.0**-11,
 }
-FACTOR = 4.0  # times the larger distance of a producer from the truth
+FACTOR = 4.0  # times the larger distance of an engine from the float64 reference
 
 Trace = Mapping[str, np.ndarray]
 

@@ -60,7 +60,7 @@ def of_document(
     """Sum of the losses of one document's trained tokens, and the gradient of their share of the step's mean.
 
     `wanted` is what each row of logits should predict, see `shifted`; `n_trained` counts the tokens of the whole step.
-    The `keep` of `forward` and that of `backward` may put other numbers in the place of ours.
+    The `keep` of `forward` and that of `backward` may replace the numbers.
     """
     trace: dict[str, np.ndarray] = {}
     logits = forward(ids, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace, keep))

@@ -1,4 +1,4 @@
-"""The words of the story grammar. Every list is ours; `grammar.py` holds the sentences they go into."""
+"""The words of the story grammar. Every list was written for llorch; `grammar.py` holds the sentences."""
 
 from collections.abc import Sequence
 

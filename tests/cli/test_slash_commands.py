@@ -122,7 +122,7 @@ MISTAKES: dict[str, tuple[object, ...]] = {
     "/trace x.txt": (".npz", ".safetensors", "'x.txt'"), "/trace x.npz": ("trace", "message"),
     "/edit 1 x": ("chat", "message"), "/edit": ("chat", "message"),
     "/undo": ("message", "none"), "/retry": ("message", "none"),
-    "/set temprature 1": ("'temprature'", "'temperature'"),
+    "/set temperat 1": ("'temperat'", "'temperature'"),
     "/set temperature hot": ("temperature", "number", "'hot'"), "/set top_p 2": ("sampling: top_p", "2.0"),
     "/set max_tokens 0": ("max_tokens", 1, 0), "/set top_k 1.5": ("top_k", "integer", "'1.5'"),
     "/adapter nowhere": ("nowhere: ", "adapter"), "/adapter": ("file", "none"),

@@ -30,7 +30,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 def dump(
     weights: Weights, wrong: Callable[[int, str, np.ndarray], np.ndarray], shown: tuple[str, ...] = ()
 ) -> StageDump:
-    """Three passes of ours, with something wrong; all stages are shown, or those with these ends."""
+    """Three passes of llorch with an error; the dump has all stages, or those with these ends."""
     cache, traces = KVCache(weights.config, np.float32), [dict[str, np.ndarray]() for _ in CUTS[1:]]
     for n_pass, trace in enumerate(traces):
 

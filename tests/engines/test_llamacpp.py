@@ -1,4 +1,4 @@
-"""The producer `llamacpp` in half precision: what it rounds, what it does not, and what it refuses."""
+"""The reference engine `llamacpp` in half precision: what it rounds, what it does not, and what it refuses."""
 
 import errno
 import re

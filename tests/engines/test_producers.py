@@ -1,4 +1,4 @@
-"""Both producers, live: what they show, and that they agree with each other stage by stage."""
+"""Both reference engines, live: their outputs, which agree with each other stage by stage."""
 
 import ctypes
 import dataclasses

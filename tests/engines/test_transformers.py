@@ -1,4 +1,4 @@
-"""The producer `transformers`: its dtypes, and what it says of models that transformers does not take."""
+"""The reference engine `transformers`: its dtypes, and what it says of models that transformers does not take."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Teeth of what no golden holds: windows, short chunks, other ramps of YaRN; random models, judged by transformers.
+"""Faults where no golden reaches: windows, short chunks, other ramps of YaRN; random models, judged by transformers.
 
 Each is a test of its checkpoint, too: `pytest -k checkpoint_{number}`.
 """

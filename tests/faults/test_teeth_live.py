@@ -1,4 +1,4 @@
-"""Teeth where engines run now: on random models, and on a model that llama.cpp quantised."""
+"""Faults in checks by engines that run now: on random models, and on a model that llama.cpp quantised."""
 
 from pathlib import Path
 

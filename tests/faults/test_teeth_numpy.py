@@ -1,4 +1,4 @@
-"""Teeth of the suite: a fault in the running code of the forward pass is red, not only a variant in a table.
+"""Faults in the running code of the forward pass turn a comparison red, not only variants in a table.
 
 In float64 the mistakes are in code that every precision runs, which no run of llorch could show alone.
 """

@@ -1,4 +1,4 @@
-"""Teeth of checkpoint 13: faults in what computes with stored types turn its rows red.
+"""Faults in the code that computes with stored types turn rows of checkpoint 13 red.
 
 The known mistakes are in `test_teeth_stages.py`. The tests below the table compare bits, or ask which backend is red.
 """

@@ -1,4 +1,4 @@
-"""Teeth: every known mistake turns its checkpoint red by far and is named; what is right is never accused.
+"""Every known mistake turns its checkpoint red by far and is named; right code is never accused.
 
 Each is a test of its checkpoint, too: `pytest -k checkpoint_{number}`.
 """

@@ -1,4 +1,4 @@
-"""Teeth of checkpoint 14: a fault in the torch path turns the right row red first, and by far in float32."""
+"""Faults in the torch path turn the right row of checkpoint 14 red first, and by far in float32."""
 
 from pathlib import Path
 

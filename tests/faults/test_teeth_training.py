@@ -1,4 +1,4 @@
-"""Teeth of checkpoints 15 to 20: a mistake in the running code turns its checkpoint red first, and by far."""
+"""Mistakes in the running code turn their checkpoint (15 to 20) red first, and by far."""
 
 from collections.abc import Iterator
 from pathlib import Path

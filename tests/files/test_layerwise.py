@@ -1,4 +1,4 @@
-"""Jobs in lockstep: one at a time, layer by layer; the first that fails ends all."""
+"""Layerwise jobs: one runs at a time, layer by layer; the first that fails ends all."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def test_every_job_ends_a_layer_before_any_begins_the_next():
             for layer in range(n_layers):
                 seen.append(f"{layer}{name}")
                 turn()
-                seen.append(f"{layer}{name} over")  # whoever ran meanwhile gave the baton back
+                seen.append(f"{layer}{name} over")  # no other job runs now
             return name
 
         return run

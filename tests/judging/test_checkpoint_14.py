@@ -1,4 +1,4 @@
-"""Checkpoint 14: checkpoints 00 to 12 of every built-in model on the torch path, against the goldens of both producers.
+"""Checkpoint 14: checkpoints 00 to 12 of every built-in model on the torch path, against the goldens of both engines.
 
 pytest -k checkpoint_14         all; what needs CUDA says NOT RUN where there is none
 pytest -k "checkpoint_14 and bfloat16 and micro-qwen3"
@@ -46,7 +46,7 @@ def shown(config: ModelConfig, target: str, variant: str) -> list[str]:
 
 
 def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, str, str]]:
-    """Checkpoint, mode, stage and producer of every comparison of one backend."""
+    """Checkpoint, mode, stage and engine of every comparison of one backend."""
     config = config_of(model)
     if variant == suffixes(target, model)[0]:  # once per target
         yield "00", "exact", "tensors", "reader"

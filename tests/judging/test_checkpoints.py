@@ -1,4 +1,4 @@
-"""Checkpoints 00 to 12 of every built-in model, against the stored goldens of both producers.
+"""Checkpoints 00 to 12 of every built-in model, against the stored goldens of both engines.
 
 pytest -k checkpoint            all
 pytest -k checkpoint_01b        one
@@ -25,7 +25,7 @@ from llorch.stages.comparison import PASS
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES
 
 Key = tuple[str, str, str]  # checkpoint, model, stage
-Judged = set[tuple[str, str, str]]  # mode, producer, backend
+Judged = set[tuple[str, str, str]]  # mode, engine, backend
 
 
 STAGE, DECODE, SAMPLER = PARTS

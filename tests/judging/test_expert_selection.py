@@ -21,7 +21,7 @@ def choice(variance: float) -> ExpertSelection:
     ("ours", "verdict", "goes_on"),
     [
         ([[0, 1, 2], [4, 3, 2]], PASS, IDS),
-        ([[2, 0, 1], [2, 3, 4]], PASS, IDS),  # another order is no other choice; the run goes on in the witness's
+        ([[2, 0, 1], [2, 3, 4]], PASS, IDS),  # another order is the same selection; the run continues in the engine's
         ([[0, 1, 3], [4, 3, 2]], TIE, IDS),
         ([[0, 1, 4], [4, 3, 2]], FAIL, [[0, 1, 4], [4, 3, 2]]),
         ([[3, 0, 1], [4, 1, 2]], FAIL, [[0, 1, 2], [4, 1, 2]]),  # a tie does not excuse what is wrong elsewhere

@@ -63,7 +63,7 @@ def test_frequencies_and_gain_are_those_of_transformers(name, theta, head_dim):
     config = ModelConfig.from_huggingface(values, path="config.json")
     scaling = config.rope_scaling
     got = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
-    np.testing.assert_allclose(got, want, rtol=1e-6)  # theirs are made in float32
+    np.testing.assert_allclose(got, want, rtol=1e-6)  # transformers computes in float32
     gain = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
     assert gain == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
@@ -82,7 +82,7 @@ def test_tables_are_those_of_transformers_near_and_far(name):
     got = rope_tables(positions, head_dim=64, theta=config.rope_theta, scaling=config.rope_scaling)
     for ours, full in zip(got, want, strict=True):
         half = full[0, :, :32].numpy()
-        # float32 angles of theirs: an error of the angle of up to 2 ulp, which grows with the position
+        # float32 angles of transformers: an error of the angle of up to 2 ulp, which grows with the position
         limit = 4 * np.finfo(np.float32).eps * (1 + positions[:, None])
         assert (np.abs(ours - half) <= limit).all()
 

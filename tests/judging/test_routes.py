@@ -1,4 +1,4 @@
-"""On what route a model comes into an engine: what rows say of it, and that a mistake of ours shows where they say."""
+"""Load paths of a model into an engine: the text in rows, and a mistake of llorch that shows where the rows say."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Limits: what errors of gradients do to parameters, by hand and in torch's AdamW; what others' runs are granted."""
+"""Tolerances: effect of gradient errors on parameters, by hand and in torch's AdamW; tolerances of other engines."""
 
 import numpy as np
 import pytest

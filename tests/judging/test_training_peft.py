@@ -1,4 +1,4 @@
-"""The producer `peft`: what it shows is what PEFT and torch themselves say in another way."""
+"""The reference engine `peft`: its outputs equal those that PEFT and torch give in another way."""
 
 import json
 

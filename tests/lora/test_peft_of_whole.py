@@ -1,4 +1,4 @@
-"""Names of an adapter in a model that sees, too: what is written for which base, and what of others is read."""
+"""Names of an adapter in a multimodal model: those written for each base, and those read from others."""
 
 import json
 import re

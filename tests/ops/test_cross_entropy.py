@@ -1,4 +1,4 @@
-"""Cross entropy: a row by hand, finite differences, torch as the witness, and logits that overflow a naive softmax."""
+"""Cross entropy: a row by hand, finite differences, torch for comparison, logits that overflow a naive softmax."""
 
 import math
 

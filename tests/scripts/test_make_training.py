@@ -78,7 +78,7 @@ def test_goldens_made_again_without_a_change_have_no_differences(differences: Di
 
 
 def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
-    """The golden with arrays of a float64 run of ours in place of PEFT's."""
+    """The golden with arrays of llorch's float64 run in place of PEFT's."""
     named = {golden_name(place): array.astype(np.float32) for place, array in run.items()}
     return replace(golden, arrays=golden.arrays | {name: named[name] for name in named.keys() & golden.arrays.keys()})
 

@@ -1,4 +1,4 @@
-"""The script that makes the goldens: `--check` sees every kind of difference, and far witnesses are refused."""
+"""The script that makes the goldens: `--check` sees every kind of difference; far engines are refused."""
 
 import importlib
 import json

@@ -132,7 +132,7 @@ def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(both: t
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Tokenizer, Any]]:
-    """Ours and theirs of a real vocabulary."""
+    """The tokenizers of llorch and of transformers for a real vocabulary."""
 
     @cache
     def make(name: str) -> tuple[Tokenizer, Any]:

@@ -25,11 +25,11 @@ class Exercise:
 
     Attributes:
         name: Of the function in the learner's file.
-        reference: The same by ours, with the learner's parameters; borrowed where nothing is written yet.
+        reference: llorch's function with the learner's parameters; borrowed where nothing is written yet.
         returns: Names of what it returns, one or several.
-        replaces: The function of ours in whose place it is put, `llorch.ops.rope.rope`.
-        adapt: Makes what is put there of the learner's function and of ours.
-        also: Further functions of ours in whose place it is put, each with what makes that of it.
+        replaces: llorch's function that it replaces, such as `llorch.ops.rope.rope`.
+        adapt: Makes the replacement from the learner's function and llorch's.
+        also: Other functions of llorch that it replaces, each with its `adapt`.
         streams: Whether it is given a function and yields whole numbers.
         on_torch: Whether its arrays are torch tensors.
         stages: Of the stage table, that it makes.
@@ -54,7 +54,7 @@ class Exercise:
 
     @property
     def places(self) -> Mapping[str, Adapt]:
-        """Every function of ours whose place it takes."""
+        """Map every function of llorch that it replaces to what makes the replacement."""
         return {self.replaces: self.adapt, **dict(self.also)}
 
     @property

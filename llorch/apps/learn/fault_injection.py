@@ -1,8 +1,8 @@
-"""Whether a lesson's check would see the known mistakes, in the run of a learner's own solution.
+"""Fault injection for lessons: a check must detect the known mistakes in a run of the learner's own solution.
 
-In the forward pass each mistake of the library is planted in one stage of one layer while the learner's parts run; in
-other lessons what people typed takes the place of the learner's part. A tooth is a mistake that turns red by ten times
-what is allowed, and gets its name.
+In the forward pass each mistake of the library is injected into one stage of one layer while the learner's parts run.
+In other lessons a mistake that people typed replaces the learner's part. A mistake counts as detected if it fails by
+ten times the tolerance and gets its name.
 """
 
 import math

@@ -163,7 +163,7 @@ def _importable(folder: Path, around: Callable[[Call], Call]) -> Iterator[None]:
     _forget_earlier()
     finder, place, kept = _Finder(folder, around), str(folder.resolve()), sys.dont_write_bytecode
     sys.meta_path.insert(0, finder)
-    sys.path.append(place)  # at the end: a file of theirs that is called as one of Python's is not meant
+    sys.path.append(place)  # last, so that a learner's file does not hide a module of Python with its name
     _folders.add(place)
     sys.dont_write_bytecode = True
     try:

@@ -1,4 +1,4 @@
-"""Where in a learner's code something was raised: lines of theirs, without ours and those of libraries."""
+"""Traceback of an error in a learner's code: the lines of that code, without those of llorch and of libraries."""
 
 import os
 import sys

@@ -38,7 +38,7 @@ class Implementation:
 
     @contextmanager
     def installed(self, parts: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
-        """Run llorch with these parts (all, if not told) in the place of ours, as far as they are written.
+        """Run llorch with these parts (default: all) in place of its own functions, as far as they are written.
 
         The whole process has them meanwhile: nothing else may compute.
 

@@ -1,4 +1,4 @@
-"""What a learner has done, in `.llorch/progress.json` beside their code: local, readable, theirs to compare.
+"""A learner's progress, in `.llorch/progress.json` next to their code: a local, readable file, easy to compare.
 
 Read anew before every change, so that a loop in one window and a check in another do not undo each other. A file that
 cannot be read is kept under another name.

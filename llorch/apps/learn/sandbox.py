@@ -117,7 +117,7 @@ def outcomes(
 
 
 def warm(lesson: Lesson) -> None:
-    """Import and read here what processes then have from the beginning: ours is checked once."""
+    """Import modules and read files before processes are forked, by one check of llorch's own functions."""
     with suppress(MissingExtra, LeftOut), limited(1):
         check(lesson, Implementation("the reference", {part.name: part.reference for part in lesson.parts}))
 
@@ -280,7 +280,7 @@ def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, w
     except MemoryError as error:
         fault = f"your code needs more than {MEMORY >> 30} GiB of memory: {named(error)}"
         return outcome_of(number, LessonVerdict(number, FAIL, fault=fault, traceback=all_frames(error)))
-    except BaseException as error:  # a bug of ours, or of code that reaches into llorch
+    except BaseException as error:  # a bug of llorch, or of code that reaches into it
         fault = f"the check itself raised {named(error)}; --full shows where"
         return outcome_of(number, LessonVerdict(number, FAIL, fault=fault, traceback=all_frames(error)))
 

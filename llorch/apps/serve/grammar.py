@@ -159,7 +159,7 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, n_tokens: int) -> None:
         self.tokens = [*(tokenizer.token_bytes(one) for one in range(n_tokens)), b"<end>"]
-        self.eos_token_id = n_tokens  # none of ours: who asks for a guide says which tokens end an answer
+        self.eos_token_id = n_tokens  # no token of the model: callers say which tokens end an answer
         self.special_token_ids = [n_tokens]  # control tokens have no bytes, and never come
         self.bos_token_id = None
         self._tokenizer = tokenizer

@@ -1,6 +1,6 @@
 """Who may ask, and how much: what is checked before a request reaches any route.
 
-    Host        a name of ours, else 403: a page elsewhere whose name was bound to our address is not answered
+    Host        a name of this server, else 403: a page elsewhere whose name was bound to its address is not answered
     Origin      that of our own page, or one that was allowed by name, else 403
     key         with a key, `Authorization` on every route but /health, else 401
     body        at most `max_body` bytes, else 413

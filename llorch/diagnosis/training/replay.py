@@ -122,7 +122,7 @@ class TrainingReplay:
         """
         key = (what, step.number, id(parameters), tuple(one for one in mistakes if one.in_passes))
         found = self._kept.pop(key, None) or (parameters, getattr(self, f"_{what}")(step, parameters, mistakes))
-        self._kept[key] = found  # with the parameters, whose id is theirs as long as they are alive
+        self._kept[key] = found  # with the parameters, which keeps them alive, so that no other object gets their id
         if len(self._kept) > 6 * len(self.dump.steps):
             self._kept.pop(next(iter(self._kept)))
         return found[1]

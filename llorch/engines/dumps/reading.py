@@ -28,7 +28,7 @@ from llorch.runtime.errors import FormatError
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, axis_sizes, key
 
-_LIKE = 0.1  # what is unlike ours by less is ours, whatever its arithmetic
+_LIKE = 0.1  # arrays that differ by less are the same array in another arithmetic
 
 
 def table_axes(stages: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Checkpoint 20's files: an adapter written in every form that others load, read again and run.
 
-Producers ran these very files when the goldens were made. The adapter folder must be PEFT's own to the byte of every
-tensor. Of the LoRA GGUF, which nobody else writes rightly, the golden is our own file, named so: the very one that
-llama.cpp made its logits from. Merged files hold sums whose last bit depends on the machine, so logits are compared.
+The reference engines ran these very files when the goldens were made. The adapter folder must be PEFT's own to the byte
+of every tensor. Of the LoRA GGUF, which nobody else writes rightly, the golden is our own file, named so: the very one
+that llama.cpp made its logits from. Merged files hold sums whose last bit depends on the machine, so logits are
+compared.
 """
 
 import hashlib

@@ -43,7 +43,7 @@ def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "n
 def token_rows(
     model: str, encode: Encode, checks: Sequence[TokenCheck], *, backend: str = "numpy"
 ) -> Iterator[Comparison]:
-    """Checkpoint 00: our token ids against each producer's, for every text."""
+    """Compare llorch's token ids with each engine's, for every text of checkpoint 00."""
     for producer in sorted({producer for check in checks for producer in check.ids}):
         texts = [check for check in checks if producer in check.ids]
         wrong = [check for check in texts if encode(check.text) != list(check.ids[producer])]

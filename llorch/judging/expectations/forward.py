@@ -1,11 +1,11 @@
 """Checkpoints 00 to 12: every stage and layer of the forward pass, the cache, and what sampling makes of the logits.
 
-Two questions are kept apart. *Mathematics*: ours in float64 is compared with the truth, which transformers computes
-(`float64_reference`), at 1e-12; a constant that is wrong by a millionth shows. *Arithmetic*: ours in another dtype is
-compared with every golden, at the tolerances of `tolerances`. No limit is made of numbers that we computed.
+There are two comparisons. *Mathematics*: llorch in float64 is compared with the float64 reference, which transformers
+computes, at 1e-12; a constant that is wrong by a millionth shows. *Arithmetic*: llorch in another dtype is compared
+with every golden, at the tolerances of `tolerances`. No tolerance is made of numbers that llorch computed.
 
 Every stage is judged *isolated*, in a pass in which the golden takes the place of each stage as soon as it was
-recorded, and *chained*, in a pass of ours; *decode* rows are chained, behind a cache that another pass filled. With
+recorded, and *chained*, in llorch's own pass; *decode* rows are chained, behind a cache that another pass filled. With
 exact numerics NumPy begins a third pass between the two, of other tokens, and ends it in the middle: it leaves nothing.
 """
 
@@ -64,8 +64,8 @@ class ForwardSuite:
             model: Its name in the rows.
             weights: The model in float32, with its numerics.
             cases: The inputs.
-            evidence: What each producer showed for them.
-            truth: What float64 shows for them; None where no engine has it: limits are then derived ones alone.
+            evidence: Outputs of each reference engine for them.
+            truth: The float64 reference; None where no engine has it: tolerances are then only the derived ones.
             n_prompt: Tokens of `near` before the greedy text, where it holds that too.
 
         Raises:
@@ -106,7 +106,7 @@ class ForwardSuite:
         return [*chain.from_iterable(self._made(runner, list(self._stage_passes(runner))))]
 
     def decode_rows(self, runner: Runner) -> list[Comparison]:
-        """Checkpoint 03: a pass in two parts gives at every stage what the producers' single pass gave."""
+        """Compare a pass in two parts with the engines' single pass at every stage, for checkpoint 03."""
         return [*chain.from_iterable(self._made(runner, list(self._decode_passes(runner))))]
 
     def _made(self, runner: Runner, passes: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -15,7 +15,7 @@ from llorch.stages.stage_ref import StageRef
 
 
 class GreedyJudge:
-    """Judges greedy tokens of one runner: a TIE where they leave the golden's at near-ties of the truth alone."""
+    """Judges greedy tokens of one runner: a TIE if they differ from the golden only at near-ties in float64."""
 
     def __init__(self, model: str, runner: Runner, prompt: Sequence[int], margins: Margins) -> None:
         """Take a prompt, the runner that continues it, and the margins of near-ties."""

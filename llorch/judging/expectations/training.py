@@ -1,8 +1,9 @@
-"""Checkpoints 15 to 20: what goldens claim of a run in a dtype, and the rows that a run of ours gives.
+"""Checkpoints 15 to 20: expected arrays of a run in a dtype, from goldens, and comparisons with llorch's run.
 
-Every claim compares with what PEFT, torch or llama.cpp made, and knows the truth: PEFT and torch, unmodified, in
-float64. Ours in float64 is compared with the truth itself: any wrong formula or constant shows, on any processor.
-Limits are those of `training.limits`. Parameters are measured in learning rates: see `checkpoints/18_optimizer_step`.
+Every expected array comes from PEFT, torch or llama.cpp, and has a float64 reference: unmodified PEFT and torch in
+float64. llorch in float64 is compared with this reference itself: any wrong formula or constant shows, on any
+processor. Tolerances are those of `training.limits`. Parameters are measured in learning rates: see
+`checkpoints/18_optimizer_step`.
 """
 
 from collections import defaultdict
@@ -153,7 +154,7 @@ def distances(
 
 
 def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
-    """Refuse goldens that are not the truth to rounding: a witness is further from it than is ever granted."""
+    """Refuse goldens that are further from the float64 reference than rounding explains."""
     far = [
         f"{claim.witness} {claim.mode} {text(claim.place)}: {found.describe()}"
         for claim, found in distances(golden, config, dtype)

@@ -1,8 +1,8 @@
-"""The truth: what transformers, unmodified, computes in pure float64; and how far goldens are from it.
+"""Float64 reference: unmodified transformers in pure float64, and the distance of goldens from it.
 
-Nothing here was computed by us. *Chained* the truth is a run of the whole model. *Isolated* it is what that engine
-makes of a golden's own inputs, stage by stage; only the golden's distance from it is kept, because what we make of
-those inputs is judged by the golden, and in float64 by the chained truth.
+llorch computes nothing here. The *chained* reference is a run of the whole model. The *isolated* reference is what
+transformers makes of a golden's own inputs, stage by stage. Only the golden's distance from it is stored, because
+llorch's isolated stages are compared with the golden, and in float64 with the chained reference.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ def take_truth(
     Args:
         path: A GGUF file or a Hugging Face folder.
         cases: The inputs.
-        evidence: What each producer showed for them.
+        evidence: Outputs of each reference engine for them.
         n_greedy: Length of the greedy continuation.
         say: Told how far it is, where the model is so large that one layer at a time is in memory.
 
     Returns:
-        The truth.
+        The float64 reference.
 
     Raises:
         MissingExtra: transformers is not installed.
@@ -57,7 +57,7 @@ def take_truth(
 
 
 def require_numbers(engine: str, family: str, shown: EngineOutput, truth: Truth | None) -> None:
-    """Refuse a witness (ValueError) that shows NaN where the truth, if there is one, has a number: that is none."""
+    """Refuse an engine (ValueError) that gives NaN where the float64 reference, if there is one, has a number."""
     true = {} if truth is None else truth.evidence.arrays()
     for name, array in shown.arrays().items():
         lost = np.isnan(array) & ~np.isnan(true.get(name, 0.0))

@@ -1,7 +1,7 @@
-"""What producers showed for a model: taken live, or read from the goldens that were stored.
+"""Outputs of the reference engines for a model: of engines that run now, or stored as goldens.
 
 A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
-Goldens of one producer lie in one file, see `golden_store`; names are `<case>/<stage key>`. The truth has one, too.
+Goldens of one engine are in one file, see `golden_store`; names are `<case>/<stage key>`. So is the float64 reference.
 """
 
 import hashlib
@@ -40,14 +40,14 @@ SAMPLINGS: Mapping[str, SamplingSettings] = {
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """What one producer showed.
+    """Outputs of one reference engine.
 
     Attributes:
         traces: Case to trace.
         selected_logits: The row its sampler sees after the tokens of `near`.
         probabilities: Name in `SAMPLINGS` to its distribution, made from `sampler_inputs`.
         greedy: Its greedy continuation of `near`.
-        route: Of the file into the producer.
+        route: How the engine loaded the file.
     """
 
     traces: Mapping[str, Mapping[str, np.ndarray]]
@@ -84,7 +84,7 @@ class Truth:
     """Values of a reference engine in pure float64, see `llorch.judging.goldens.float64_reference`.
 
     Attributes:
-        evidence: As a producer shows it, float64.
+        evidence: Its outputs, in float64.
         step_logits: Logits of every step of its greedy text, (steps, vocab).
         isolated: How far each golden is from what float64 makes of its own inputs; with `l0.attention` of each layer.
     """
@@ -96,23 +96,23 @@ class Truth:
 
 @dataclass(frozen=True)
 class TokenCheck:
-    """A text and the ids that each producer's tokenizer gives for it."""
+    """A text and the ids that each engine's tokenizer gives for it."""
 
     text: str
-    ids: Mapping[str, Sequence[int]]  # by producer
+    ids: Mapping[str, Sequence[int]]  # by engine
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The stored goldens of one model; limits are made from them where they are judged, see `tolerances`."""
+    """The stored goldens of one model; tolerances are derived from them by the judge, see `tolerances`."""
 
     cases: Mapping[str, Pass]
-    evidence: Mapping[str, EngineOutput]  # by producer
+    evidence: Mapping[str, EngineOutput]  # by engine
     truth: Truth
     tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
     tokens: Sequence[TokenCheck]
     provenance: Mapping[str, object]
-    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # producers that have none, and why
+    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # engines that have none, and why
 
 
 def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
@@ -170,7 +170,7 @@ def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tup
 
 
 def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:
-    """Run a producer on every case.
+    """Run a reference engine on every case.
 
     Args:
         producer: Opened on the model.
@@ -205,10 +205,10 @@ def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[An
 
 @contextmanager
 def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
-    """Note that a producer cannot run a model, or did not survive it, and let the others go on.
+    """Note that an engine cannot run a model, or did not survive it, and let the others go on.
 
     Args:
-        name: The producer.
+        name: The engine.
         failed: Filled with the reason; without it errors are raised.
 
     Yields:

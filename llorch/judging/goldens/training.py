@@ -42,9 +42,9 @@ class TrainingGolden:
     Attributes:
         arrays: All of them, by their names in the file.
         rows: The batches; a step takes the next ones in turn.
-        files: One of `ADAPTER_FILES` to tensor name to `dtype shape sha256`, as the producer has or took it.
+        files: One of `ADAPTER_FILES` to tensor name to `dtype shape sha256`, as the engine wrote or loaded it.
         tolerances: Dtype of a run to mode to group of stages to tolerance.
-        half_errors: Dtype to how far PEFT is from the truth in it.
+        half_errors: Dtype to PEFT's distance from the float64 reference in it.
         provenance: Where all this comes from.
     """
 

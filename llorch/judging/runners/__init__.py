@@ -1,4 +1,4 @@
-"""Runners: what computes stages of ours for the judge, as it runs for users. Nothing here knows of limits or verdicts.
+"""Runners compute llorch's stages exactly as users run them. Nothing here knows of tolerances or verdicts.
 
 `numpy` is the forward pass in float32, with every sum in float32, in float64 and under ggml numerics; `torch` the
 modules in each way they run.
@@ -32,7 +32,7 @@ class See(Protocol):
 
 @runtime_checkable
 class Runner(Protocol):
-    """One way of ours to run a model."""
+    """One way in which llorch runs a model."""
 
     name: str  # the backend, in rows
     dtype: DtypeName

@@ -37,7 +37,7 @@ from llorch.stages.stage_ref import Pass, has_tokens, part_of, token_axis
 from llorch.stages.table import input_keys, key, keys, matrix_of
 
 OWN_SUMS = "numpy-float32"  # every sum in float32, which is how larger models run
-FLOAT64 = "numpy-float64"  # the same code in float64, judged by the truth alone
+FLOAT64 = "numpy-float64"  # the same code in float64, judged by the float64 reference alone
 BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {  # in float32
     "numpy": nullcontext,  # as it runs: small sums in float64
     OWN_SUMS: own_dtype_only,
@@ -297,9 +297,9 @@ def adopt_edges(
 ) -> tuple[np.ndarray, int, int]:
     """Take over the golden's values where the two sides round to different numbers, though they were equally good.
 
-    `allowed` is how far each value of ours may be off. A block that holds a flip (for F16 and BF16 every such value) is
-    replaced, unless one of its values is off by more. Returned are ours, how many values flipped in the blocks that
-    were replaced, and in those that were not.
+    `allowed` is the tolerance of each value. A block that holds a flip (for F16 and BF16 every such value) is replaced,
+    unless one of its values is off by more. Returned are llorch's values after that, and how many values flipped in
+    the blocks that were replaced, and in those that were not.
     """
     size = BLOCK_SIZE.get(kind, 1)
     theirs = golden.astype(ours.dtype)

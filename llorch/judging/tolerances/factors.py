@@ -7,16 +7,16 @@ Within a group of elements that share a rounding the errors may all have the sig
 
     variance of the factor <= sum over groups g of (sum of y y in g) (sum of v in g) / sum(y y)^2
 
-A stage whose roundings are shared in two ways, along tokens and along channels, is granted the sum of both. `SHARED`
+A stage whose roundings are shared in two ways, along tokens and along channels, may use the sum of both. `SHARED`
 says which axes the elements of a group have in common. An empty entry is one group of all: there a factor is
 indistinguishable from rounding, and the bound is no tighter than the limit of the whole error.
 
 A rounded gain multiplies its channel g by a factor, which adds u^2 (sum of y y in g)^2 / sum(y y)^2, where u is half a
 step.
 
-Granted are 4 roots, as for errors, and at least half a step of the dtype: a run may round one scale of the whole array.
-The derivation needs inputs that are the golden's. In a chained pass the norms hand on errors of all earlier stages as
-factors of whole rows, and no bound is derived.
+The tolerance is 4 roots, as for errors, and at least half a step of the dtype, because a run may round one scale of the
+whole array. The derivation needs inputs that are the golden's. In a chained pass the norms hand on errors of all
+earlier stages as factors of whole rows, and no bound is derived.
 """
 
 import math

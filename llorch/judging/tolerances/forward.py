@@ -1,51 +1,52 @@
-"""How far a right run may be from a golden: every limit of the forward pass, derived here, shown beside every verdict.
+"""Tolerances of every comparison of the forward pass, derived from rounding errors.
 
-Two questions, two gates. *Mathematics*: ours in float64 is within `MATHEMATICS` of the foreign truth; a pass of one
-token, whose terms may cancel, within 2^-29 of what float32 is granted, if that is more, and at most the limit of a
-token among others. *Arithmetic*: in every other dtype a stage is granted the larger of
+Mathematics (float64)
+    llorch must be within `MATHEMATICS` of the float64 reference. A pass of one token, whose terms may cancel, may use
+    2**-29 of its float32 tolerance if that is more, but at most the tolerance of one token among others.
 
-  - what rounding may cost, derived from the numbers of the golden alone, and
-  - 4 times the producers' own distance from the truth (of the stage, in all layers), as far as rounding explains that.
+Arithmetic (every other dtype)
+    The tolerance of a stage is the larger of
+    - the rounding cost, derived from the golden's numbers only;
+    - 4 times the engines' largest distance from the float64 reference at this stage, over all layers. Distance that
+      rounding does not explain adds nothing.
+    In half precision, isolated stages also have a tolerance for a common factor: `limit_of_factor`.
 
-In half precision an isolated stage is granted a common factor, too: see `factors`.
+Propagation
+    A stage adds an error (another order of a sum, a few roundings, a float32 angle) and passes on its inputs' errors.
+    Errors of elements are small and count as independent, so variances propagate element by element, times squared
+    derivatives at the golden's values: y = x @ w.T gives var(x) @ (w * w).T. Runs propagated together:
 
-Derived: every stage adds an error of its own (a sum in another order, a few roundings, a float32 angle) and passes on
-what its inputs are off. Errors of single elements are small and taken as independent, so *variances* go through the
-pass, element by element, times the squared derivatives of the stage at the golden's values: for y = x w.T that is
-var(x) @ (w * w).T. They do so in several runs at once, which differ in what a stage is given:
+    ISOLATED  inputs are the golden's, rounded to the dtype of the run
+    CHAINED   inputs are llorch's; under ggml numerics the golden replaces values beyond a rounding edge
+    FREE      ggml numerics, llorch's inputs: an error e flips a code with probability e / step and costs one step
 
-    ISOLATED  the golden's inputs, rounded to the dtype of the run
-    CHAINED   its own; under ggml numerics, where a value falls on the other side of an edge, the golden's
-    FREE      under ggml numerics: its own; a value off by e flips with the chance e / step, and is then a step off
+From variances to tolerances
+    stage, token  4 * sqrt(sum of variances); FREE has factor 2, because it counts as many flips as can occur
+    element       16 * sqrt(its variance + mean variance of its row)
+    short sums    at least 4 * sqrt(16 * largest variance), which is more only for fewer than 16 elements
+    A variance assumes the largest rounding, 3 times its mean. So the tolerance is about 7 standard deviations.
+    Reason for short sums: with deviations d, the norm exceeds sqrt(sum(d * d)) + 6 * max(d) with probability
+    exp(-18), and an engine that adds in one lane has deviations of 1.5 roots.
 
-In half precision weights are rounded, too, by the same for all tokens. Where attention takes the mean of many values,
-their errors are therefore granted as if all had one sign: independent ones would vanish in it, common ones do not.
+Special cases
+    Flips of a token (compound Poisson law) cost the mean of their squared steps, plus 4 roots of its variance, plus 4
+    times the largest.
 
-Flips of a token cost what a compound Poisson law allows: the mean of their squared steps, 4 roots of its variance, and
-4 of the largest. A stage is granted 4 times the root of its summed variances (a free run 2 times, its flips are that
-many), so is each token of it, and an element 4 times what is its own and its row's mean. A variance counts a rounding
-as if it were always at its largest, three times what it is on the average: what is granted is 7 deviations.
+    Half precision rounds weights too, equally for all tokens. Where attention averages many values, errors therefore
+    count with one sign: independent errors would vanish in the average, common errors do not.
 
-That is the spread of many numbers; a row of few is as uncertain as one. The norm of independent errors of deviations d
-exceeds sqrt(sum(d * d)) + 6 max(d) with a chance of e^-18, and an engine that adds in one lane has d of 1.5 roots: a
-row is granted 4 times the root of its largest variance's 16-fold too, which is more only where less than 16 elements
-make up the sum.
+    Where one channel of a token is much larger than all others, as in some published models, its error moves the next
+    norm's divisor and all that follows. This variance comes from the norm's inputs and adds to all squared products.
 
-Errors of a token are not independent where one of its channels is much larger than all others, as published models have
-it in some tokens: the error of that channel moves the divisor of the next norm, and with it every number made from the
-normed token. Its variance is derived from the inputs of the norm, and granted to the squared results of all products.
+    A sum of n terms t has n partial sums, each rounded by up to 2**-24 of its size. Terms of random sign give about
+    2**-24 * sqrt(n / 6 * sum(t * t)); terms of one sign give 2**-24 * sqrt(n / 9) of the sum. Both count. Two engines
+    err independently, and n = width / 8, as if both add in 8 lanes. Kernels for many rows add hundreds of terms in one
+    lane, with errors up to 2.5 times as large; the factor 4 covers them.
 
-A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
-of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
-and n = width / 8, as if both add in 8 lanes. Where terms have one sign, the partial sums are k / n of the sum, and the
-errors 2^-24 * sqrt(n / 9) of it: both are granted. Kernels for many rows add hundreds of terms in one lane, which makes
-errors up to 2.5 times as large; the factor of 4 has room for them.
+    Blocks with a minimum (w = d * q + m): ggml sums d * q * x and m * x separately, and both may cancel. The terms are
+    then those of each block in both sums.
 
-Where a block has a minimum, w = d * q + m, ggml sums d * q * x and m * x apart, and the two may cancel: then the terms
-are those of each block in both sums.
-
-Source: first-order propagation of independent errors, and the usual random-walk estimate of rounding errors
-(N. Higham, Accuracy and Stability, 2.8); ggml vec_dot.
+Source: first-order propagation of independent errors; N. Higham, Accuracy and Stability, 2.8; ggml vec_dot.
 """
 
 import math
@@ -175,7 +176,7 @@ def _passed_on(s: Step, made: np.ndarray, *, hidden: bool, stored: bool) -> np.n
 
 
 class Limits:
-    """Limits of one case, in one arithmetic, derived from one golden and the producers' distances from the truth.
+    """Tolerances of one case in one arithmetic, from one golden and the engines' distances from the float64 reference.
 
     They are derived in the order of the forward pass, as far as they were asked for.
     """
@@ -198,7 +199,7 @@ class Limits:
             golden: Its trace, whole.
             arithmetic: Of the run.
             fused: Whether scores and probabilities are not fed, isolated, but made.
-            distance: The producers' largest distance from the truth, of a mode and a stage.
+            distance: The engines' largest distance from the float64 reference, by mode and stage.
         """
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
         self._golden, self._distance, self._config = golden, distance, weights.config
@@ -218,7 +219,7 @@ class Limits:
                 self._isolated[at] = self._limit_isolated(at, made[ISOLATED])
             self._chained[at] = made[CHAINED].copy()
             if len(made) > FREE:
-                self._free = made[FREE] / 4  # twice the root is granted: flips are as many as can be
+                self._free = made[FREE] / 4  # the tolerance is twice the root: flips are as many as can be
 
     def _limit_isolated(self, name: str, variance: np.ndarray) -> Tolerance:
         """Derive it; in half precision the limit of the whole would let a factor of one per cent pass."""
@@ -298,7 +299,7 @@ class Limits:
 def widened(made: Tolerance, distance: Difference | None) -> Tolerance:
     """Widen a tolerance to at least 4 times the reference engines' own distance from the float64 reference.
 
-    A producer that is farther off than its own rounding explains is wrong, and grants no more than one that is right.
+    An engine that is farther off than its own rounding explains is wrong, and widens no more than one that is right.
     """
     if distance is None or made == EXACT:
         return made
@@ -535,7 +536,7 @@ def _rope_variance(s: Step) -> np.ndarray:
     half = s.config.rotated // 2
     j = np.arange(half)
     turns = s.positions[:, None] * s.config.rope_theta ** (-j / half)  # (seq, half)
-    angle = (turns * (j + np.sqrt(j) + 3) + 2) * UNIT / FACTOR  # a bound, so that nothing is granted above it
+    angle = (turns * (j + np.sqrt(j) + 3) + 2) * UNIT / FACTOR  # a bound, and the tolerance is not above it
     x, given = s.x[0].reshape(s.y.shape), s.given[0].reshape(-1, *s.y.shape)
     halves, neighbours = (slice(half), slice(half, 2 * half)), (slice(0, None, 2), slice(1, None, 2))
     one, other = neighbours if s.config.adjacent_pairs else halves

@@ -1,27 +1,28 @@
-"""What training is granted, in one file: floors and ceilings of float32 and bfloat16, and the limits of float64.
+"""Tolerances of training, by dtype: floors and ceilings of float32 and bfloat16, and the tolerances of float64.
 
-**float32**: 4 times the witness's largest distance from the truth in a group of stages, at least a floor and at most a
-ceiling. The floors are 4 ulp, where nothing else is said; the ceilings of float32 are fixed: orders above what engines
-show, orders below what mistakes make.
+**float32**: 4 times the engine's largest distance from the float64 reference in a group of stages, at least a floor and
+at most a ceiling. The floors are 4 ulp, where nothing else is said; the ceilings of float32 are fixed: orders above
+what engines show, orders below what mistakes make.
 
-**bfloat16**: the same of PEFT's run in it, with the floor of the dtype. The truth is the float64 run with the weights
+**bfloat16**: the same of PEFT's run in it, with the floor of the dtype. The float64 reference is a run with the weights
 as they are stored: rounding the base is part of what such a run does. Errors of independent roundings add up as the
 root of their number, so the ceiling is derived: there is one at each stage of the forward pass and another on the way
 back; alone, a gradient is that of one block. A square is twice as far off as its root. The adapter, its gradients and
 the optimizer are float32 on any base, in PEFT and here, so an optimizer step alone keeps its limits of float32.
 
-**float64**: everything is granted `GATE`, as a share of the tensor and of its largest element. Sums of some thousand
+**float64**: the tolerance is `GATE`, as a share of the tensor and of its largest element. Sums of some thousand
 products round to some 1e-15, and the gate is a thousand times that; a constant that is off by one part in a million is
 a million gates off.
 
-Parameters after a chain of steps are granted more, because Adam divides by the size of a gradient that may be nearly
-zero. A step moves a parameter by r = m / (sqrt(v) + eps) learning rates, m and v corrected. If no gradient up to then
-is off by more than d, then m is off by at most d, and sqrt(v) too: it is a root mean square. So r is off by at most
+Parameters after a chain of steps have a larger tolerance, because Adam divides by the size of a gradient that may be
+nearly zero. A step moves a parameter by r = m / (sqrt(v) + eps) learning rates, m and v corrected. If no gradient up to
+then is off by more than d, then m is off by at most d, and sqrt(v) too: it is a root mean square. So r is off by at
+most
 
     d / (sqrt(v) + eps)  +  |m| d / (sqrt(v) + eps)^2   =   d (1 + |r|) / (sqrt(v) + eps)
 
-and parameters by the sum over the steps. Gradients are granted d = GATE times the largest of the tensor. What that is
-multiplied with is made of the truth alone, see `amplification`, and stored beside it.
+and parameters by the sum over the steps. The tolerance of gradients is d = GATE times the largest of the tensor. What
+that is multiplied with is made of the float64 reference alone, see `amplification`, and stored beside it.
 """
 
 import math
@@ -41,7 +42,7 @@ from llorch.stages.table import keys
 GATE = 1e-12
 CEILINGS = {"isolated": 1e-5, "chained": 1e-3}  # fixed ceilings of float32, of a whole tensor
 OF_PARAMETERS = {"isolated": 1e-4, "chained": 0.02}  # fixed likewise, in learning rates: a wrong sign is 2 of them
-WORST = 10  # times the ceiling of a whole tensor: what its worst element is granted at most; fixed
+WORST = 10  # times the ceiling of a whole tensor: the largest tolerance of its worst element; fixed
 OWN_FLOORS = {  # of float32
     "parameters": FLOOR / 1e-2,  # in learning rates of 1e-2: 4 ulp of a parameter of size 1
     "learning_rate": 1e-15,  # made in float64: some 4 ulp of that

@@ -54,7 +54,7 @@ class KernelVerdict:
     """The result of trying a kernel."""
 
     off: float  # largest error, as a part of what is allowed
-    slow: float  # time of ours / time of torch's; NaN: not asked for
+    slow: float  # kernel's time / time of torch's; NaN: not measured
     died: str = ""  # why there is no result
 
     def fault(self, *, timed: bool) -> str:

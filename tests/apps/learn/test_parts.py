@@ -1,4 +1,4 @@
-"""Parts in the place of ours: with the reference in it all is as before, and what a part makes is looked at."""
+"""Parts in place of llorch's functions: the reference changes nothing there, and the outputs of a part are checked."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What names of ours, of llama.cpp's nodes and of Hugging Face's modules stand for."""
+"""Stages behind the names of llorch, of llama.cpp's nodes and of Hugging Face's modules."""
 
 import pytest
 from builders.raw_dumps import weights_of

@@ -258,7 +258,7 @@ def test_without_a_truth_limits_are_derived_from_the_engine_and_float64_has_no_r
 
 
 def with_best(producer: str, token: int) -> np.ndarray:
-    """The logits that the producer selected, with another token on top."""
+    """The logits that the engine selected, with another token on top."""
     row = GOLDEN.evidence[producer].selected_logits.copy()
     row[token] = row.max() * (1 + 1e-6) + 1e-6
     return row
@@ -283,7 +283,7 @@ def test_the_first_greedy_token_of_a_producer_is_its_best(model: str, producer: 
 
 
 def with_true_gap(at: int, share: float) -> tuple[Truth, int]:
-    """The truth with its two best logits of one step close together; they stay in order. With the second's id."""
+    """The float64 reference with the two best logits of one step close together, in the same order; the second's id."""
     steps = GOLDEN.truth.step_logits.copy()
     second = int(np.argsort(steps[at])[-2])
     steps[at, second] = steps[at].max() - share * np.sqrt(np.square(steps[at]).mean())

@@ -1,4 +1,4 @@
-"""Which tokens rounding may decide: at the edge of top-p, and between two that the truth holds nearly equal."""
+"""Tokens that rounding may decide: at the edge of top-p, and between two that are nearly equal in float64."""
 
 from unittest.mock import Mock
 
@@ -21,7 +21,7 @@ AHEAD = np.cumsum(np.sort(softmax(LOGITS.astype(np.float64)))[::-1])[200]  # the
     ("p", "settings", "swapped", "factor", "excused"),
     [
         (AHEAD + 1e-6, {}, False, 1.0, True),
-        (AHEAD + 1e-6, {}, True, 1.0, False),  # ours is the one that lacks it
+        (AHEAD + 1e-6, {}, True, 1.0, False),  # llorch lacks it
         (AHEAD + 5.8e-6, {}, False, 1.0, True),  # 4 * 2^-24 * sqrt(2 * 1000 / 3) is 6.2e-6
         (AHEAD + 6.5e-6, {}, False, 1.0, False),
         (AHEAD + 1e-4, {}, False, 1.0, False),  # float32 sums of a thousand terms are nearer
@@ -56,7 +56,7 @@ def test_the_gap_of_a_near_tie_is_that_of_the_truth_to_the_less_likely_of_both()
 
     assert gap(0, 0) == 0
     assert gap(1, 0) == gap(0, 1) == gap(1, 1) == gap(1, 0, 0) == pytest.approx(1 / size)
-    assert gap(3, 0) == gap(-1, 0) == gap(0, 1, 0) == np.inf  # no such tokens; behind another text than the truth's
+    assert gap(3, 0) == gap(-1, 0) == gap(0, 1, 0) == np.inf  # no such tokens; after another text than the reference's
     assert known.of(text, 1, 0)[1] == 1e-6 + 2.0**-24
     assert NOTHING_KNOWN.of(text, 0, 0) == (np.inf, 0.0)
 

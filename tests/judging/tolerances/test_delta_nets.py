@@ -1,4 +1,4 @@
-"""Errors go through delta nets and gated attention as was derived; nothing is granted that would hide a mistake."""
+"""Errors propagate through delta nets and gated attention as derived; no tolerance would hide a mistake."""
 
 from functools import cache
 from itertools import takewhile

@@ -46,7 +46,7 @@ def ones(stage: str, seq: int = 8) -> np.ndarray:
     ],
 )
 def test_limit_of_factor_shrinks_with_the_number_of_independent_groups(stage: str, n_groups: list[int]):
-    steps = 100.0  # so that the least that is granted is less
+    steps = 100.0  # so that the smallest tolerance is smaller
     expected = FACTOR * steps * UNIT * math.sqrt(sum(1 / n for n in n_groups))
     assert derived(stage, ones(stage), steps) == pytest.approx(expected)
 

@@ -103,7 +103,7 @@ def test_a_type_without_minima_is_counted_by_its_elements():
 
 
 def sums_in_one_lane(n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of one matrix, added in order in float32; what they are; the variances that a product is granted."""
+    """Tokens of one matrix, added in order in float32; their values; the variances of a product's tolerance."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(0, 1, (5000, 48)).astype(np.float32), rng.normal(0, 1, (n_rows, 48)).astype(np.float32)
     terms = x[:, None] * w
@@ -169,7 +169,7 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("op", "inputs", "output", "least"),
     [
-        (product, ["l0.ffn_norm"], "l0.ffn_gate", 0.6),  # beside it, the scale of whole rows is granted
+        (product, ["l0.ffn_norm"], "l0.ffn_gate", 0.6),  # and the tolerance covers the scale of whole rows
         (norm, ["l0.attn_residual"], "l0.ffn_norm", 0.9),
         (swiglu, ["l0.ffn_gate", "l0.ffn_up"], "l0.ffn_act", 0.9),
     ],

@@ -1,4 +1,4 @@
-"""A model split over ranks: every stage of it against the truth, and mistakes of splitting at their stages."""
+"""A model split over ranks: every stage against the float64 reference, and mistakes of splitting at their stages."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The judge of one dump. What stands for the truth here is a run of ours: its rules are tried, not numbers."""
+"""The judge of one dump. Here a run of llorch is the reference: the tests are about rules, not numbers."""
 
 from dataclasses import replace
 from pathlib import Path

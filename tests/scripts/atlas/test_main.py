@@ -20,7 +20,7 @@ def invoke(*words: str) -> Result:
     ("words", "said"),
     [
         (["mlx-ml"], ("engine 'mlx-ml'", "python -m benchmarks.atlas --list", "'mlx-lm'")),
-        (["--input", "lama"], ("input 'lama'", "python -m benchmarks.atlas --list", "'llama'")),
+        (["--input", "llma"], ("input 'llma'", "python -m benchmarks.atlas --list", "'llama'")),
     ],
 )
 def test_what_is_not_there_is_said(words: list[str], said: tuple[str, ...]):

@@ -51,7 +51,7 @@ def float64_peft(base: Path, adapter: Path, attention: str = "eager") -> Any:
 
 
 def gradients_of(model: Any, adapter: Adapter) -> dict[str, np.ndarray]:
-    """Gradients by our names of a PEFT model that has gone backward; every trained parameter is one of ours."""
+    """Gradients of a PEFT model after its backward pass, by llorch's names, which all trained parameters have."""
     from llorch.lora.peft_format import _stored_names
 
     found = {name.replace(".default", ""): p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}

@@ -91,7 +91,7 @@ def first_difference(one: Encode, other: Encode, texts: Iterable[str]) -> str | 
 
 
 def encoder_of(theirs: Any) -> Encode:
-    """A tokenizer of transformers, called as ours is."""
+    """A tokenizer of transformers, with llorch's signature."""
     return lambda text, *, add_special, parse_special: theirs(
         text, add_special_tokens=add_special, split_special_tokens=not parse_special
     )["input_ids"]

@@ -164,7 +164,7 @@ def tiled(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> T
 
 
 def fused(**how: Any) -> Callable[..., Tensor]:
-    """Torch's fused attention without a mask of ours."""
+    """Torch's fused attention without llorch's mask."""
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> Tensor:
         heads = scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=True, is_causal=True, **how)

@@ -46,7 +46,7 @@ from llorch.stages.stage_ref import Pass, part_of
 from llorch.stages.table import BY_NAME, Stage, key, keys
 
 BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each of which another model has alone
-PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest that a product alone is granted
+PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest tolerance of a product alone
 N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide the others'
 
 

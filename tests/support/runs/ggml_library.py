@@ -1,4 +1,4 @@
-"""ggml's own shared libraries, as llama-cpp-python installs them: the witness for blocks, roundings, file checks."""
+"""ggml's own shared libraries, as llama-cpp-python installs them: the reference for blocks, roundings, file checks."""
 
 import ctypes
 import importlib.util

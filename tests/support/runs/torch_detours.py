@@ -36,7 +36,7 @@ class Detour(nn.Module):
         return self.base(x) + added
 
     def directed(self, weight: Tensor, product: Tensor) -> Tensor:
-        """The whole adapted matrix; with DoRA its rows have the learned lengths, theirs count as constants."""
+        """The whole adapted matrix; with DoRA its rows get the learned lengths, and their own are constants."""
         whole = weight + product
         if "magnitude" not in self.leaves:
             return whole

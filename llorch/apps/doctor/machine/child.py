@@ -7,7 +7,7 @@ from typing import Any
 
 from llorch.runtime.worker import Ended, run, signal_name
 
-_MARK = "llorch:"  # of lines of ours: what is imported may print, too
+_MARK = "llorch:"  # opens llorch's lines; imported packages may print, too
 
 
 def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]:

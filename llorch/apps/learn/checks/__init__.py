@@ -1,1 +1,1 @@
-"""How lessons are judged, by kind: each puts the learner's parts in the place of ours and asks the verification."""
+"""Checks of lessons, by kind: each replaces functions of llorch by the learner's and runs the verification."""

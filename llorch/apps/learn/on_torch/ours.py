@@ -1,4 +1,4 @@
-"""References under other names: what is put in the place of ours in llorch is not put here, see `parts.forward`."""
+"""llorch's functions under other names, which stay when a learner's functions replace them, see `parts.forward`."""
 
 from llorch.pytorch.causal_lm import rms_norm as our_rms_norm
 from llorch.pytorch.causal_lm import rope as our_rope
