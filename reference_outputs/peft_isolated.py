@@ -1,6 +1,6 @@
 """The float64 reference of isolated stages: what PEFT and torch make of a golden's inputs, one stage at a time.
 
-PEFT and torch compute every part: PEFT's own leaf on the golden's activations, autograd through each block of the
+PEFT and torch compute every part: PEFT's own layer on the golden's activations, autograd through each block of the
 unmodified model, torch's cross entropy, clipping and AdamW. Only where a block begins and ends do hooks put the
 golden's numbers.
 """

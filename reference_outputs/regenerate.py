@@ -148,7 +148,7 @@ def make(name: str) -> Golden:
         name: The model.
 
     Returns:
-        Goldens, truth and provenance.
+        Goldens, float64 reference and provenance.
     """
     path = builtin_path(name)
     weights = open_weights(path)

@@ -2,7 +2,7 @@
 
 `model.double()` is not enough: norms, RoPE, the softmax and the loss of transformers go through float32 by name. Every
 such cast is an operator call that a dispatch mode sees, below autograd; each float dtype that is asked for becomes
-float64. A run in which any operator still makes a narrower number is refused: it would be no truth.
+float64. A run in which any operator still makes a narrower number is refused.
 """
 
 from collections.abc import Callable, Iterator

@@ -31,8 +31,8 @@ class Comparison:
     mode: str  # isolated, chained, decode, exact, free: with no flip replaced; whole, in parts: of long contexts
     error: float  # ours from the golden
     worst: float  # its worst element
-    truth_error: float  # ours from the float64 truth; NaN for isolated rows, which start from the golden
-    producer_error: float  # the golden from the float64 truth
+    truth_error: float  # llorch's from the float64 reference; NaN for isolated rows, which start from the golden
+    producer_error: float  # the golden from the float64 reference
     tolerance: float
     tolerance_worst: float
     verdict: str

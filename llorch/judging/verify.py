@@ -54,7 +54,7 @@ from llorch.runtime.memory import available_memory
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import keys
 
-Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
+Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a float64 reference: wide=
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutpu
     """Run the reference engines of a plan; for the exceptions see `verify_live`."""
     weights, config = plan.weights, plan.weights.config
     ours = plan_residency(weights, n_tokens=len(plan.ids))
-    require_memory(config, len(plan.ids), n_traces=3 * len(plan.producers) + 3)  # truths are twice as wide
+    require_memory(config, len(plan.ids), n_traces=3 * len(plan.producers) + 3)  # float64 is twice as wide
     require_engines(weights, plan.producers, ours=ours.needed)
     start((*plan.producers, "transformers"))  # which computes the float64 reference
     evidence: dict[str, EngineOutput] = {}

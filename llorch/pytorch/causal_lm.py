@@ -1,8 +1,8 @@
 """The forward pass of Llama and Qwen as torch modules on one page: batched, on any device, in any float dtype.
 
 Attribute paths are those of transformers, so that names of tensors need no map. Every line that makes a stage of the
-stage table names it with `keep`. What makes it faster replaces a leaf (a projection, a norm, `attend`, `rotate`, `act`)
-with something of the same interface; nothing here knows of it.
+stage table names it with `keep`. A kernel replaces a module (a projection, a norm, `attend`, `rotate`, `act`)
+by one with the same interface; nothing here depends on it.
 
 Sums of norms, scores and softmax and all rotations are at least float32 and are rounded once, also in float16 and
 bfloat16; in float64 nothing is rounded in between.

@@ -76,7 +76,7 @@ def assert_close(got: np.ndarray, want: Tensor | None, name: str) -> None:
 
 
 def stage_gradients(weights: Weights, adapter: Adapter, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Torch's stages of one document, their gradients retained, and the leaves; the loss has gone backward."""
+    """Torch's stages of one document, their gradients retained, and the adapter's tensors, after the backward pass."""
     model, leaves = detoured(weights, adapter)
     stages: dict[str, Tensor] = {}
 

@@ -35,7 +35,7 @@ ROPES: dict[str, dict[str, object]] = {
 
 
 def exact(path: Path | str) -> TorchModel:
-    """In float64 with the page's own leaves."""
+    """In float64 with the reference implementation's own modules."""
     return load_torch(path, dtype="float64", attention="eager")
 
 

@@ -17,7 +17,8 @@ FOLDERS = ("llorch", "tests", "benchmarks", "reference_outputs", "checkpoints", 
 PAGES = (".md", ".html", ".js", ".toml", ".yml", ".svg")
 IN_TEXT = {  # retired words, as a regular expression: what to write
     r"witness(es)?|producers?": "reference engine, or its name",
-    r"(the|foreign) truth": "float64 reference",
+    r"(the|foreign|float64|no) truth": "float64 reference",
+    r"leaf(?! node| tensor)": "kernel, module",
     r"granted": "allowed; a tolerance",
     r"tooth|teeth": "fault injection, injected fault",
     r"sisters?": "control input",

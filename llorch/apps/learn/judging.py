@@ -21,7 +21,7 @@ class LessonComparison:
 
     Attributes:
         row: Its verdict.
-        claim: What was claimed; None where things are equal or not.
+        claim: The expectation; None where things are equal or not.
         got: What the learner's code made; None if it never came.
         part: That alone was in place; empty where several were.
         config: Of the model, where the array is a stage of the table: its axes have names then.

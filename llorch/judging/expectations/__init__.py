@@ -1,1 +1,1 @@
-"""Suites: what is claimed of a model, made from goldens alone, and the rows that a runner gets for it."""
+"""Expectations of a model, made from goldens alone, and the rows that a runner gets for them."""

@@ -46,7 +46,7 @@ COPIES = ("embed", "k_cache", "v_cache", "conv_state")  # isolated they are exac
 
 
 class ForwardSuite:
-    """What is claimed of the forward pass of one model."""
+    """Expectations of the forward pass of one model."""
 
     def __init__(
         self,

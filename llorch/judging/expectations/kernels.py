@@ -1,4 +1,4 @@
-"""Our kernels beside torch's own leaves, on the device that they are asked for."""
+"""llorch's kernels compared with torch's own modules, on the device of the run."""
 
 import math
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Packed matrices on the torch path against llama.cpp: decoding bit by bit, and every product of the micro models.
 
-What llama.cpp multiplies are rounded activations. So every leaf is given the golden's input, rounded as ggml rounds it,
-and its product is held to the limit that NumPy's is held to. In half precision the limit is what rounding inputs,
-weights and the result costs. Both leaves are judged: the plain one, and the one that runs on the target.
+llama.cpp multiplies rounded activations. So every kernel gets the golden's input, rounded as ggml rounds it, and its
+product has the tolerance of NumPy's product. In half precision the tolerance is the cost of rounding inputs, weights
+and the result. Both modules are judged: the plain one, and the kernel that runs on the target.
 """
 
 from collections.abc import Iterator, Mapping

@@ -43,7 +43,7 @@ class TorchVariant:
     """One way to run the modules."""
 
     make: Callable[[Weights, Target], TorchModel]
-    hidden: frozenset[str] | None = SCORES  # stages that its leaves do not show; None: as its attention is compiled
+    hidden: frozenset[str] | None = SCORES  # stages that its kernels do not show; None: as its attention is compiled
     in_batch: bool = False  # the judged tokens run beside others, with padding
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints 15 to 20, but for files, on the torch path: the modules, leaves, loss and optimizer that training uses.
+"""Checkpoints 15 to 20, but for files, on the torch path: the modules, kernels, loss and optimizer that training uses.
 
 Isolated and chained are as in `runner`. The trainer's own `Stepper` makes gradients and steps; isolated, hooks put the
 golden's numbers in where a block begins, and its gradient in where one ends. In half precision the base and its
@@ -338,7 +338,7 @@ def _delta(leaf: Any, x: Tensor) -> Tensor:
 
 
 def _at_each_leaf(module: CausalLM, note: Callable[[Any, str, Tensor], None]) -> None:
-    """Let a leaf with an adapter, its matrix and what goes into it be noted whenever the forward pass comes there."""
+    """Call `note` with a module with an adapter, its matrix and its input, whenever the forward pass reaches one."""
     for _, target, leaf in lora_leaves(module):
 
         def noted(leaf: Any, inputs: tuple, name: str = target.name) -> None:

@@ -102,7 +102,7 @@ def ceiling(config: ModelConfig, stage: str, mode: str, dtype: DtypeName) -> Tol
 
 @lru_cache
 def _stage_counts(config: ModelConfig) -> Mapping[str, int]:
-    """Count the stages of the first block and of a whole model; every claim asks for them."""
+    """Count the stages of the first block and of a whole model; every expectation needs them."""
     judged = [layer for _, _, layer in keys(config)]
     return {ISOLATED: judged.count(0), CHAINED: len(judged)}
 

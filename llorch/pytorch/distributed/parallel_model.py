@@ -33,7 +33,7 @@ from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel
 from llorch.runtime.launched_rank import ranks_here
 
-WHOLE_ONLY = ("block", "experts")  # leaves that are wrong on a part
+WHOLE_ONLY = ("block", "experts")  # kernels that are wrong on a part
 
 
 class ParallelModel(TorchModel):

@@ -121,7 +121,7 @@ def require_adapter(module: CausalLM, name: str) -> None:
 
 
 def lora_leaves(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraLeaf]]:
-    """Yield the leaves that have adapters, by path and target, in the order of the forward pass."""
+    """Yield the modules that have adapters, by path and target, in the order of the forward pass."""
     for target in targets_of(module.config).values():
         for path in paths_of(target):
             leaf = module.get_submodule(path)

@@ -109,7 +109,7 @@ class AdapterSetting:
     scaling: float
     target: LoraTarget
     salt: int  # of its dropout
-    rows: Tensor | None = None  # of lora_B, where the adapter stands beside several leaves
+    rows: Tensor | None = None  # of lora_B, where the adapter belongs to several modules
 
     def of_leaf(self, lora_B: Tensor) -> Tensor:
         """Return the rows of lora_B, or of magnitudes, that belong to this module."""

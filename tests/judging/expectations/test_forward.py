@@ -1,4 +1,4 @@
-"""What is claimed of the forward pass: which rows there are, what they say, what turns them red, what is a near-tie."""
+"""Expectations of the forward pass: its rows, their text, the faults that turn them red, and near-ties."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -46,7 +46,7 @@ from llorch.runtime.builtin import builtin_path
 
 @pytest.fixture
 def fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Half of the prompts, still more rows than a wide tile has: torch takes its time without our leaves."""
+    """Half of the prompts, still more rows than a wide tile has: torch is slow without llorch's kernels."""
     monkeypatch.setattr(reproducible_runs, "LENGTHS", LENGTHS[: len(LENGTHS) // 2])
     return len(LENGTHS) // 2
 

@@ -1,4 +1,4 @@
-"""Kernels that prove themselves: what a trial finds, what is kept of it, and which leaves a model then gets."""
+"""Selection of kernels: the result of a check, what is stored of it, and the kernels that a model gets."""
 
 import json
 import math
@@ -73,7 +73,7 @@ def test_triton_leaves_pass_the_trial(kind: str, monkeypatch: pytest.MonkeyPatch
 
 
 class OneWrong(nn.Module):
-    """A leaf with one wrong element in all of what it makes."""
+    """A kernel with one wrong element in its results."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_one_wrong_element_is_found(kind: str, dtype: str):
 
 
 class OneWrongGradient(nn.Module):
-    """A leaf whose results are right, and whose gradient has one wrong element."""
+    """A kernel whose results are right, and whose gradient has one wrong element."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adapters beside the leaves of the torch page: put on, switched, trained, taken off."""
+"""Adapters on modules of the torch model: put on, switched, trained, taken off."""
 
 import hashlib
 from collections.abc import Mapping

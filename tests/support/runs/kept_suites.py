@@ -1,8 +1,8 @@
-"""Rows of the stored goldens, judged with one golden and one suite of claims for each model of a process.
+"""Rows of the stored goldens, judged with one golden and one suite of expectations for each model of a process.
 
 A suite derives its limits once for each case and dtype. Backends that `verify_stored` judges one after the other would
 derive them again and read the goldens again, which is a tenth of what their rows cost. Ceilings of training are kept
-too, as every claim asks for one.
+too, as every expectation needs one.
 """
 
 from collections.abc import Iterator, Sequence

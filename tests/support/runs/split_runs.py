@@ -74,7 +74,7 @@ def answered(model: Any) -> list[tuple[int, int]]:
 
 
 def generated(path: str | Path, n_ranks: int, how: dict[str, Any], apart: bool = False) -> dict[str, Any]:
-    """Tokens and logits of every rank, and the leaves; `apart`: ranks differ in their logits."""
+    """Tokens and logits of every rank, and the kernels; `apart`: ranks differ in their logits."""
     torch.set_num_threads(1)
     mesh = start({"dp": 1, "tp": n_ranks})
     model = load_parallel(path, mesh, **how)

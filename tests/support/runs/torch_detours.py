@@ -46,7 +46,7 @@ class Detour(nn.Module):
 def detoured(
     weights: Weights, adapter: Adapter, *, masks: Mapping[str, np.ndarray] | None = None
 ) -> tuple[CausalLM, dict[str, Tensor]]:
-    """The torch page in float64 with an adapter beside its leaves, and what can be differentiated by."""
+    """The torch model in float64 with an adapter, and the tensors that can be differentiated by."""
     model = load_dense(weights, dtype=torch.float64, device=torch.device("cpu"))
     leaves = {name: torch.from_numpy(a).double().requires_grad_() for name, a in adapter.flat().items()}
     for name, target in adapter.targets.items():

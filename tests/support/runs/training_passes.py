@@ -37,7 +37,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 
 
 def base(name: str, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """A built-in model on the CPU, with plain leaves."""
+    """A built-in model on the CPU, without kernels."""
     return load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
 
 
@@ -61,7 +61,7 @@ def loss_of(logits: Tensor, of: Batch) -> Tensor:
 
 @contextmanager
 def watched(leaves: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """What adapters add: the output of each leaf less that of its base."""
+    """What adapters add: the output of each module less that of its base."""
     seen: dict[str, Tensor] = {}
     with ExitStack() as hooks:
         for name, leaf in leaves.items():

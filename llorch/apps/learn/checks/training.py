@@ -1,4 +1,4 @@
-"""Lessons of training: a golden's run with the learner's parts in it, judged by the claims of the training suite.
+"""Lessons of training: a golden's run with the learner's parts in it, judged by the expectations of training.
 
 Isolated, the parts of the lesson are put in one at a time, and every stage that can be is fed the golden's own numbers;
 of the curve only the first steps are run, of files only the adapter's is written. Chained, all that is written by then

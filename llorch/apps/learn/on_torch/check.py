@@ -1,7 +1,7 @@
 """Lesson 14: the stages of its parts in the run of our torch modules, on the CPU, in float32 and in bfloat16.
 
-The claims and limits are those of checkpoint 14. A name is looked for in what the float32 run shows: in bfloat16 no
-known mistake makes the same numbers to the last digit.
+Expectations and tolerances are those of checkpoint 14. A name is looked for in what the float32 run shows: in bfloat16
+no known mistake makes the same numbers to the last digit.
 """
 
 from collections.abc import Callable, Iterator, Sequence

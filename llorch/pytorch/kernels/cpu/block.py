@@ -24,7 +24,7 @@ from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
 from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
 
-MOST = 64  # rows of a block in one call, where its leaves take any number
+MOST = 64  # rows of a block in one call, where its kernels take any number
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 

@@ -1,4 +1,4 @@
-"""The compiled leaves of a delta net and of experts beside those of the pages."""
+"""The compiled kernels of a delta net and of experts, compared with the reference implementation."""
 
 import ctypes
 from typing import cast

@@ -25,7 +25,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    """As near to the float64 truth as the dtype allows."""
+    """As near to the float64 reference as the dtype allows."""
     assert got.dtype == dtype
     assert got.shape == want.shape
     error = float((got.double() - want).norm() / want.norm())

@@ -1,4 +1,4 @@
-"""A whole model with all Triton leaves in place, against the plain one."""
+"""A whole model with all Triton kernels, against the plain one."""
 
 from dataclasses import replace
 from typing import Any
