@@ -1,10 +1,18 @@
-"""Random sizes and settings of every family, as keys of its configuration; what engines hard-code is drawn, too."""
+"""Random sizes and settings of every family, as keys of its configuration; values that engines hard-code vary, too."""
 
 from typing import Any
 
 import numpy as np
 
 Sizes = dict[str, Any]
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SCALINGS: tuple[Sizes | None, ...] = (
+    None,
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 512},
+)  # fmt: skip
 
 
 class Draw:
@@ -12,7 +20,7 @@ class Draw:
 
     def __init__(self, seed: int) -> None:
         """Start the draws from a seed; an equal seed gives an equal model."""
-        self.rng = np.random.default_rng(seed)
+        self.seed, self.rng = seed, np.random.default_rng(seed)
 
     def between(self, low: int, high: int) -> int:
         """Draw an integer, both ends included."""
@@ -80,10 +88,39 @@ def sections(draw: Draw, head_dim: int, share: float) -> Sizes:
     }}  # fmt: skip
 
 
-def drawn(family: str, seed: int) -> Sizes:
-    """Draw the keys of one model; an equal seed gives equal keys."""
-    draw = Draw(seed)
-    return FAMILIES[family](draw)
+def dense(draw: Draw) -> Sizes:
+    """Draw all keys of a Llama, Qwen2 or Qwen3 model that both engines load."""
+    family = draw.one_of(*CLASSES)
+    n_kv_heads, group, head_dim = draw.between(1, 3), draw.between(1, 3), 8 * draw.between(1, 8)
+    n_heads = n_kv_heads * group
+    sizes: Sizes = {
+        "model_type": family, "architectures": [CLASSES[family]], "hidden_act": "silu",
+        "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads,
+        "hidden_size": n_heads * (8 * draw.between(1, 6) if family == "qwen3" else head_dim),
+        "intermediate_size": 8 * draw.between(2, 59), "num_hidden_layers": draw.between(1, 3),
+        "vocab_size": draw.between(40, 2999), "rms_norm_eps": draw.one_of(1e-5, 1e-6),
+        "rope_theta": draw.one_of(1e4, 5e5, 1e6), "max_position_embeddings": draw.one_of(64, 2048, 8192),
+        "tie_word_embeddings": draw.rng.random() < 0.5,
+    }  # fmt: skip
+    if family != "qwen2":
+        has_bias = family == "llama" and draw.rng.random() < 0.3  # llama.cpp has a bias of attn_output in llama only
+        sizes |= {"head_dim": head_dim, "attention_bias": has_bias}
+    scaling = draw.one_of(*SCALINGS[: None if family == "llama" else -1])  # llama.cpp has llama3's for llama only
+    return sizes | ({"rope_scaling": scaling} if scaling and draw.rng.random() < 0.6 else {})
+
+
+def quantised(draw: Draw) -> Sizes:
+    """Draw a dense model; if its seed is even, with rows of whole super-blocks."""
+    sizes = dense(draw)
+    if draw.seed % 2:
+        return sizes
+    n_heads = 4 * sizes["num_key_value_heads"]
+    sizes |= {
+        "num_attention_heads": n_heads,
+        "hidden_size": 64 * n_heads,
+        "intermediate_size": 256 * draw.between(1, 4),
+    }
+    return sizes | ({"head_dim": 64} if "head_dim" in sizes else {})
 
 
 def qwen2_moe(draw: Draw) -> Sizes:
@@ -173,6 +210,6 @@ FAMILIES = {
     make.__name__: make
     for make in (
         qwen2_moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, qwen2, mistral, smollm3, ministral3, llama4,
-        qwen2_5_vl, qwen3_vl,
+        qwen2_5_vl, qwen3_vl, dense, quantised,
     )
 }  # fmt: skip

@@ -1,14 +1,20 @@
 """Random models of random sizes, a Hugging Face folder and its GGUF twin each, judged live by every engine that can.
 
-    python benchmarks/family_sweep.py --n 30                           all families
-    python benchmarks/family_sweep.py qwen3_moe llama4 --n 3 --torch   the torch path, too
+    python benchmarks/family_sweep.py --n 30                                         all families
+    python benchmarks/family_sweep.py qwen3_moe llama4 --n 3 --torch float32         the torch path, too
+    python benchmarks/family_sweep.py dense --n 50                                   Llama, Qwen2, Qwen3
+    python benchmarks/family_sweep.py quantised --n 50                               the same, quantised by llama.cpp
+    OPENBLAS_CORETYPE=Haswell python benchmarks/family_sweep.py dense                with other kernels
 
 transformers writes the folder; the converter of llama.cpp its twin, unless a GGUF file cannot express the model:
-LLORCH_LLAMACPP names the source tree, which tests/support/fetch_vocabularies.py gets. Judged is all that `llorch
-verify` judges of a file: every stage alone and chained, near and far, a split prefill, the text token for token.
-A line for each model, then one for each family. Exit code 1: a stage failed.
+LLORCH_LLAMACPP names the source tree, which tests/support/fetch_vocabularies.py gets. `dense` and `quantised` need no
+converter: llorch writes their files, with weights from nearly linear to saturated attention. A seed names a model, so
+that it can be judged again (`--seed 17 --n 1`). Judged is all that `llorch verify` judges of a file: every stage alone
+and chained, near and far, a split prefill, the text token for token. A line for each model, then one for each family.
+Exit code 1: a stage failed, or an engine did not run.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -16,140 +22,190 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
-from family_sizes import FAMILIES, drawn
+from family_sizes import FAMILIES, Draw, Sizes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-ENGINES = ("llamacpp", "transformers")
+ENGINES: tuple[Literal["llamacpp", "transformers"], ...] = ("llamacpp", "transformers")
+REFERENCE = "transformers-float64"
+DENSE = ("dense", "quantised")
+FILE_TYPES = {  # LLAMA_FTYPE_* of llama.h; where a row is no multiple of 256, llama.cpp takes a smaller block
+    "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9,
+    "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30,
+}  # fmt: skip
 
 
 @dataclass
-class Judged:
+class ModelSummary:
     """Verdicts on one model."""
 
     family: str
     seed: int
-    rows: int = 0
+    n_rows: int = 0
     judges: Counter[str] = field(default_factory=Counter)  # files that an engine judged
-    twins: int = 0
-    ties: int = 0
-    failed: list[str] = field(default_factory=list)
-    error: str = ""
+    n_twins: int = 0
+    n_ties: int = 0
+    farthest: float = 0.0  # error of a float64 run against the float64 reference
+    failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Write one line, and one more for each of the first failures."""
-        said = f"{self.family} {self.seed}: {self.rows} rows, {self.ties} ties, {len(self.failed)} failed, "
-        said += f"judged by {', '.join(f'{name} {n}' for name, n in self.judges.items())}"
-        return "\n    ".join([said, *self.failed[:5], *([self.error] if self.error else [])])
+        line = f"{self.family} {self.seed}: {self.n_rows} rows, {self.n_ties} ties, {len(self.failures)} failed, "
+        line += f"judged by {', '.join(f'{name} {n}' for name, n in self.judges.items())}"
+        return "\n    ".join([line, *self.failures[:5], *self.failures[5:][-1:]])
 
 
-@click.command(help=__doc__)
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("families", nargs=-1, type=click.Choice(list(FAMILIES)))
 @click.option("--n", default=3, show_default=True, help="Models of each family.")
 @click.option("--seed", default=0, show_default=True, help="The first model's.")
-@click.option("--torch", "with_torch", is_flag=True, help="The torch path in float64 and float32, too.")
-@click.option("--jobs", default=2, show_default=True)
-def main(families: tuple[str, ...], n: int, seed: int, with_torch: bool, jobs: int) -> None:
+@click.option("--torch", "dtypes", multiple=True, help="Judge the torch path too, in this dtype; may be repeated.")
+@click.option("--jobs", default=2, show_default=True, help="Models at a time.")
+def main(families: tuple[str, ...], n: int, seed: int, dtypes: tuple[str, ...], jobs: int) -> None:
     """Entry point."""
-    if "LLORCH_LLAMACPP" not in os.environ:
-        raise click.UsageError(
-            "set LLORCH_LLAMACPP, see --help: without llama.cpp's converter nothing foreign makes the twins"
-        )
-    start, found = time.perf_counter(), list[Judged]()
+    families = families or tuple(FAMILIES)
+    if "LLORCH_LLAMACPP" not in os.environ and {*families} - {*DENSE}:
+        raise click.UsageError("set LLORCH_LLAMACPP, see --help: llama.cpp's converter has to make the GGUF twins")
+    start, summaries = time.perf_counter(), list[ModelSummary]()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        cases = [(name, seed + i, with_torch) for i in range(n) for name in families or FAMILIES]
-        for done in as_completed([pool.submit(judged, *case) for case in cases]):
-            found.append(done.result())
-            click.echo(found[-1])
-    for name in families or FAMILIES:
-        click.echo(summary([one for one in found if one.family == name]))
+        cases = [(name, seed + i, dtypes) for i in range(n) for name in families]
+        for future in as_completed([pool.submit(judge_model, *case) for case in cases]):
+            summaries.append(future.result())
+            click.echo(summaries[-1])
+    for name in families:
+        click.echo(sum_up([summary for summary in summaries if summary.family == name]))
     click.echo(f"{time.perf_counter() - start:.0f} s, {jobs} at a time")
-    sys.exit(any(one.failed or one.error for one in found))
+    sys.exit(any(summary.failures for summary in summaries))
 
 
-def summary(found: Sequence[Judged]) -> str:
+def sum_up(summaries: Sequence[ModelSummary]) -> str:
     """Sum up one family in a line."""
-    judges = sum((one.judges for one in found), Counter[str]())
-    bad = sum(bool(one.failed or one.error) for one in found)
+    judges = sum((summary.judges for summary in summaries), Counter[str]())
+    n_bad = sum(bool(summary.failures) for summary in summaries)
+    farthest = max(summary.farthest for summary in summaries)
     return (
-        f"{found[0].family:<12} {len(found)} models, {sum(one.twins for one in found)} twins: {bad} failed; "
-        f"{sum(one.rows for one in found)} rows, {sum(one.ties for one in found)} ties; files judged by "
+        f"{summaries[0].family:<12} {len(summaries)} models, {sum(summary.n_twins for summary in summaries)} twins: "
+        f"{n_bad} failed; {sum(summary.n_rows for summary in summaries)} rows, "
+        f"{sum(summary.n_ties for summary in summaries)} ties; files judged by "
         + ", ".join(f"{name} {n}" for name, n in judges.items())
+        + (f"; float64 within {farthest:.1e} of the float64 reference" if farthest else "")
     )
 
 
-def judged(family: str, seed: int, with_torch: bool) -> Judged:
+def judge_model(family: str, seed: int, dtypes: Sequence[str]) -> ModelSummary:
     """Judge one model; record an error instead of raising it, so that the other models continue."""
-    told = Judged(family, seed)
-    sizes = drawn(family, seed)
+    summary, draw = ModelSummary(family, seed), Draw(seed)
+    sizes = FAMILIES[family](draw)
     try:
-        with tempfile.TemporaryDirectory(prefix="llorch-sweep-") as place:
-            for path in files(family, seed, sizes, Path(place)):
-                told.twins += path.suffix == ".gguf"
-                judge(path, told, with_torch)
+        with tempfile.TemporaryDirectory(prefix="llorch-sweep-") as name:
+            for path in write_files(family, draw, sizes, Path(name)):
+                summary.n_twins += path.suffix == ".gguf"
+                judge_file(path, summary, dtypes)
     except Exception as error:  # any fault of any engine belongs in the table
-        told.error = f"{type(error).__name__}: {error}"
-    if told.failed or told.error:
-        told.error += f"\n    {sizes}"
-    return told
+        summary.failures.append(f"{type(error).__name__}: {error}")
+    if summary.failures:
+        summary.failures.append(str(sizes))
+    return summary
 
 
-def files(family: str, seed: int, sizes: dict[str, Any], place: Path) -> Iterator[Path]:
+def write_files(family: str, draw: Draw, sizes: Sizes, place: Path) -> Iterator[Path]:
     """Write the folder, and a GGUF twin if llama.cpp can express the model."""
     from builders.families import random_folder, twin
 
+    from llorch.engines.process import in_child
     from llorch.families.llamacpp_limits import cannot_express
     from llorch.files import open_weights
+    from llorch.files.convert import convert
 
-    folder = random_folder(family, place / "folder", seed, **sizes)
+    path = place / "twin.gguf"
+    if family in DENSE:
+        write_dense(place / "folder", draw.rng, sizes)
+        convert(place / "folder", path)
+        if family == "quantised":
+            kind = list(FILE_TYPES)[draw.seed % len(FILE_TYPES)]
+            copy = place / f"{kind}.gguf"
+            in_child("llamacpp", path, "llorch.engines.f32_copy:write_by_llamacpp", path, copy, FILE_TYPES[kind])
+            yield copy
+        else:
+            yield from (place / "folder", path)
+        return
+    folder = random_folder(family, place / "folder", draw.seed, **sizes)
     yield folder
     if not cannot_express(open_weights(folder).config):
-        yield twin(folder, place / "twin.gguf")
+        yield twin(folder, path)
 
 
-def judge(path: Path, told: Judged, with_torch: bool) -> None:
-    """Judge one file; the float64 reference and at least one engine must run."""
+def write_dense(folder: Path, rng: np.random.Generator, sizes: Sizes) -> None:
+    """Write a Hugging Face folder with this configuration and random weights of a random size and dtype."""
+    import torch
+    from safetensors.torch import save_file
+
+    from llorch.families.config import ModelConfig
+    from llorch.files.tensor_names import inventory
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes))
+    scale = 10 ** rng.uniform(-2, -0.7)  # from nearly linear to saturated attention
+    tensors = {}
+    for weight in inventory(ModelConfig.from_huggingface(sizes, path=folder)).values():
+        array = scale * rng.standard_normal(weight.shape, dtype=np.float32)
+        tensors[weight.huggingface] = torch.from_numpy(1 + array if weight.name.endswith("norm") else array)
+    dtype = torch.bfloat16 if rng.random() < 0.3 else torch.float32
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def judge_file(path: Path, summary: ModelSummary, dtypes: Sequence[str]) -> None:
+    """Judge one file; the float64 reference and at least one engine must run, for a dense model all of them."""
     from llorch.files import open_weights
-    from llorch.judging.verify import plan_live, verify_live
+    from llorch.judging.verify import plan_live, verify_as_stored, verify_live
+    from llorch.model.model import load
+    from llorch.ops.numerics import GGML
     from llorch.stages.comparison import FAIL, TIE
 
-    rng, weights = np.random.default_rng(told.seed), open_weights(path)
-    plan = plan_live(weights, rng.integers(3, weights.config.vocab_size, rng.integers(2, 90)).tolist(), ENGINES)
-    rows = list(verify_live(plan, runners if with_torch else numpy_only, failed=(unable := {})))
-    told.rows += len(rows)
-    for name in (*ENGINES, "transformers-float64"):
-        told.judges[name] += any(row.producer == name for row in rows)
-    told.ties += sum(row.verdict == TIE for row in rows)
-    told.failed += [
+    seed, vocab_size, unable = summary.seed, open_weights(path).config.vocab_size, dict[str, str]()
+    rng, is_dense = np.random.default_rng(seed), summary.family in DENSE
+    ids = rng.integers(0, vocab_size, 12) if is_dense else rng.integers(3, vocab_size, rng.integers(2, 90))
+    if summary.family == "quantised":
+        numerics = replace(GGML, kv_cache="f16" if seed % 3 == 0 else "f32")
+        model = load(path, numerics=numerics, residency="packed" if seed % 5 < 2 else "decoded")
+        rows = list(verify_as_stored(model, ids.tolist(), failed=unable))
+    else:
+        plan = plan_live(open_weights(path), ids.tolist(), ENGINES)
+        rows = list(
+            verify_live(plan, partial(runners, None if is_dense else ("", "-fast-batch"), dtypes), failed=unable)
+        )
+    summary.n_rows += len(rows)
+    for name in (*ENGINES, REFERENCE):
+        summary.judges[name] += any(row.producer == name for row in rows)
+    summary.n_ties += sum(row.verdict == TIE for row in rows)
+    errors = [row.error for row in rows if row.producer == REFERENCE and row.mode != "exact"]
+    summary.farthest = max([summary.farthest, *errors])
+    summary.failures += [
         f"{path.name} {row.backend} {row.producer} {row.stage} {row.mode} {row.note}"
         for row in rows
         if row.verdict == FAIL
     ]
-    if not any(row.producer == "transformers-float64" for row in rows):
-        told.failed.append(f"{path.name}: nobody judged it: {unable}")
+    if unable if is_dense else not errors:
+        summary.failures.append(f"{path.name}: not judged by {unable}")
 
 
-def numpy_only(weights: Any, *, wide: bool) -> Iterator[Any]:
-    """Yield the runners of the NumPy path."""
+def runners(variants: Sequence[str] | None, dtypes: Sequence[str], weights: Any, *, wide: bool) -> Iterator[Any]:
+    """Yield the runners of NumPy, and of torch in some dtypes."""
     from llorch.judging.runners.numpy import numpy_runners
 
-    return numpy_runners(weights, wide=wide)
+    yield from numpy_runners(weights, wide=wide)
+    for dtype in dtypes:
+        from llorch.judging.runners.torch import torch_runners
+        from llorch.pytorch.device import target
 
-
-def runners(weights: Any, *, wide: bool) -> Iterator[Any]:
-    """Yield the runners of NumPy and of torch: as written, and with its fastest parts in a batch with others."""
-    from llorch.judging.runners.torch import torch_runners
-    from llorch.pytorch.device import target
-
-    yield from numpy_only(weights, wide=wide)
-    for dtype in ("float64", "float32"):
-        yield from torch_runners(target("cpu", dtype), only=("", "-fast-batch"))(weights, wide=wide)
+        yield from torch_runners(target("cpu", dtype), only=variants)(weights, wide=wide)
 
 
 if __name__ == "__main__":
