@@ -12,6 +12,7 @@ from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, wr
 from runs.stored_goldens import quantised_golden, suite_of, suite_of_case, weights_of
 
 from inject.fault import Inject, InjectedFault, replaced
+from llorch.diagnosis.mistakes import MISTAKES
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, matrix, open_weights
 from llorch.judging.expectations.forward import ForwardSuite
@@ -38,8 +39,10 @@ FTYPES = {"Q8_0": 7, "Q4_K_M": 15}  # LLAMA_FTYPE_MOSTLY_*
 
 
 def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[Comparison]:
-    """Comparisons of some kinds with one engine's golden."""
-    FAULTS[fault.name](patch)
+    """Comparisons of some kinds with one engine's golden, of a fault or of a mistake of the library in an op."""
+    mistake = MISTAKES.get(fault.name)
+    inject = replaced(forward, mistake.part, mistake.wrong) if mistake else FAULTS[fault.name]
+    inject(patch)
     suite, runner = suite_of_case(fault.model, fault.case, "llamacpp"), NumpyRunner(weights_of(fault.model))
     return [row for kind in fault.rows.split() for row in getattr(suite, kind)(runner)]
 
@@ -120,34 +123,10 @@ def _quantised_story(kind: str, folder: Path) -> Path:
     return path
 
 
-def without_gain(_: Callable) -> Callable:
-    def wrong(x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
-
-    return wrong
-
-
-def interleaved(_: Callable) -> Callable:
-    def wrong(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-        a, b = x[..., 0::2], x[..., 1::2]
-        cos, sin = cos[:, None], sin[:, None]
-        return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape).astype(x.dtype)
-
-    return wrong
-
-
 def unmasked(_: Callable) -> Callable:
     def wrong(q: np.ndarray, k: np.ndarray) -> np.ndarray:
         k = np.repeat(k, q.shape[1] // len(k), axis=0)
         return q.swapaxes(0, 1) @ k.swapaxes(1, 2) / q.dtype.type(q.shape[2] ** 0.5)
-
-    return wrong
-
-
-def tiled(_: Callable) -> Callable:
-    def wrong(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
-        mixed = probs @ np.tile(v, (len(probs) // len(v), 1, 1))
-        return mixed.swapaxes(0, 1).reshape(probs.shape[1], -1)
 
     return wrong
 
@@ -179,14 +158,6 @@ def one_position_on(_: Callable) -> Callable:
 def filters_ignored(_: Callable) -> Callable:
     def wrong(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
         return softmax(logits / logits.dtype.type(settings.temperature))
-
-    return wrong
-
-
-def crossing_token_dropped(keep: Callable) -> Callable:
-    def wrong(logits: np.ndarray, *, p: float) -> np.ndarray:
-        kept = keep(logits, p=p)
-        return np.where((kept == kept[kept > -np.inf].min()) & (p < 1), -np.inf, kept)
 
     return wrong
 
@@ -229,25 +200,19 @@ def constant_last_row(run: Callable) -> Callable:
 
 FAULTS: dict[str, Inject] = {
     "none": lambda patch: None,
-    "embedding of the next token": replaced(forward, "embedding", lambda _: lambda ids, weight: weight[ids + 1]),
-    "gain missing": replaced(forward, "rms_norm", without_gain),
     "eps of 1.1": replaced(forward, "rms_norm", lambda norm: lambda x, w, *, eps: norm(x, w, eps=1.1 * eps)),
-    "rope pairs interleaved": replaced(forward, "rope", interleaved),
     "base of 1.00001": replaced(
         forward, "rope_tables", lambda tables: lambda *at, theta, **how: tables(*at, theta=1.00001 * theta, **how)
     ),
     "bias missing": replaced(forward, "linear", lambda _: lambda x, weight, bias=None: x @ weight.T),
     "scores not masked": replaced(forward, "attention_scores", unmasked),
     "scores of 1 + 1e-9": replaced(forward, "attention_scores", scaled),
-    "probabilities not divided": replaced(forward, "attention_probs", lambda _: lambda scores: np.exp(scores)),
-    "grouped heads tiled": replaced(forward, "attention_context", tiled),
     "context lost after a cache": replaced(
         forward, "attention_context", lambda context: lambda p, v: context(p, v) * (p.shape[1] == p.shape[2])
     ),
     "residual of 1 + 1e-9": replaced(
         forward, "attention", lambda run: lambda h, *rest: run(h, *rest) * h.dtype.type(1 + 1e-9)
     ),
-    "gate and up swapped": replaced(forward, "swiglu", lambda _: lambda gate, up: up / (1 + np.exp(-up)) * gate),
     "gate of 1 + 1e-9": replaced(forward, "swiglu", scaled),
     "activation of 1.001 in a step": replaced(forward, "swiglu", of_one_token),
     "logits constant": replaced(forward, "linear", constant_logits),
@@ -261,7 +226,7 @@ FAULTS: dict[str, Inject] = {
         generate, "draw", lambda _: lambda distribution, u: int(distribution.argmax() + 1) % distribution.size
     ),
     "filters ignored": replaced(runners, "probabilities", filters_ignored),
-    "top-p drops the crossing token": replaced(sampling, "keep_top_p", crossing_token_dropped),
+    "top-p drops the crossing token": replaced(sampling, "keep_top_p", MISTAKES["top-p-drops-crossing-token"].wrong),
     "activations not rounded": replaced(matrix, "round_activations", lambda _: lambda x, kind: x),
     "sums not rounded": replaced(matrix, "block_sums", unsummed),
     "matrices of the other layer": replaced(Weights, "layer", lambda layer: lambda own, index: layer(own, 1 - index)),
