@@ -34,13 +34,7 @@ def test_the_table_ends_with_the_first_cause():
 
 def test_causes_come_before_honest_differences_and_then_what_was_not_shown():
     text = "\n".join(printed(diagnoses.two_bugs()))
-    order = (
-        "WRONG  l1.q_rope",
-        "WRONG  l3.v_proj",
-        "HONEST  l3.ffn_act",
-        "cannot show",
-        "2 causes in 79 stages",
-    )
+    order = ("WRONG  l1.q_rope", "WRONG  l3.v_proj", "HONEST  l3.ffn_act", "cannot show", "2 causes in 79 stages")
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
     (line,) = [line for line in text.splitlines() if "rope-interleaved-pairs: " in line and "found: " in line]
     assert_tells(line, "99.98 %", "interleaved")

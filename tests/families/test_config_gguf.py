@@ -113,10 +113,7 @@ def yarn(context: int, gain: float) -> YarnScaling:
         ),
         ({"rope_factors": np.array([1, 1, 2.5, 8], np.float32)}, FactorScaling(factors=(1.0, 1.0, 2.5, 8.0))),
         (YARN | {"rope__scaling__original_context_length": 64}, yarn(64, GAIN)),  # the gain of its paper
-        (
-            YARN | {"rope__scaling__attn_factor": 0.5},
-            yarn(256, 0.5 * GAIN),
-        ),  # which comes on top
+        (YARN | {"rope__scaling__attn_factor": 0.5}, yarn(256, 0.5 * GAIN)),  # which comes on top
         (YARN | WRITTEN, yarn(256, GAIN)),
     ],
 )

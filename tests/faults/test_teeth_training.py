@@ -77,11 +77,7 @@ def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
     "llorch.pytorch.train.adamw.AdamW.step",
     "llorch.pytorch.train.step.*",
 )
-@pytest.mark.parametrize(
-    "fault",
-    TRAINING_FLOAT64,
-    ids=lambda fault: "-".join((fault.name, *fault.variant.split())),
-)
+@pytest.mark.parametrize("fault", TRAINING_FLOAT64, ids=lambda fault: "-".join((fault.name, *fault.variant.split())))
 def test_one_part_in_a_million_is_far_over_the_limit_of_float64(
     fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,14 +5,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from runs.ggml_library import cpu_traits_of, load_ggml
 
-from llorch.files.quant import (
-    ACTIVATION_TYPE,
-    BLOCK_SIZES,
-    GGMLType,
-    decode,
-    decode_minima,
-    has_bad_scale,
-)
+from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode, decode_minima, has_bad_scale
 
 INTEGERS = {GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64}
 NO_DECODER_IN_GGML = {GGMLType.F32, GGMLType.F64, GGMLType.Q8_1, GGMLType.Q8_K}

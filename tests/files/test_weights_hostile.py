@@ -161,8 +161,7 @@ def test_a_bad_config_json_is_refused_by_code(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "code"),
-    [(".", "Missing"), ("x.bin", "Unsafe"), ("x.pth", "Unsafe"), ("x.safetensors", "Unsupported")],
+    ("name", "code"), [(".", "Missing"), ("x.bin", "Unsafe"), ("x.pth", "Unsafe"), ("x.safetensors", "Unsupported")]
 )
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path, name: str, code: str):
     if name != ".":

@@ -7,14 +7,7 @@ import pytest
 from runs.finite_differences import assert_is_gradient
 
 from llorch.ops.linear import linear
-from llorch.ops.lora import (
-    Lora,
-    LoraMatrix,
-    embedding_lora_backward,
-    embedding_lora_delta,
-    lora_backward,
-    lora_delta,
-)
+from llorch.ops.lora import Lora, LoraMatrix, embedding_lora_backward, embedding_lora_delta, lora_backward, lora_delta
 from llorch.ops.numerics import QuantMethod
 
 pytestmark = pytest.mark.usefixtures("arithmetic")

@@ -112,9 +112,7 @@ def forget_what_lessons_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
-def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_the_rest(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.cli.judging.IN_WHEEL", ("micro-llama",))  # the other two: .ci/installed
     result = invoke("verify")
     assert result.exit_code == 0, result.stderr

@@ -94,10 +94,7 @@ def test_what_is_not_current_is_named_and_then_written(folder: Path, file: str, 
 @pytest.mark.parametrize(
     ("cell", "said"),
     [
-        (
-            "def f():\n    return 1 / 0\n\n\nf()",
-            r"cell 2: .*line 2, in f\(\)\n(?s:.*)ZeroDivisionError",
-        ),
+        ("def f():\n    return 1 / 0\n\n\nf()", r"cell 2: .*line 2, in f\(\)\n(?s:.*)ZeroDivisionError"),
         ("import os\nos._exit(3)", "cell 2: .*died"),
         ("import sys\nprint('oh', file=sys.stderr)", "cell 2: .*stderr: oh"),
     ],

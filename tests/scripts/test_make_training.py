@@ -52,10 +52,7 @@ def differences(script: ModuleType) -> Differences:
 def lenient(script: ModuleType, disturbed: ModuleType) -> Differences:
     """With what rounding can do to optimizer steps, which PEFT says."""
     weights = training_weights_of(MODEL)
-    return against(
-        script,
-        disturbed.training_spread(weights.path, weights.config, training_golden_of(MODEL)),
-    )
+    return against(script, disturbed.training_spread(weights.path, weights.config, training_golden_of(MODEL)))
 
 
 @pytest.fixture
@@ -111,11 +108,7 @@ def test_a_processor_that_rounds_otherwise_has_no_differences(
     ],
 )
 def test_an_optimizer_with_another_setting_is_a_difference(
-    lenient: Differences,
-    golden: TrainingGolden,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
-    where: str,
+    lenient: Differences, golden: TrainingGolden, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], where: str
 ):
     monkeypatch.setattr(runner, "STEPS_SHOWN", (1, 2))
     monkeypatch.setattr(runner, "OPTIMIZER", replace(OPTIMIZER, **change))

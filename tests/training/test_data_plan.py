@@ -104,10 +104,7 @@ def test_every_example_is_in_one_row_and_no_row_overflows(seed: int):
 @pytest.mark.parametrize(
     ("lengths", "rows"),
     [
-        (
-            [2, 3, 6, 4, 7],
-            [[4, 1], [2, 3], [0]],
-        ),  # 7 and 6 open a row, 3 and 4 fill them, 2 needs a third
+        ([2, 3, 6, 4, 7], [[4, 1], [2, 3], [0]]),  # 7 and 6 open a row, 3 and 4 fill them, 2 needs a third
         ([7, 6, 3], [[0, 2], [1]]),  # and not where the most is left
         ([5, 5, 5, 5], [[0, 1], [2, 3]]),
         ([10, 10, 1], [[0], [1], [2]]),

@@ -150,10 +150,7 @@ def test_a_copy_counts_what_is_read_and_written_and_a_product_both_its_operation
 ):
     for module in (bench, torch_bench):
         monkeypatch.setattr(module, "best_time", lambda action: (action(), 2.0)[1])  # seconds
-    for engine in (
-        NumpyEngine(load("story"), LOAD),
-        TorchEngine(random_model(small, target()), target(), LOAD),
-    ):
+    for engine in (NumpyEngine(load("story"), LOAD), TorchEngine(random_model(small, target()), target(), LOAD)):
         assert engine.copy_rate() == 1 << 12
         assert engine.product_rate() == 16**3
 

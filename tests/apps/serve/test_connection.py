@@ -24,11 +24,7 @@ async def echo(scope, receive, send):
         n, more = n + len(message["body"]), message["more_body"]
     body = b"x" * BIG if scope["path"] == "/much" else f"{scope['method']} {n}".encode()
     await send(
-        {
-            "type": "http.response.start",
-            "status": 200,
-            "headers": [(b"content-length", str(len(body)).encode())],
-        }
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]}
     )
     await send({"type": "http.response.body", "body": body})
 

@@ -29,10 +29,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TREE = {
-    "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2}},
-    "$ref": "#/$defs/node",
-}
+TREE = {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2}}, "$ref": "#/$defs/node"}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "person": PERSON,
     "tree": TREE,

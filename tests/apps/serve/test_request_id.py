@@ -50,8 +50,7 @@ def test_every_answer_has_a_new_one_or_that_of_the_client(port: int, case: str):
 
 
 @pytest.mark.parametrize(
-    ("status", "data"),
-    [(408, b"GET / HTTP/1.1\r\n"), (400, b"NONSENSE\r\n\r\n"), (431, request(x_long="y" * 3000))],
+    ("status", "data"), [(408, b"GET / HTTP/1.1\r\n"), (400, b"NONSENSE\r\n\r\n"), (431, request(x_long="y" * 3000))]
 )
 def test_a_request_that_cannot_be_read_has_one(port: int, status: int, data: bytes):
     got = ask(port, data)

@@ -229,8 +229,7 @@ def test_input_activations_that_llorch_does_not_compute_are_refused(values: dict
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("kv_cache_scheme", {"dynamic": True}), ("kv_cache_scheme", {"strategy": "attn_head"})],
+    ("key", "value"), [("kv_cache_scheme", {"dynamic": True}), ("kv_cache_scheme", {"strategy": "attn_head"})]
 )
 def test_caches_that_llorch_does_not_compute_are_refused(key: str, value: dict[str, object], tmp_path: Path):
     path = changed("ct-fp8-static-kv", tmp_path, lambda q: q[key].update(value))

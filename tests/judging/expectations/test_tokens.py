@@ -72,21 +72,11 @@ def with_gap(gap: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("gap", "verdict"),
-    [
-        (0.0, TIE),
-        (0.99 * MOVED, TIE),
-        (1.01 * MOVED, FAIL),
-        (5 * MOVED, FAIL),
-        (np.nan, FAIL),
-    ],
+    ("gap", "verdict"), [(0.0, TIE), (0.99 * MOVED, TIE), (1.01 * MOVED, FAIL), (5 * MOVED, FAIL), (np.nan, FAIL)]
 )
 def test_another_token_is_a_tie_up_to_what_rounding_moves_and_no_farther(gap: float, verdict: str):
     want = np.asarray([0, 0])
-    after: dict[tuple[int, ...], list[int]] = {
-        (7,): [1, 1],
-        (7, 0): [0],
-    }  # right behind the golden's token
+    after: dict[tuple[int, ...], list[int]] = {(7,): [1, 1], (7, 0): [0]}  # right behind the golden's token
     runner = Mock(NumpyRunner)
     runner.name, runner.text = "numpy", lambda ids, n: np.asarray(after[ids][:n])
     tokens = GreedyJudge("m", runner, (7,), Margins(with_gap(gap), None, MOVED))

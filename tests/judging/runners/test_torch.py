@@ -29,9 +29,7 @@ HALF, SINGLE = "torch-cpu-bfloat16", "torch-cpu-float32"
 
 
 def rows(
-    runner: TorchRunner,
-    kind: str = "stage_rows",
-    evidence: dict[str, EngineOutput] | None = None,
+    runner: TorchRunner, kind: str = "stage_rows", evidence: dict[str, EngineOutput] | None = None
 ) -> list[Comparison]:
     golden = golden_of(NAME)
     near = {"near": golden.cases["near"]}

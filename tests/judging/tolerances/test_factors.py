@@ -111,10 +111,7 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 OPS: dict[str, Any] = {  # stage -> the formula, and its inputs
     "l1.attn_norm": (norm, lambda: (TRACE["l0.block_out"], WEIGHTS["attn_norm"])),
-    "l1.q_norm": (
-        norm,
-        lambda: (TRACE["l1.q_proj"].reshape(-1, CONFIG.n_heads, CONFIG.head_dim), WEIGHTS["q_norm"]),
-    ),
+    "l1.q_norm": (norm, lambda: (TRACE["l1.q_proj"].reshape(-1, CONFIG.n_heads, CONFIG.head_dim), WEIGHTS["q_norm"])),
     "l1.k_proj": (linear, lambda: (TRACE["l1.attn_norm"], WEIGHTS["k_proj"])),
     "l1.ffn_out": (linear, lambda: (TRACE["l1.ffn_act"], WEIGHTS["down_proj"])),
     "l1.ffn_act": (swiglu, lambda: (TRACE["l1.ffn_gate"], TRACE["l1.ffn_up"])),

@@ -156,10 +156,7 @@ def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (
-            ("--mesh", "tp=2", "micro-qwen3"),
-            ("micro-qwen3", "--mesh tp=2", "2 ranks", "heads 15"),
-        ),
+        (("--mesh", "tp=2", "micro-qwen3"), ("micro-qwen3", "--mesh tp=2", "2 ranks", "heads 15")),
         (("--mesh", "tp=0"), ("dp=N,tp=M", "'tp=0'")),
         (("--mesh", "tp=2", "--device", "cuda"), ("--mesh", "--device")),
         (("--mesh", "tp=2", "quantised"), ("quantised", "--mesh tp=2", "packed")),
