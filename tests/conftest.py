@@ -21,6 +21,8 @@ from runs.shared_folder import shared_folder
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
+    from runs.chromium import Browser
+
     from llorch.families.config import ModelConfig
 
 OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
@@ -183,6 +185,17 @@ def warm_ranks() -> Iterator[None]:
 
     with warm_ranks():
         yield
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Browser"]:
+    """A page in a real browser."""
+    from runs.chromium import PROGRAM, chromium
+
+    if PROGRAM is None:
+        pytest.skip("NOT RUN: no Chromium is installed")
+    with chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.fixture

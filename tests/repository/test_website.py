@@ -1,11 +1,9 @@
 """The site, built and looked at: it loads nothing from elsewhere, is as wide as the screen, and shows its formulas."""
 
 import re
-from collections.abc import Iterator
 from urllib.parse import unquote
 
 import pytest
-from runs.chromium import PROGRAM, Browser, chromium
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sphinx", reason="NOT RUN: sphinx is not installed; pip install -c constraints.txt -e '.[docs]'")
@@ -16,14 +14,6 @@ LOADED = re.compile(  # a link that is followed when somebody clicks is none of 
 )
 FORMULAS = "document.querySelectorAll('mjx-container svg').length"
 RENDERED = "MathJax.startup.promise.then(() => true)"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip("NOT RUN: there is no chromium")
-    with chromium(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def test_no_file_of_the_site_loads_anything_from_elsewhere(site):

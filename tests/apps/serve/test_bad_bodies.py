@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import httpx2 as httpx
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as CompletionCreateParams
-from runs.served import Served, served
+from runs.served import Served
 
 from llorch.apps.serve.requests import Body
 from llorch.apps.serve.unsupported_fields import ignored_fields
@@ -150,12 +150,6 @@ MESSAGES = [
     ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages.0.content.0.text"),
     ("Hi", "messages.0"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,6 @@ ASKED: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("chat") / "qwen"
     with served(chat_model(folder, "micro-qwen3", CHATML)) as running:

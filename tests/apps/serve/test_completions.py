@@ -1,23 +1,16 @@
 """`/v1/completions` as the real `openai` client sees it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
-from runs.served import Served, served
+from runs.served import Served
 
 from llorch.model.model import Model, load
 from llorch.ops.sampling import SamplingSettings
 
 START = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from builders.chat_models import LLAMA_3, chat_model
 from fakes.raw_http import served as listening
-from runs.chromium import PROGRAM, Browser, chromium
+from runs.chromium import Browser
 from runs.served import Served, served
 
 from llorch.apps.serve.page import FILES
@@ -29,14 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def server(model: Model) -> Iterator[Served]:
     with served(model) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip("NOT RUN: there is no chromium")
-    with chromium(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.fixture

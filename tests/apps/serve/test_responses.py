@@ -1,23 +1,16 @@
 """`/v1/responses` as the real `openai` client sees it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from runs.served import Served, served
+from runs.served import Served
 
 from llorch.model.model import load
 
 START = "Once upon a time"
 KINDS = ["created", "in_progress", "output_item.added", "content_part.added"]
 ENDS = ["output_text.done", "content_part.done", "output_item.done"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
 
 
 def create(server: Served, **asked: Any) -> Any:

@@ -1,14 +1,14 @@
 """The page of a diagnosis: whole in itself, whatever an engine calls its arrays, and as a real browser shows it."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from builders import diagnoses
-from runs.chromium import PROGRAM, Browser, chromium
+from runs.chromium import Browser
 
 from llorch.diagnosis.report.figures import BOTTOM, HEIGHT, LEFT, LEVELS, WIDTH, Rung, heat, histogram, ladder
 from llorch.diagnosis.report.page import MAX_FIGURES, page, rungs
@@ -133,14 +133,6 @@ def test_figures_of_nothing_and_of_numbers_without_end_have_places():
     drawn = ladder([Rung("0", np.inf, 0.0, np.inf), Rung("1", 0.0, 1e-7, 0.0)]) + histogram(np.array([0, 3] + [0] * 24))
     assert "∞" in drawn
     assert not re.search("nan|inf", drawn)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip("NOT RUN: no Chromium is installed")
-    with chromium(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @every
