@@ -147,11 +147,6 @@ NO_MODEL_HAS = [
 ]
 
 
-@pytest.mark.parametrize("refusal", NO_MODEL_HAS)
-def test_values_that_no_model_has_are_refused_with_their_numbers(refusal: Refusal):
-    refusal.check()
-
-
 def lacking(changes: dict[str, Any], expected: object, got: object, where: str = "") -> Any:
     """A row, named by the key that is changed; `where` names another key at fault."""
     (key,) = changes
@@ -176,11 +171,6 @@ LACKING = [
     lacking({"rope_parameters": {"partial_rotary_factor": 0.25}}, (1, None), 0.25, "partial_rotary_factor"),
     lacking({"rope_scaling": {"type": "yarn", "truncate": False}}, True, False, "truncate"),
 ]
-
-
-@pytest.mark.parametrize("refusal", LACKING)
-def test_variants_that_llorch_lacks_are_refused_by_name(refusal: Refusal):
-    refusal.check()
 
 
 def test_layers_that_are_all_full_attention_are_read():
@@ -242,8 +232,8 @@ OUT_OF_PLACE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("refusal", OUT_OF_PLACE)
-def test_scaling_with_a_value_out_of_place_is_refused(refusal: Refusal):
+@pytest.mark.parametrize("refusal", [*NO_MODEL_HAS, *LACKING, *OUT_OF_PLACE])
+def test_read_refuses(refusal: Refusal):
     refusal.check()
 
 

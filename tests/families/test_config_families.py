@@ -167,11 +167,6 @@ UNFIT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("refusal", UNFIT)
-def test_what_does_not_fit_is_refused_by_key(refusal: Refusal):
-    refusal.check()
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "facts"),
     [
@@ -257,8 +252,8 @@ UNREAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("refusal", UNREAD)
-def test_files_that_do_not_fit_are_refused_by_key(refusal: Refusal):
+@pytest.mark.parametrize("refusal", [*UNFIT, *UNREAD])
+def test_what_does_not_fit_is_refused_by_key(refusal: Refusal):
     refusal.check()
 
 

@@ -56,12 +56,6 @@ def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, name: str):
         values(path, first + content)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: bytes):
-    with refuses("Missing", expected="JSON", got="empty", where=tmp_path / "d.jsonl"):
-        values(tmp_path / "d.jsonl", content)
-
-
 @pytest.mark.parametrize("content", [b'[{"a": 1},\n {"a": 2}]', b'\xef\xbb\xbf \n[\n{"a": 1}, {"a": 2}\n]\n'])
 def test_a_json_file_may_be_a_list_of_rows(tmp_path: Path, content: bytes):
     path = tmp_path / "train.json"
@@ -72,18 +66,23 @@ def test_a_json_file_may_be_a_list_of_rows(tmp_path: Path, content: bytes):
     assert find_splits(tmp_path) == {"train": path}
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "facts"),
-    [
-        (b'[{"a": 1}, 2]', "Malformed", ("train.json row 2: ", "object", "got int")),
-        (b'[{"a": 1}', "Malformed", ("train.json: ", "list", "JSON")),
-        (b"[]", "Missing", ("train.json: ", "JSON")),
-    ],
-    ids=["int", "cut", "empty"],
-)
-def test_a_list_that_is_none_is_refused(tmp_path: Path, content: bytes, code: str, facts: tuple[str, ...]):
+GIANT_LINE = b'{"text": "a"}\n{"text": "' + b"a" * (17 << 20) + b'"}'
+REFUSED = {  # name of the file, content, code, facts
+    "list of int": ("train.json", b'[{"a": 1}, 2]', "Malformed", "train.json row 2: ", "object", "got int"),
+    "list cut": ("train.json", b'[{"a": 1}', "Malformed", "train.json: ", "list", "JSON"),
+    "list empty": ("train.json", b"[]", "Missing", "train.json: ", "JSON"),
+    "empty": ("d.jsonl", b"", "Missing", "d.jsonl", "expected JSON", "got an empty"),
+    "white space": ("d.jsonl", b"\n \n", "Missing", "d.jsonl", "expected JSON", "got an empty"),
+    "mark alone": ("d.jsonl", b"\xef\xbb\xbf", "Missing", "d.jsonl", "expected JSON", "got an empty"),
+    "giant line": ("d.jsonl", GIANT_LINE, "TooLarge", "d.jsonl:2: ", 16777216),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_read_records_refuses(tmp_path: Path, name: str):
+    file, content, code, *facts = REFUSED[name]
     with refuses(code, *facts):
-        values(tmp_path / "train.json", content)
+        values(tmp_path / file, content)
 
 
 def test_a_giant_list_is_refused(tmp_path: Path):
@@ -92,11 +91,6 @@ def test_a_giant_list_is_refused(tmp_path: Path):
     os.truncate(path, (128 << 20) + 1)  # takes no room on the disk
     with refuses("TooLarge", 134217728, where=path):
         list(read_records(path))
-
-
-def test_a_giant_line_is_refused_before_it_is_read_whole(tmp_path: Path):
-    with refuses("TooLarge", 16777216, where=f"{tmp_path / 'd.jsonl'}:2: "):
-        values(tmp_path / "d.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * (17 << 20) + b'"}')
 
 
 def test_many_token_ids_fit_a_line(tmp_path: Path):
