@@ -132,12 +132,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A live test needs the engines; without them it says that it did not run."""
+    """A live test needs the engines, a `gpu` test a CUDA device; without them it says that it did not run."""
     missing = [
         name for name in ("llama_cpp", "peft", "tensorboard", "torch", "transformers") if find_spec(name) is None
     ]
     if missing and item.get_closest_marker("live"):
         pytest.skip(f"NOT RUN: {', '.join(missing)} not installed; pip install -c constraints.txt -e '.[golden]'")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("NOT RUN: torch finds no CUDA device")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -93,8 +93,6 @@ def test_what_a_device_has_is_taken_and_the_next_device_or_an_older_one_is_refus
 
 @pytest.mark.gpu
 def test_cuda_is_what_is_got_when_it_is_asked_for():
-    if not torch.cuda.is_available():
-        pytest.skip("NOT RUN: torch finds no CUDA device")
     made = target("cuda", "float32")
     assert made.device == torch.device("cuda", 0)
     assert torch.ones(1, device=made.device).device == made.device
@@ -104,8 +102,6 @@ def test_cuda_is_what_is_got_when_it_is_asked_for():
 
 @pytest.mark.gpu
 def test_what_torch_says_of_cuda_that_is_meant_so_reaches_nobody():
-    if not torch.cuda.is_available():
-        pytest.skip("NOT RUN: torch finds no CUDA device")
     said = (
         "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting it",
         "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",

@@ -99,8 +99,6 @@ def test_scales_take_16_bits_where_these_hold_every_number(folder, dtypes):
 
 @pytest.mark.gpu
 def test_a_folder_on_cuda_has_scales_of_16_bits():
-    if not torch.cuda.is_available():
-        pytest.skip("NOT RUN: needs a CUDA device")
     module = load_torch(FOLDERS / "mlx-4bit", device="cuda", residency="packed").module
     layers = [one for one in module.modules() if isinstance(one, QuantisedLinear)]
     assert layers

@@ -88,8 +88,6 @@ def test_the_environment_follows_the_switches_of_torch():
 
 @pytest.mark.gpu
 def test_the_environment_of_a_device_holds_the_switches_of_cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("NOT RUN: torch finds no CUDA device")
     before = environment("cuda:0")
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = not allowed

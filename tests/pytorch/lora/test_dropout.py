@@ -122,8 +122,6 @@ def test_many_tiles_are_one(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 def test_a_gpu_has_the_masks_of_the_cpu():
-    if not torch.cuda.is_available():
-        pytest.skip("NOT RUN: torch finds no CUDA device")
     keys = token_keys(np.arange(3), 50, seed=5, step=7)
     made = drop_mask(keys.cuda(), SHARE, salt=SALT, width=513, first=7)
     assert torch.equal(made.cpu(), drop_mask(keys, SHARE, salt=SALT, width=513, first=7))

@@ -247,8 +247,6 @@ def test_a_compiled_model_refuses_to_mix_adapters_in_a_call():
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_cuda_graphs_make_the_tokens_of_numpy_with_every_adapter(dora: bool, compiled: bool):
-    if not torch.cuda.is_available():
-        pytest.skip("NOT RUN: torch finds no CUDA device")
     numpy, cuda = llorch.load("micro-qwen3"), llorch.load_torch("micro-qwen3", device="cuda", compiled=compiled)
     for model in (numpy, cuda):
         for seed, name in enumerate(("one", "two")):

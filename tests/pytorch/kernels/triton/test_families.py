@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from builders.families import FAMILIES, random_folder
 from builders.quantised_folders import FOLDERS
 
@@ -31,8 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def opened(path: Path, **how: Any) -> TorchModel:
-    if how.get("device") == "cuda" and not torch.cuda.is_available():
-        pytest.skip("NOT RUN: torch finds no CUDA device")
     model = load_torch(path, **how)
     vars(model)["tokenizer"] = IdsOnly()
     return model
