@@ -16,6 +16,7 @@ from llorch.model.cache import KVCache
 from llorch.model.generate import Answer, Job, Token, sample_ids, stream
 from llorch.model.model import Model
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from llorch.pytorch.model import TorchModel
@@ -59,7 +60,7 @@ class Talk:
         What was made when the answer ends, or is given up, is the assistant's message.
         """
         if not messages or messages[-1]["role"] not in ("user", "tool"):
-            raise ValueError("chat: expected a user message to answer, got none; write a message")
+            raise UserError("chat: expected a user message to answer, got none; write a message")
         settings = replace(self.settings, seed=self.settings.seed + self._n_answers)  # another one at /retry
         chats = self.model.chats
         written = chats.spoken(messages)
@@ -108,7 +109,7 @@ class Talk:
             fed.extend(new)
             logits = model.forward(fed[cache.length :], cache=cache, last_only=True, adapter=job.adapter)[-1]
             if not np.isfinite(logits).all():
-                raise ValueError(
+                raise UserError(
                     f"{model.name}: logits are NaN or infinite; /save the chat; llorch run --history names the stage"
                 )
             return logits

@@ -94,7 +94,7 @@ def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes:
         cells = [
             *([str(result.n_pass)] if passes else []),
             line.label,
-            (result.local.fault or short(result.local.error)).partition(":")[0],
+            result.local.fault_kind or short(result.local.error),
             short(result.limit.error),
             times(result.over),
             *([short(result.total.error), short(result.total_limit.error)] if total else []),

@@ -13,7 +13,7 @@ from llorch.files import GGUFFile, SafetensorsFolder
 from llorch.files.hub import find
 from llorch.model.model import Model
 from llorch.ops.numerics import SCHEME, Numerics
-from llorch.runtime.errors import decode_utf8
+from llorch.runtime.errors import UserError, decode_utf8
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
 SPREAD = {12: 5, 66: 25}  # into so many stretches a vocabulary is cut, of which every fifth is next, round and round
@@ -78,7 +78,7 @@ def prompt_text(prompt: str | None) -> str:
 def _read_stdin() -> str:
     data = sys.stdin.buffer.read(MOST_STDIN + 1)
     if len(data) > MOST_STDIN:
-        raise ValueError(f"stdin: expected at most {MOST_STDIN} bytes of text, got more; give a part of the text")
+        raise UserError(f"stdin: expected at most {MOST_STDIN} bytes of text, got more; give a part of the text")
     return _with_plain_line_ends(decode_utf8(data, "stdin"))
 
 

@@ -36,7 +36,7 @@ from llorch.judging.verify import plan_live, verify_as_stored, verify_live, veri
 from llorch.model.model import Model, load
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
-from llorch.runtime.errors import LeftOut, MissingExtra
+from llorch.runtime.errors import LeftOut, MissingExtra, UserError
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
@@ -201,7 +201,7 @@ def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, 
         packed = spec == QUANTISED and _is_builtin(spec)
         reason = "packed matrices" if packed else cannot_split(open_weights(model_path(spec)).config, n_ranks)
         if reason and given:
-            raise ValueError(f"{spec}: --mesh tp={n_ranks}: {reason}")
+            raise UserError(f"{spec}: --mesh tp={n_ranks}: {reason}")
         reasons |= {spec: reason} if reason else {}
     return reasons
 
@@ -390,7 +390,7 @@ def _checked_input(model: Model, given: LiveInput) -> tuple[list[int], str | Non
     ids, text = choose_ids(model, given.prompt, given.tokens)
     context = model.config.max_position_embeddings
     if len(ids) > context:  # before the engines work on it for minutes
-        raise ValueError(
+        raise UserError(
             f"verify: {len(ids)} tokens do not fit the context of {context}; give fewer --tokens or a shorter --prompt"
         )
     if len(set(ids)) < MIN_DISTINCT:

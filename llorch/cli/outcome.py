@@ -6,11 +6,9 @@ token ids, 11 other positions, 12 a norm's input for its output, 13 an unknown l
 in production; 70 a bug in llorch, 74 a disk that is full, fails or cannot be written to, 130 interrupted, 141 the
 reader of our output went away.
 
-A `ValueError` is the user's where a line of llorch raises it. One that an operation of Python or NumPy raises (a shape
-that does not broadcast) is a bug, as every other class of error from there is.
+A `UserError` has code 2. Every other ValueError, such as a shape that does not broadcast, is a bug.
 """
 
-import dis
 import errno
 import faulthandler
 import io
@@ -27,7 +25,6 @@ import click
 from llorch.runtime.errors import (
     CheckpointMismatch,
     EngineDied,
-    FormatError,
     Guard,
     GuardFailed,
     LearnerFault,
@@ -35,6 +32,7 @@ from llorch.runtime.errors import (
     MissingExtra,
     NonFiniteRun,
     RankFailed,
+    UserError,
     printable,
     shortened,
 )
@@ -54,7 +52,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (EngineDied, MISSING),
     (FileNotFoundError, MISSING),
     (MemoryError, NO_MEMORY),
-    (ValueError, USAGE),  # FormatError is one
+    (UserError, USAGE),
     (OSError, USAGE),
 )
 _OF_FILES = {
@@ -78,8 +76,6 @@ def exit_code(error: BaseException) -> int:
         return MISSING if error.exit_code is None else error.exit_code
     if isinstance(error, GuardFailed):
         return GUARDS[error.guard]
-    if isinstance(error, ValueError) and not isinstance(error, FormatError) and not _is_raised_by_us(error):
-        return BUG
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
 
 
@@ -88,17 +84,6 @@ def _missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
     from llorch.apps.doctor.machine.packages import missing_extra
 
     return missing_extra(error)
-
-
-def _is_raised_by_us(error: BaseException) -> bool:
-    """Tell if an exception comes from a `raise` in llorch."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return True  # never raised: nobody else can have
-    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] == "llorch" and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def error_line(error: BaseException) -> str:

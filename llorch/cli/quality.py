@@ -20,7 +20,7 @@ from llorch.cli.options import (
     verb,
 )
 from llorch.cli.output import progress, say, to_json
-from llorch.runtime.errors import decode_utf8
+from llorch.runtime.errors import UserError, decode_utf8
 from llorch.runtime.memory import available_memory
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _read_text(path: Path) -> str:
         raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a shorter text")
     text = decode_utf8(read_regular(path, limit=size), str(path)).removesuffix("\n")
     if not text:
-        raise ValueError(f"{path}: expected text, the file is empty")
+        raise UserError(f"{path}: expected text, the file is empty")
     return text
 
 

@@ -11,7 +11,7 @@ from llorch.cli.trace import write
 from llorch.files.new_file import new_file
 from llorch.model.generate import Token
 from llorch.ops.sampling import SamplingSettings
-from llorch.runtime.errors import printable, suggestion
+from llorch.runtime.errors import UserError, printable, suggestion
 
 Outcome = str | Iterator[Token]
 NONE = "none"
@@ -25,7 +25,7 @@ def obey(talk: Talk, line: str) -> Outcome:
     """Do what a line that begins with `/` says; ValueError where it cannot be done, Quit at the end."""
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
-        raise ValueError(
+        raise UserError(
             f"chat: there is no command /{name}{suggestion(name, COMMANDS)}; see /help, or begin a message with //"
         )
     return COMMANDS[name][2](talk, rest.strip())
@@ -60,9 +60,9 @@ def trace(talk: Talk, rest: str) -> str:
     """Write every stage of the conversation."""
     path = _path(rest)
     if path.suffix not in (".npz", ".safetensors"):
-        raise ValueError(f"chat: expected a name that ends in .npz or .safetensors, got {rest!r}")
+        raise UserError(f"chat: expected a name that ends in .npz or .safetensors, got {rest!r}")
     if not talk.messages:
-        raise ValueError("chat: expected a message to trace, got none; write a message first")
+        raise UserError("chat: expected a message to trace, got none; write a message first")
     ids, arrays = talk.ids(), talk.trace()
     write(path, arrays, json.dumps({"engine": "llorch", "first_position": 0, "ids": ids, "model": talk.model.name}))
     return f"wrote {len(arrays)} stages of {len(ids)} tokens to {path}"
@@ -95,10 +95,10 @@ def system(talk: Talk, rest: str) -> str:
 def edit(talk: Talk, rest: str) -> Outcome:
     """Write an earlier message anew; what came after it is gone."""
     if not talk.messages:
-        raise ValueError("chat: expected a message in the conversation, got none; write a message first")
+        raise UserError("chat: expected a message in the conversation, got none; write a message first")
     number, _, text = rest.partition(" ")
     if not number.isdecimal() or not 1 <= int(number) <= len(talk.messages) or not text.strip():
-        raise ValueError(f"chat: expected /edit N TEXT, N from 1 to {len(talk.messages)} (see /history), got {rest!r}")
+        raise UserError(f"chat: expected /edit N TEXT, N from 1 to {len(talk.messages)} (see /history), got {rest!r}")
     before, role = talk.messages[: int(number) - 1], talk.messages[int(number) - 1]["role"]
     messages = [*before, {"role": role, "content": text.strip()}]
     if role == "user":
@@ -125,7 +125,7 @@ def settings(talk: Talk, rest: str) -> str:
     kind = int if name == "max_tokens" else known.get(name)
     if rest and kind is None:
         there_are = ", ".join([*known, "max_tokens"])
-        raise ValueError(f"chat: expected one of the settings {there_are}, got {name!r}{suggestion(name, known)}")
+        raise UserError(f"chat: expected one of the settings {there_are}, got {name!r}{suggestion(name, known)}")
     if kind is not None:
         _set_option(talk, name, kind, value.strip())
     now = {name: getattr(talk.settings, name) for name in known} | {"max_tokens": talk.max_tokens}
@@ -137,11 +137,11 @@ def _set_option(talk: Talk, name: str, kind: type, text: str) -> None:
         value = kind(text)
     except ValueError:
         wanted = "an integer" if kind is int else "a number"
-        raise ValueError(f"chat: {name} must be {wanted}, got {text!r}") from None
+        raise UserError(f"chat: {name} must be {wanted}, got {text!r}") from None
     if name != "max_tokens":
         talk.settings = replace(talk.settings, **{name: value})
     elif value < 1:
-        raise ValueError(f"chat: max_tokens must be at least 1, got {value}")
+        raise UserError(f"chat: max_tokens must be at least 1, got {value}")
     else:
         talk.max_tokens = value
 
@@ -159,7 +159,7 @@ def leave(talk: Talk, rest: str) -> str:
 
 def _path(rest: str) -> Path:
     if not rest:
-        raise ValueError("chat: expected a file name, got none")
+        raise UserError("chat: expected a file name, got none")
     return Path(rest).expanduser()
 
 
@@ -167,7 +167,7 @@ def _up_to_user(talk: Talk) -> list[dict[str, object]]:
     """Return the messages up to the last one of the user."""
     places = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
     if not places:
-        raise ValueError("chat: expected a message in the conversation, got none; write a message first")
+        raise UserError("chat: expected a message in the conversation, got none; write a message first")
     return talk.messages[: places[-1] + 1]
 
 

@@ -236,7 +236,7 @@ def _finding(
     kind: Kind = "unknown"
     if best is not None:
         kind = "honest" if all(each.kind == "honest" for each in best.hypotheses) else "mistake"
-    elif first.local.fault is not None and first.local.fault.startswith("non-finite"):
+    elif first.local.fault_kind == "non-finite":
         kind = "not finite"
     return Finding(
         kind=kind,

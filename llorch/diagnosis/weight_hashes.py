@@ -30,7 +30,6 @@ ROUNDED: Mapping[str, Change] = {
     "float16": lambda array: round_activations(array, "F16"),
 }
 _SHOWN = 3
-_OURS = "has llorch's numbers"  # in another layout, or rounded
 
 
 def check_weights(
@@ -64,7 +63,7 @@ def check_weights(
         raise GuardFailed("weights", f"{message}; give the file that the engine loads", source=source)
     mistakes = {mistake.name: mistake.diagnosis for mistake in named} if len(named) == len(others) else {}
     found = frozenset(filter(None, map(ours.find, names)))
-    if all(how.startswith(_OURS) for how in others):
+    if others.keys() <= ours.roundings:
         return said, Misread(f"{message}; the engine rounds matrices after decoding", found, {}, is_rounding=True)
     return said, Misread(f"{message}; {_advice(len(named), n_equal)}", found, mistakes)
 
@@ -100,6 +99,7 @@ class _Ours:
         self._names = _names(weights.config)
         self._tried: dict[str, tuple[str, str] | None] = {}  # by short name: layout and rounding of the first one
         self.mistakes: dict[str, Mistake[QuantisedMatrix]] = {}  # known mistakes of reading, by the words of `guise`
+        self.roundings: set[str] = set()  # words of `guise` for llorch's numbers rounded to another dtype
         self._unknown: set[str] = set()  # short names of which a matrix was read with no known mistake
 
     def find(self, name: str) -> str | None:
@@ -126,8 +126,11 @@ class _Ours:
         if way is None:
             return self._reading(name, told) or "has other numbers in every known layout", False
         layout, rounding = way
-        rounded = f"rounded to {rounding}" if rounding else ""
-        return " ".join(filter(None, [_OURS, layout, rounded])), rounding in ("", self._dtype)
+        how = " ".join(filter(None, ["is ours", layout, rounding and f"rounded to {rounding}"]))
+        if rounding in ("", self._dtype):
+            return how, True
+        self.roundings.add(how)
+        return how, False
 
     def _reading(self, name: str, told: str) -> str:
         """Name the known mistake that reads these numbers from a matrix of a quantised folder; empty if none does.

@@ -23,7 +23,7 @@ from llorch.engines.interface import (
 )
 from llorch.engines.process import GGML_VARIABLES, EngineInChild, Say
 from llorch.ops.numerics import EXACT, DtypeName, Numerics
-from llorch.runtime.errors import MissingExtra
+from llorch.runtime.errors import MissingExtra, UserError
 from llorch.runtime.threads import n_asked
 
 __all__ = [
@@ -87,14 +87,14 @@ def open_here(
 
         return LlamaCpp(path, n_threads=n_threads, numerics=numerics, dtype=dtype)
     if name == "transformers" and numerics != EXACT:
-        raise ValueError(f"transformers: expected exact numerics, got {numerics}; use llamacpp")
+        raise UserError(f"transformers: expected exact numerics, got {numerics}; use llamacpp")
     if name == "transformers":
         _require_package("torch")
         _require_package("transformers")
         from llorch.engines.transformers import Transformers
 
         return Transformers(path, n_threads=n_threads, dtype=dtype, streamed=streamed)
-    raise ValueError(f"engine: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
+    raise UserError(f"engine: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
 
 
 def _require_package(package: str) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from llorch.families.config import ModelConfig
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import UserError
 from llorch.stages import table as stages
 
 ProducerName = Literal["llamacpp", "transformers"]
@@ -49,7 +50,7 @@ def stored_route(provenance: Mapping[str, Any], engine: str) -> LoadPath:
     """Read the load path that goldens state for an engine; raise ValueError if they state none."""
     said = provenance["engines"].get(engine, {}).get("route")
     if said is None:
-        raise ValueError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
+        raise UserError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
     return LoadPath(**said | {"told": tuple(said["told"])})
 
 
@@ -139,4 +140,4 @@ def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
     wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
     if not ids or wrong is not None:
         got = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
-        raise ValueError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {got}")
+        raise UserError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {got}")

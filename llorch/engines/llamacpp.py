@@ -31,6 +31,7 @@ from llorch.files import open_weights
 from llorch.files.tensor_names import count_parameters
 from llorch.ops.numerics import EXACT, DtypeName, Numerics
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import UserError
 from llorch.runtime.threads import n_threads_for
 
 logger = logging.getLogger(__name__)
@@ -238,9 +239,9 @@ def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[
             yield given
         return
     if dtype != "float32":
-        raise ValueError(f"llamacpp: ggml numerics need dtype float32, got {dtype}")
+        raise UserError(f"llamacpp: ggml numerics need dtype float32, got {dtype}")
     if path.is_dir():
-        raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
+        raise UserError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
     weights = open_weights(path)
     weights.source.close()
     yield path, weights.config, LoadPath("llamacpp", "llamacpp")

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import finalize
 
 from llorch.engines.messages import message, raised, receive
-from llorch.runtime.errors import EngineDied
+from llorch.runtime.errors import EngineDied, UserError
 from llorch.runtime.worker import Worker, last_line, python, signal_name, tail
 
 GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
@@ -93,6 +93,8 @@ class EngineProcess:
             return answer[0]
         *what_it_was, trace = answer
         error = raised(*what_it_was)
+        if isinstance(error, ValueError) and not isinstance(error, UserError):
+            error = UserError(str(error))  # the engine refuses the model
         error.add_note(f"in the process of {self.engine}:\n{trace}")
         raise error
 

@@ -55,6 +55,7 @@ from llorch.families.config import (
 )
 from llorch.families.layers import Experts
 from llorch.files import Weights, open_weights
+from llorch.files.export_huggingface import delta_net_settings
 from llorch.files.layerwise import fits
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.tensor_names import count_parameters, written_family
@@ -75,6 +76,7 @@ def _classes_of(family: Family) -> tuple[Any, Any]:
 
 CLASSES: dict[str, tuple[Any, Any]] = {name: _classes_of(family) for name, family in FAMILIES.items()}
 AS_CONFIG = "as config.json says"
+DIVIDED = "inv_freq divided by rope_freqs.weight of the file"
 # What the converter of llama.cpp turned into rope_freqs.weight: Llama 3.1, Llama 3.2.
 PUBLISHED_LLAMA3 = tuple(
     Llama3Scaling(factor=f, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -350,7 +352,7 @@ def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Ten
     theirs = _as_transformers_understands(path)
     engine_config, note, told = _config_of_file(weights.config, theirs, dtype)
     model, route = without_weights(model_class, engine_config, precision), LoadPath("transformers", "gguf")
-    if note.startswith("inv_freq"):
+    if note == DIVIDED:
         _divide_frequencies(model, weights.config)
     try:
         tensors: Tensors = FileTensors(path, model, theirs, precision)
@@ -371,7 +373,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPa
         with no_init_weights():
             model = model_class(engine_config)
         model = _filled(model, weights, dtype)
-    if note.startswith("inv_freq"):
+    if note == DIVIDED:
         _divide_frequencies(model, weights.config)
     return model, note, LoadPath(reader, reader, told=tuple(told))
 
@@ -389,7 +391,7 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
     alone = config_class(**theirs)
     alone.head_dim = getattr(alone, "head_dim", None) or alone.hidden_size // alone.num_attention_heads  # as qwen2 does
     told = {name: value for name, value in ours.items() if name not in theirs and value != getattr(alone, name, None)}
-    divided = ["inv_freq"] if note.startswith("inv_freq") else []
+    divided = ["inv_freq"] if note == DIVIDED else []
     names = [*told, *divided] if theirs else ["hyperparameters"]
     return config_class(attn_implementation="eager", **theirs | told), note, names
 
@@ -401,7 +403,7 @@ def _expected_config(config: ModelConfig) -> dict[str, Any]:
     return (
         biases
         | _experts_settings(config.experts)
-        | _hybrid_settings(config)
+        | delta_net_settings(config)
         | {
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -457,21 +459,6 @@ def _listed_experts(config: ModelConfig) -> dict[str, Any]:
         "num_local_experts": config.experts.n_experts,
         "num_experts_per_tok": config.experts.n_experts_per_token,
         "moe_layers": [i for i in range(config.n_layers) if config.layer(i).experts],
-    }
-
-
-def _hybrid_settings(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings of transformers that a model with delta nets needs beside those of a dense model."""
-    if (net := config.delta_net) is None:
-        return {}
-    kinds = {"delta_net": "linear_attention", "attention": "full_attention"}
-    return {
-        "layer_types": [kinds[config.layer(i).mixer] for i in range(config.n_layers)],
-        "linear_conv_kernel_dim": net.conv_kernel,
-        "linear_num_key_heads": net.n_key_heads,
-        "linear_num_value_heads": net.n_value_heads,
-        "linear_key_head_dim": net.key_head_dim,
-        "linear_value_head_dim": net.value_head_dim,
     }
 
 
@@ -531,7 +518,7 @@ def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, o
                 rope = {"rope_type": "llama3"} | asdict(published) | theta
                 if np.allclose(_factors_of(rope, config.head_dim), scaling.factors, rtol=1e-6, atol=0):
                     return rope, f"llama3 with factor {published.factor:g}, the divisors of the file"
-            return {"rope_type": "default"} | theta, "inv_freq divided by rope_freqs.weight of the file"
+            return {"rope_type": "default"} | theta, DIVIDED
 
 
 def _factors_of(rope: dict[str, object], head_dim: int) -> np.ndarray:

@@ -46,7 +46,7 @@ from llorch.files.tokenizer.export_huggingface import HuggingFaceTokenizer, tran
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary
 from llorch.ops.sampling import SamplingSettings
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 from llorch.runtime.fields import Fields
 
 # Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.
@@ -105,7 +105,7 @@ def convert(
     """
     source, target = Path(source), Path(target)
     if source.is_dir() and target.suffix != ".gguf" and not _stores_codes(source):
-        raise ValueError(f"{target}: expected a target that ends in .gguf, because the source is a Hugging Face folder")
+        raise UserError(f"{target}: expected a target that ends in .gguf, because the source is a Hugging Face folder")
     check_places(source, target=target, force=force)
     weights = open_weights(source)
     with closing(weights.source):
@@ -156,7 +156,7 @@ def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> 
     if wanted not in allowed:
         kind = "GGUF files" if to_gguf else "Hugging Face folders"
         known = ", ".join(one.name for one in allowed)
-        raise ValueError(f"type: expected one of {known} for {kind}, got {wanted.name}")
+        raise UserError(f"type: expected one of {known} for {kind}, got {wanted.name}")
     return wanted
 
 

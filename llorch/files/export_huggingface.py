@@ -93,7 +93,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         values
         | {**family.written}
         | _experts_settings(config, family)
-        | _delta_net_settings(config)
+        | delta_net_settings(config)
         | _positions(config, family)
     )
 
@@ -114,7 +114,8 @@ def _experts_settings(config: ModelConfig, family: Family) -> dict[str, object]:
     return values | ({"shared_expert_intermediate_size": experts.shared_size} if experts.shared_size else {})
 
 
-def _delta_net_settings(config: ModelConfig) -> dict[str, object]:
+def delta_net_settings(config: ModelConfig) -> dict[str, object]:
+    """Express delta nets as transformers does; empty for a model without them."""
     if (net := config.delta_net) is None:
         return {}
     kinds = {"delta_net": "linear_attention", "attention": "full_attention"}

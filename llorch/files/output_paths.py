@@ -19,7 +19,7 @@ from llorch.files.new_file import existing_folder, folders_above
 from llorch.files.quantised import SETTINGS
 from llorch.files.tensor_names import inventory, written_family
 from llorch.files.tokenizer.chat_templates import MORE_TEMPLATES, template_files
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
 _BESIDE = (
@@ -81,7 +81,7 @@ def check_places(
         return
     for source in sources:
         if source.samefile(target) or target.resolve() in source.resolve().parents:
-            raise ValueError(f"{target}: the target would replace the source {source}; choose another name")
+            raise UserError(f"{target}: the target would replace the source {source}; choose another name")
     if not force:
         raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
     if target.is_dir() == to_gguf:

@@ -25,7 +25,7 @@ from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
 from llorch.files.tensor_names import is_plain_name
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 
 # Bits per element of every dtype of the format.
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8}
@@ -169,7 +169,7 @@ def tensor_bytes(
     """
     for name, array in tensors.items():
         if array.dtype not in _CODES:
-            raise ValueError(f"tensor file: {name} has the dtype {array.dtype}, expected one of {', '.join(_WRITTEN)}")
+            raise UserError(f"tensor file: {name} has the dtype {array.dtype}, expected one of {', '.join(_WRITTEN)}")
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     rows = ((name, _CODES[tensors[name].dtype], tensors[name].shape, tensors[name].nbytes) for name in names)
     yield header_bytes(rows, metadata=metadata)

@@ -82,12 +82,14 @@ def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
 
 def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
     """Refuse (GuardFailed) sides without a shape in common: they hold another number of tokens each."""
-    faults = {name: each.fault or "" for name, each in report.differences.items()}
-    if len(faults) < 2 or not all(fault.startswith("shape: ") for fault in faults.values()):
+    n_arrays = len(report.differences)
+    if n_arrays < 2 or any(difference.fault_kind != "shape" for difference in report.differences.values()):
         return
-    name, fault = next(iter(faults.items()))
-    what = f"expected shapes like in {b.source}, got other shapes in all {len(faults)} arrays of pass {number}"
-    raise GuardFailed("ids", f"{what} ({name}: {fault}); dump the same pass with equal tokens", source=a.source)
+    name, difference = next(iter(report.differences.items()))
+    what = f"expected shapes like in {b.source}, got other shapes in all {n_arrays} arrays of pass {number}"
+    raise GuardFailed(
+        "ids", f"{what} ({name}: {difference.fault}); dump the same pass with equal tokens", source=a.source
+    )
 
 
 def _format_ids(tokens: Tokens) -> str:

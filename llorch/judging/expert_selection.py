@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llorch.stages.comparison import FACTOR, Difference, measure
+from llorch.stages.comparison import FACTOR, Difference, Fault, array_fault
 
 GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, llorch's stage from a token on -> what the run goes on with
 
@@ -46,7 +46,7 @@ class ExpertSelection:
     def difference(self, ours: "np.ndarray | None") -> Difference:
         """Measure the share of tokens with a wrong selection; ties are not wrong."""
         if fault := self.fault(ours):
-            return Difference(float("inf"), float("inf"), fault)
+            return Difference.of_fault(fault)
         assert ours is not None
         wrong = [token for token, tie in self._apart(ours) if not tie]
         return Difference(len(wrong) / len(ours), float(bool(wrong)), None, tuple(wrong[:1]))
@@ -63,16 +63,17 @@ class ExpertSelection:
         more = f" and {len(said) - 1} tokens more" if len(said) > 1 else ""
         return f"{said[0]}{more}; later stages use the reference engine's experts" if said else ""
 
-    def fault(self, ours: "np.ndarray | None") -> str | None:
+    def fault(self, ours: "np.ndarray | None") -> Fault | None:
         """Explain why ids cannot be compared at all; None if they can."""
-        if found := measure(ours, self.ids).fault:
+        if found := array_fault(ours, self.ids):
             return found
         assert ours is not None
         n_experts = self.scores.shape[-1]
         if ours.min() < 0 or ours.max() >= n_experts:
-            return f"ids: expected 0 to {n_experts - 1}, got {ours.min()} to {ours.max()}"
+            return "ids", f"expected 0 to {n_experts - 1}, got {ours.min()} to {ours.max()}"
         in_order = np.sort(ours, axis=-1)
-        return "ids: expected different experts, got one twice" if (in_order[:, 1:] == in_order[:, :-1]).any() else None
+        is_twice = (in_order[:, 1:] == in_order[:, :-1]).any()
+        return ("ids", "expected different experts, got one twice") if is_twice else None
 
     def _both_ways(self, ours: np.ndarray, token: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         return (ours[token], self.ids[token]), (self.ids[token], ours[token])

@@ -50,6 +50,7 @@ from llorch.judging.runners.numpy import GgmlRunner, numpy_runners
 from llorch.judging.runners.shared import SharedWeights
 from llorch.model.model import Model
 from llorch.runtime.builtin import builtin_path, goldens_folder, is_wheel
+from llorch.runtime.errors import UserError
 from llorch.runtime.memory import available_memory
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import keys
@@ -100,11 +101,11 @@ def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> L
     """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
     golden = read_long(goldens_folder() / name)
     if golden.weights_sha256 != sha256(builtin_path(name)):
-        raise ValueError(
+        raise UserError(
             f"golden {name}: expected long contexts of these weights, got others; run reference_outputs/regenerate.py"
         )
     if golden.cases.keys() != long_cases(weights.config).keys():
-        raise ValueError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
+        raise UserError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
                          f"got {', '.join(golden.cases)}; run reference_outputs/regenerate.py")  # fmt: skip
     return LongSuite(name, weights, golden, route)
 
@@ -114,11 +115,11 @@ def stored(name: str) -> tuple[Weights, Golden]:
     path = builtin_path(name)
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
-        raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
+        raise UserError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     weights = open_weights(path)
     unable = unable_for(PRODUCERS, weights.config, golden.cases["near"].ids, N_GREEDY)
     if golden.cannot_judge != unable:
-        raise ValueError(f"golden {name}: leaves out {golden.cannot_judge}, expected {unable}; run regenerate.py")
+        raise UserError(f"golden {name}: leaves out {golden.cannot_judge}, expected {unable}; run regenerate.py")
     return weights, golden
 
 
@@ -259,7 +260,7 @@ def _of_numbers(
 
 def _require_able(engine: str, path: Path, unable: Mapping[str, str]) -> None:
     if engine in unable:
-        raise ValueError(f"{engine}: cannot judge {path}: {unable[engine]}")
+        raise UserError(f"{engine}: cannot judge {path}: {unable[engine]}")
 
 
 def _from(say: Say, name: str) -> Say:

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 from llorch.families.config import ModelConfig
 from llorch.lora.config import LoraConfig
 from llorch.lora.targets import LoraTarget, targets_of
-from llorch.runtime.errors import ErrorCode, FormatError
+from llorch.runtime.errors import ErrorCode, FormatError, UserError
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
 _SHOWN = 5  # names of one fault in a message
@@ -123,15 +123,15 @@ def some(names: list[str]) -> str:
 def require_free(name: str, known: list[str]) -> None:
     """Refuse (ValueError) a name that is in use, or has other signs than letters, digits, _ and -."""
     if not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"adapter: expected a name of letters, digits, _ and -, got {name!r}")
+        raise UserError(f"adapter: expected a name of letters, digits, _ and -, got {name!r}")
     if name in known:
-        raise ValueError(f"adapter: the name {name!r} is in use already; remove that adapter or choose another name")
+        raise UserError(f"adapter: the name {name!r} is in use already; remove that adapter or choose another name")
 
 
 def require_known(name: str | None, known: list[str]) -> None:
     """Refuse (ValueError) the name of an adapter that is not there; None wants none."""
     if name is not None and name not in known:
-        raise ValueError(f"adapter: expected one of {', '.join(known) or 'none'}, got {name!r}")
+        raise UserError(f"adapter: expected one of {', '.join(known) or 'none'}, got {name!r}")
 
 
 def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:
@@ -140,7 +140,7 @@ def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:
     foreign = [target.name for target in adapter.targets.values() if every.get(target.name) != target]
     if foreign:
         what = ", ".join(foreign)
-        raise ValueError(
+        raise UserError(
             f"adapter {name!r}: expected names and shapes of this model, got others for {what}; give the right base"
         )
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,13 @@ _MAX_BYTES = 1 << 16  # of a remembered digest
 _FORMAT = 1  # of what is hashed; another number forgets everything
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # types without codes
 QUANTISATION_ERROR = "differs from the trained one by the quantisation error of the base"
+
+
+class BaseStatus(NamedTuple):
+    """Comparison of the base that an adapter records with a model."""
+
+    kind: Literal["same", "named", "unknown", "another"]  # named: equal names, without a digest
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,32 +152,32 @@ def _remember(place: Path, text: str) -> None:
             temporary.write_text(text)
 
 
-def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -> str:
+def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -> BaseStatus:
     """Refuse (BaseMismatch) an adapter made for another base; returns whether it is the same, or cannot be told."""
     if made_for.digest == base.digest:
-        return "base: the same numbers as in the training"
+        return BaseStatus("same", "the same numbers as in the training")
     parts = {"shapes and constants": "config", "norms and biases": "vectors"}
     differ = [text for text, key in parts.items() if getattr(made_for, key) != getattr(base, key)]
     if not differ and made_for.types != base.types:
         stored = f"its matrices are {', '.join(made_for.types)} there and {', '.join(base.types)} here"
         stored = types_differ(made_for.types, base.types) or stored
-        return f"base: unknown: norms and shapes equal {made_for.name}, but {stored}"
+        return BaseStatus("unknown", f"unknown: norms and shapes equal {made_for.name}, but {stored}")
     what = differ[0] if differ else "matrices"
     message = f"expected the base {made_for.name}, got other {what} in {base.name}; give the base of the training"
     raise FormatError("BaseMismatch", message, path=str(where))
 
 
-def require_name(made_for: str | None, base: str, *, where: object, stored: str = "") -> str:
+def require_name(made_for: str | None, base: str, *, where: object, stored: str = "") -> BaseStatus:
     """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count.
 
     `stored` is what `types_differ` tells of both.
     """
     if not made_for:
-        return "base: unknown, because the adapter does not name its base"
+        return BaseStatus("unknown", "unknown, because the adapter does not name its base")
     if _name_end(made_for) == _name_end(base):
         if stored:
-            return f"base: unknown: the name {made_for} fits, but {stored}"
-        return f"base: the name {made_for} fits; the adapter has no digest to check"
+            return BaseStatus("unknown", f"unknown: the name {made_for} fits, but {stored}")
+        return BaseStatus("named", f"the name {made_for} fits; the adapter has no digest to check")
     message = f"expected the base {made_for} (by name, there is no digest), got {base}{', and ' * bool(stored)}{stored}"
     raise FormatError(
         "BaseMismatch", f"{message}; if both are one model, add --any-base (any_base=True)", path=str(where)

@@ -16,6 +16,7 @@ import regex
 
 from llorch.families.config import ModelConfig
 from llorch.lora.targets import OF_EXPERTS, ROUTERS, LoraTarget, in_whole, targets_of
+from llorch.runtime.errors import UserError
 
 Number = TypeVar("Number", int, float)
 _MATCH_SECONDS = 1.0
@@ -43,25 +44,25 @@ class LoraConfig:
         """Refuse numbers without a meaning."""
         for name, rank in {"r": self.r, **{f"rank_pattern {k}": v for k, v in self.rank_pattern.items()}}.items():
             if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-                raise ValueError(f"lora config: {name} must be a whole number of at least 1, got {rank!r}")
+                raise UserError(f"lora config: {name} must be a whole number of at least 1, got {rank!r}")
         alphas = {"lora_alpha": self.lora_alpha} | {f"alpha_pattern {k}": v for k, v in self.alpha_pattern.items()}
         for name, alpha in alphas.items():
             if not (math.isfinite(alpha) and alpha > 0):
-                raise ValueError(f"lora config: {name} must be finite and above 0, got {alpha}")
+                raise UserError(f"lora config: {name} must be finite and above 0, got {alpha}")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora config: lora_dropout must be 0 or more and below 1, got {self.lora_dropout}")
+            raise UserError(f"lora config: lora_dropout must be 0 or more and below 1, got {self.lora_dropout}")
         if not self.target_modules and not self.target_parameters:
-            raise ValueError("lora config: target_modules must name at least one module, got none")
+            raise UserError("lora config: target_modules must name at least one module, got none")
         beside = [name for name in ("lora_dropout", "use_dora") if getattr(self, name)]
         if self.target_parameters and beside:
-            raise ValueError(f"lora config: {beside[0]} cannot be combined with target_parameters (nor in PEFT)")
+            raise UserError(f"lora config: {beside[0]} cannot be combined with target_parameters (nor in PEFT)")
         patterns = [*self.rank_pattern, *self.alpha_pattern]
         patterns += [p for p in (self.target_modules, self.exclude_modules) if isinstance(p, str)]
         for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
+                raise UserError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
     def targets(self, config: ModelConfig) -> Mapping[str, LoraTarget]:
         """Return the matrices that the adapter changes, in forward order.
@@ -78,14 +79,14 @@ class LoraConfig:
                 else []
             )
             if absent and isinstance(ends, tuple):
-                raise ValueError(f"lora config: {_absent(kind, absent, paths, config)}")
+                raise UserError(f"lora config: {_absent(kind, absent, paths, config)}")
         found = {name: target for name, target in every.items() if self._takes(target)}
         if not found:
             chosen = {
                 name: getattr(self, name) for name in ("target_modules", "exclude_modules", "layers_to_transform")
             }
             told = ", ".join(f"{name} {value!r:.80}" for name, value in chosen.items() if value)
-            raise ValueError(f"lora config: {told} match no matrix of the model")
+            raise UserError(f"lora config: {told} match no matrix of the model")
         return found
 
     def require_effect(self, config: ModelConfig) -> None:
@@ -100,7 +101,7 @@ class LoraConfig:
         ]
         if idle:
             told = ", ".join(f"{name} {value!r}" for name, value in idle[:8]) + (" and more" if idle[8:] else "")
-            raise ValueError(
+            raise UserError(
                 f"lora config: expected names that match a matrix of the adapter, got {told}; correct or remove it"
             )
 
@@ -150,7 +151,7 @@ def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) ->
     seen = {name: replace(target, path=target.whole_path) for name, target in targets.items()}
     chosen = {name: targets[name] for name, target in seen.items() if config._takes(target)}
     if not chosen:
-        raise ValueError(f"lora config: target_modules {config.target_modules!r:.80} match no matrix of the text model")
+        raise UserError(f"lora config: target_modules {config.target_modules!r:.80} match no matrix of the text model")
     patterns = patterns_of(config, {targets[name].path: seen[name] for name in chosen})
     return replace(config, **names_of(chosen, model), **patterns, exclude_modules=(), layers_to_transform=None)
 
@@ -222,11 +223,11 @@ def _matches(pattern: str, path: str) -> bool:
         return regex.fullmatch(pattern, path, timeout=_MATCH_SECONDS) is not None
     except TimeoutError:
         where = "target_modules, exclude_modules, rank_pattern or alpha_pattern"
-        raise ValueError(
+        raise UserError(
             f"lora config: {where}: {pattern!r} took over {_MATCH_SECONDS} s to match {path}; simplify it"
         ) from None
     except regex.error as error:
-        raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
+        raise UserError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
 
 def _idle(modules: tuple[str, ...] | str, targets: Collection[LoraTarget]) -> list[str]:

@@ -15,6 +15,7 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.base import (
     QUANTISATION_ERROR,
     BaseIdentity,
+    BaseStatus,
     matrix_types,
     quantised_types,
     remembered_identity,
@@ -41,25 +42,25 @@ def recorded_base(path: str | Path) -> BaseIdentity | str | None:
     return base_of_peft(path) if path.is_dir() else base_of_gguf(path)
 
 
-def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) -> str:
-    """Refuse (BaseMismatch) an adapter made for another base, as far as it records one; says what is known.
+def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) -> BaseStatus:
+    """Refuse (BaseMismatch) an adapter made for another base, as far as it records one.
 
     Reads all of the base if the adapter records a digest and the base was not read before.
     """
     recorded = recorded_base(path)
     try:
         if isinstance(recorded, BaseIdentity):
-            verdict = require_base(recorded, remembered_identity(weights), where=path)
+            status = require_base(recorded, remembered_identity(weights), where=path)
         else:
             trained = _trained_base(recorded, weights)
             stored = "" if trained is None else types_differ(matrix_types(trained), matrix_types(weights))
-            verdict = require_name(recorded, str(weights.path), where=path, stored=stored)
+            status = require_name(recorded, str(weights.path), where=path, stored=stored)
         _require_copies(Path(path), weights)
     except FormatError as error:
         if error.code != "BaseMismatch" or not any_base:
             raise
-        return f"base: another base, accepted by --any-base; {error}"
-    return verdict
+        return BaseStatus("another", f"another base, accepted by --any-base; {error}")
+    return status
 
 
 def _trained_base(recorded: BaseIdentity | str | None, weights: Weights) -> Weights | None:
@@ -130,8 +131,8 @@ def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bo
     """
     if isinstance(adapter, Adapter):
         return adapter, "base: unknown, because the adapter is not from a file"
-    verdict = check_base(adapter, weights, any_base=any_base)
-    return read_adapter(adapter, weights.config), verdict
+    status = check_base(adapter, weights, any_base=any_base)
+    return read_adapter(adapter, weights.config), f"base: {status.message}"
 
 
 def _require_copies(path: Path, weights: Weights) -> None:

@@ -25,6 +25,7 @@ from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 from llorch.lora.merge import output_lengths
 from llorch.lora.targets import LoraTarget
+from llorch.runtime.errors import UserError
 
 INITS = ("default", "gaussian", "pissa")
 
@@ -36,14 +37,14 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
     a rank that a matrix does not have, or a part of the configuration that fits no matrix.
     """
     if init not in INITS:
-        raise ValueError(f"lora init: expected one of {', '.join(INITS)}, got {init!r}")
+        raise UserError(f"lora init: expected one of {', '.join(INITS)}, got {init!r}")
     if seed < 0:
-        raise ValueError(f"lora init: the seed must be 0 or above, got {seed}")
+        raise UserError(f"lora init: the seed must be 0 or above, got {seed}")
     if init == "pissa" and config.use_dora:
-        raise ValueError("lora init: pissa cannot be combined with DoRA; choose one of them")
+        raise UserError("lora init: pissa cannot be combined with DoRA; choose one of them")
     config.require_effect(weights.config)
     if init == "pissa" and config.target_parameters:
-        raise ValueError("lora init: pissa cannot be combined with target_parameters (nor in PEFT); choose default")
+        raise UserError("lora init: pissa cannot be combined with target_parameters (nor in PEFT); choose default")
     tensors = {}
     for name, target in config.targets(weights.config).items():
         rank, scaling = config.rank_of(target), config.scaling_of(target)
@@ -74,7 +75,7 @@ def principal(
 ) -> tuple[Float32[np.ndarray, "r in"], Float32[np.ndarray, "out r"]]:
     """Split off the largest part of a matrix as A and B: scaling * B A is its best approximation of that rank."""
     if rank > min(weight.shape):
-        raise ValueError(f"lora init: pissa needs a rank of at most {min(weight.shape)} for {name}, got {rank}")
+        raise UserError(f"lora init: pissa needs a rank of at most {min(weight.shape)} for {name}, got {rank}")
     left, values, right = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
     share = np.sqrt(values[:rank] / scaling)
     return (share[:, None] * right[:rank]).astype(np.float32), (left[:, :rank] * share).astype(np.float32)

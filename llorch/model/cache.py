@@ -17,6 +17,7 @@ from llorch.families.config import ModelConfig
 from llorch.families.layers import DeltaNet
 from llorch.files import Weights
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
+from llorch.runtime.errors import UserError
 
 NewRows = Float[np.ndarray, "seq kv_heads head_dim"]
 Context = Float[np.ndarray, "kv_heads ctx head_dim"]
@@ -108,9 +109,9 @@ class KVCache:
 def require_context(n_tokens: int, start: int, max_positions: int) -> None:
     """Refuse (ValueError) no tokens, or tokens from a position on that the context does not hold."""
     if n_tokens < 1:
-        raise ValueError("forward: expected at least one token id, got none")
+        raise UserError("forward: expected at least one token id, got none")
     if start < 0 or start + n_tokens > max_positions:
-        raise ValueError(
+        raise UserError(
             f"forward: {n_tokens} tokens from position {start} do not fit the context of "
             f"{max_positions} tokens; shorten the prompt"
         )

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llorch.ops.sampling import SamplingSettings, draw, probabilities
+from llorch.runtime.errors import UserError
 
 Step = Callable[[Sequence[int]], np.ndarray]  # new ids -> logits of the last one, (vocab,)
 
@@ -177,9 +178,9 @@ class HeldText:
     def __init__(self, stop: Sequence[str]) -> None:
         """Start empty; ValueError for an empty stop string, or one string instead of a list of them."""
         if isinstance(stop, str):
-            raise ValueError(f"generate: expected a list of stop strings, got the string {stop!r}")
+            raise UserError(f"generate: expected a list of stop strings, got the string {stop!r}")
         if "" in stop:
-            raise ValueError("generate: a stop string must not be empty, got ''")
+            raise UserError("generate: a stop string must not be empty, got ''")
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pending = ""

@@ -29,6 +29,7 @@ from llorch.model.finite import Look, name_first_stage
 from llorch.model.generate import Answer, Job, Step, Token, sample_ids, stream
 from llorch.ops.numerics import EXACT, Numerics
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import UserError
 from llorch.runtime.fields import Fields
 from llorch.runtime.memory import keep_freed_memory
 
@@ -148,7 +149,7 @@ class Opened:
         while n_characters < len(text):
             if len(self.tokenizer.encode(text[:n_characters])) > 2 * room:
                 message = f"{len(text)} characters do not fit the context of {room} tokens"
-                raise ValueError(
+                raise UserError(
                     f"prompt: {message} (the first {n_characters} give over {2 * room}); shorten the prompt"
                 )
             n_characters *= 2
@@ -165,7 +166,7 @@ class Opened:
         """Check what `generate` is asked for, and cut `max_tokens` to the context; raises as `generate` does."""
         require_known(adapter, self.adapters)
         if type(max_tokens) is not int or max_tokens < 0:
-            raise ValueError(f"generate: max_tokens must be an integer of at least 0, got {max_tokens!r}")
+            raise UserError(f"generate: max_tokens must be an integer of at least 0, got {max_tokens!r}")
         ids, room = self.prompt_ids(prompt), self.config.max_position_embeddings
         require_context(len(ids), 0, room)
         self._require_text(self.checked_ids(ids))
@@ -178,7 +179,7 @@ class Opened:
         """Refuse ids (ValueError) that stand for an image: what the text part embeds them as means nothing."""
         for at, token_id in enumerate(ids.tolist()):
             if token_id in self._ids_of_images:
-                raise ValueError(
+                raise UserError(
                     f"generate: token {token_id} at index {at} marks an image or a video "
                     f"({self._ids_of_images[token_id]} in config.json), llorch runs only the text part; remove it"
                 )
@@ -191,13 +192,13 @@ class Opened:
         """Convert token ids to int64; ValueError if there are none, or one is out of range."""
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0:
-            raise ValueError(f"forward: expected a list of at least one token id, got shape {array.shape}")
+            raise UserError(f"forward: expected a list of at least one token id, got shape {array.shape}")
         if array.dtype.kind not in "iu":
-            raise ValueError(f"forward: expected integer token ids, got {array.dtype}")
+            raise UserError(f"forward: expected integer token ids, got {array.dtype}")
         outside = (array < 0) | (array >= self.config.vocab_size)
         if outside.any():
             at = int(np.argmax(outside))
-            raise ValueError(
+            raise UserError(
                 f"forward: token id {int(array[at])} at index {at} is outside 0 to {self.config.vocab_size - 1}"
             )
         return array.astype(np.int64)
@@ -368,7 +369,7 @@ def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None
     if prompt is not None and messages is None:
         return prompt
     if messages is None or prompt is not None:
-        raise ValueError(f"generate: expected a prompt or messages, got {'neither' if messages is None else 'both'}")
+        raise UserError(f"generate: expected a prompt or messages, got {'neither' if messages is None else 'both'}")
     return _checked_conversation(messages)
 
 

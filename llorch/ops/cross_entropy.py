@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llorch.ops.precision import widen
+from llorch.runtime.errors import UserError
 
 IGNORED = -100  # label of a row that is not trained, as in torch and transformers
 
@@ -69,10 +70,10 @@ def trained_rows(labels: Int[np.ndarray, " seq"], vocab_size: int) -> Int[np.nda
     """Which rows are trained; ValueError when none is or when a label is no token."""
     (rows,) = np.nonzero(labels != IGNORED)
     if not len(rows):
-        raise ValueError(f"cross entropy: expected a label to train on, got {len(labels)} rows that are all {IGNORED}")
+        raise UserError(f"cross entropy: expected a label to train on, got {len(labels)} rows that are all {IGNORED}")
     wrong = rows[(labels[rows] < 0) | (labels[rows] >= vocab_size)]
     if len(wrong):
-        raise ValueError(
+        raise UserError(
             f"cross entropy: labels must be token ids from 0 to {vocab_size - 1} or {IGNORED}, "
             f"got {labels[wrong[0]]} in row {wrong[0]}"
         )

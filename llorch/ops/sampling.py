@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from llorch.runtime.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
@@ -47,7 +49,7 @@ class SamplingSettings:
         )
         for name, holds, expected in rules:
             if not holds:
-                raise ValueError(f"sampling: {name} must be {expected}, got {getattr(self, name)}")
+                raise UserError(f"sampling: {name} must be {expected}, got {getattr(self, name)}")
 
 
 Logits = Float[np.ndarray, " vocab"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llorch.model.generate import Answer, Job, Token
 from llorch.pytorch.decoding import Decoding
+from llorch.runtime.errors import UserError
 
 GROUP = 8  # on CUDA, steps that are launched before the host looks at the tokens of the group before
 
@@ -105,5 +106,5 @@ def one_each(value: object, n: int, *, name: str) -> list:
     """
     values = list(value) if isinstance(value, Sequence) else [value] * n
     if len(values) != n:
-        raise ValueError(f"generate_batch: expected 1 {name} for all prompts or {n}, one per prompt, got {len(values)}")
+        raise UserError(f"generate_batch: expected 1 {name} for all prompts or {n}, one per prompt, got {len(values)}")
     return values

@@ -18,6 +18,7 @@ from torch import Tensor
 from llorch.families.config import ModelConfig
 from llorch.families.layers import Bound, DeltaNet
 from llorch.ops.rope import rope_tables
+from llorch.runtime.errors import UserError
 
 Visible = Bool[Tensor, "batch 1 seq ctx"] | None  # None: each token sees all before it, and there is no padding
 
@@ -72,7 +73,7 @@ class Cache:
         """Start empty; unseen slots are zero, because a probability of 0 times NaN would be NaN."""
         last = first_position + n_slots
         if n_slots < 1 or first_position < 0 or last > config.max_position_embeddings:
-            raise ValueError(
+            raise UserError(
                 f"cache: expected positions within the context, got {first_position} to {last - 1}; the context has "
                 f"{config.max_position_embeddings} tokens"
             )

@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from llorch.ops.numerics import DtypeName
-from llorch.runtime.errors import MissingDevice
+from llorch.runtime.errors import MissingDevice, UserError
 
 Kernels = Literal["auto", "torch", "own"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -42,12 +42,12 @@ class Target:
 def target(device: str = "cpu", dtype: str = "float32", kernels: str = "auto") -> Target:
     """Check what was asked for: `cpu`, `cuda` or `cuda:N`, a key of `DTYPES`, and whose kernels."""
     if kernels not in get_args(Kernels):
-        raise ValueError(f"kernels: expected one of {', '.join(get_args(Kernels))}, got {kernels!r}")
+        raise UserError(f"kernels: expected one of {', '.join(get_args(Kernels))}, got {kernels!r}")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     named = re.fullmatch("cpu|cuda(?::([0-9]{1,4}))?", device)
     if named is None:
-        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+        raise UserError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
     if device == "cpu":
         return Target(torch.device("cpu"), DTYPES[dtype], cast(Kernels, kernels))
     index = int(named[1] or 0)

@@ -30,6 +30,7 @@ from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
 from llorch.pytorch.sampling import Needs
+from llorch.runtime.errors import UserError
 
 Mode = Literal["fast", "reproducible"]
 
@@ -170,7 +171,7 @@ class TorchModel(AdaptedModules):
             try:
                 job = self.job(prompt, max_tokens=most, settings=how, ignore_eos=ignore_eos, adapter=with_adapter)
             except ValueError as error:
-                raise ValueError(f"prompt {at}: {error}") from None
+                raise UserError(f"prompt {at}: {error}") from None
             jobs.append((at, job))
         return self._run(jobs, stop)
 
@@ -297,9 +298,9 @@ def load_torch(
         ("residency", residency, Residency), ("attention", attention, Attention), ("mode", mode, Mode),
     ):  # fmt: skip
         if value not in get_args(known):
-            raise ValueError(f"load_torch: {name} must be one of {', '.join(get_args(known))}, got {value!r}")
+            raise UserError(f"load_torch: {name} must be one of {', '.join(get_args(known))}, got {value!r}")
     if compiled and mode == "reproducible":
-        raise ValueError(
+        raise UserError(
             "load_torch: compiled=True fuses sums, which mode 'reproducible' forbids; choose one of the two"
         )
     compute_as_named(at)

@@ -21,6 +21,7 @@ from llorch.pytorch.load import put
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
+from llorch.runtime.errors import UserError
 
 GROUP = 64  # columns that share a scale of a table, as MLX and bitsandbytes have them
 _NF4 = NormalDist()
@@ -80,7 +81,7 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
     """Draw random codes, with scales that give numbers of about the size of real weights."""
     elements, n_bytes = _block_size(packed)
     if shape[1] % elements:
-        raise ValueError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
+        raise UserError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
     if not isinstance(packed, Table) and packed in HALF_TYPES:
         return {"codes": (SIZE * torch.randn(shape, device=device)).to(HALF_TYPES[packed])}
     raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)

@@ -36,7 +36,11 @@ _LONG = re.compile(
 Guard = Literal["ids", "positions", "norm", "layout", "weights", "run"]
 
 
-class FormatError(ValueError):
+class UserError(ValueError):
+    """Bad input: a file, an option or an argument. A plain ValueError is a bug of llorch."""
+
+
+class FormatError(UserError):
     """A file or a folder that cannot be used, refused with one line that says what, where and why."""
 
     def __init__(
@@ -60,7 +64,7 @@ class CheckpointMismatch(AssertionError):
     """A stage whose numbers are not those of the golden."""
 
 
-class GuardFailed(ValueError):
+class GuardFailed(UserError):
     """A dump whose numbers say nothing beside ours: of other tokens, weights, or another run than is said."""
 
     def __init__(self, guard: Guard, message: str, *, source: str) -> None:
@@ -151,7 +155,7 @@ def decode_utf8(data: bytes, what: str, *, offset: int = 0) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at offset {offset + error.start}"
-        raise ValueError(f"{what}: expected UTF-8, got {found}; convert the text first") from None
+        raise UserError(f"{what}: expected UTF-8, got {found}; convert the text first") from None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

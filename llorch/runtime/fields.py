@@ -137,8 +137,7 @@ class Fields:
         except FormatError as error:
             if error.path is not None:
                 raise
-            message = str(error).removeprefix(f"{error.code}: ")
-            raise FormatError(error.code, message, path=self.path) from None
+            raise FormatError(error.code, error.message, path=self.path, offset=error.offset) from None
 
     def _get(self, key: str, default: object, expected: str) -> object:
         """Return a value, or `default` if it is absent or null; raise FormatError if it is required."""

@@ -12,10 +12,11 @@ never pass. Nothing else in the project decides whether numbers agree.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from llorch.runtime.errors import CheckpointMismatch
+from llorch.runtime.errors import CheckpointMismatch, UserError
 from llorch.stages.table import Stage, forward_order
 
 PASS, FAIL, TIE, NOT_RUN = "PASS", "FAIL", "TIE", "NOT RUN"  # verdicts
@@ -66,6 +67,10 @@ class Tolerance:
 EXACT = Tolerance(0.0, 0.0)
 
 
+FaultKind = Literal["got", "want", "shape", "dtype", "empty", "non-finite", "mask", "ids"]
+Fault = tuple[FaultKind, str]
+
+
 @dataclass(frozen=True)
 class Difference:
     """How far `got` is from `want`; `fault` says why values were not compared at all."""
@@ -78,6 +83,12 @@ class Difference:
     want: float = math.nan
     tokens: np.ndarray | None = field(default=None, compare=False)  # the error of each token
     common_factor: float = field(default=1.0, compare=False)  # the projection of `got` on `want`
+    fault_kind: FaultKind | None = field(default=None, compare=False)
+
+    @classmethod
+    def of_fault(cls, fault: Fault) -> "Difference":
+        """Return the infinite difference of arrays that cannot be compared."""
+        return cls(math.inf, math.inf, ": ".join(fault), fault_kind=fault[0])
 
     def within(self, tolerance: Tolerance) -> bool:
         """Check this difference against a tolerance; True if it passes."""
@@ -137,7 +148,7 @@ def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tole
     """
     faults = [d.describe() for d in distances if d.fault is not None or not math.isfinite(d.error + d.worst)]
     if faults or not distances:
-        raise ValueError(f"tolerance: expected faultless distances of the engines, got {faults or 'none'}")
+        raise UserError(f"tolerance: expected faultless distances of the engines, got {faults or 'none'}")
     return Tolerance(
         max(floor, FACTOR * max(d.error for d in distances)),
         max(floor, FACTOR * max(d.worst for d in distances)),
@@ -156,13 +167,13 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
     Returns:
         The difference; with `fault` set when the values could not be compared.
     """
-    fault = _fault(got, want)
+    fault = array_fault(got, want)
     if fault is not None:
-        return Difference(math.inf, math.inf, fault)
+        return Difference.of_fault(fault)
     assert isinstance(got, np.ndarray)
     assert isinstance(want, np.ndarray)
     if masked and (fault := _mask_fault(got, want)):
-        return Difference(math.inf, math.inf, fault)
+        return Difference.of_fault(fault)
     if got.dtype.kind in "iu":
         return _measure_exact(got, want)
     a, b = (np.where(np.isneginf(want), 0, x) if masked else x for x in (got, want))
@@ -172,7 +183,7 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
     index = _index_of(np.abs(off).argmax(), off.shape)  # of NaN or infinity where there is one
     largest, size = float(np.abs(off[index])), float(np.abs(b).max())
     if not math.isfinite(largest) and (fault := _not_finite(got, want, masked=masked)):
-        return Difference(math.inf, math.inf, fault)
+        return Difference.of_fault(fault)
     scale = max(largest, size) or 1.0  # squares must neither overflow nor vanish
     off, scaled = off / scale, b / scale
     error = times_over(_euclidean_norm(off), _euclidean_norm(scaled))
@@ -200,13 +211,13 @@ def measure_in(got: object, want: object, *, unit: float) -> Difference:
     Returns:
         The root mean square of the differences and the largest, both in units; with `fault` as in `measure`.
     """
-    fault = _fault(got, want)
+    fault = array_fault(got, want)
     if fault is not None:
-        return Difference(math.inf, math.inf, fault)
+        return Difference.of_fault(fault)
     assert isinstance(got, np.ndarray)
     assert isinstance(want, np.ndarray)
     if fault := _not_finite(got, want):
-        return Difference(math.inf, math.inf, fault)
+        return Difference.of_fault(fault)
     apart = np.abs(got.astype(np.float64) - want) / unit
     index = _index_of(apart.argmax(), apart.shape)
     error = float(np.sqrt(np.square(apart).mean()))
@@ -290,44 +301,45 @@ def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4
         if key in got
     }
     if not differences:
-        raise ValueError(f"compare: expected a stage in both traces, got {len(got)} and {len(want)} stages")
+        raise UserError(f"compare: expected a stage in both traces, got {len(got)} and {len(want)} stages")
     sides = (("got", got, want), ("want", want, got))
     only = {side: [key for key in forward_order(one) if key not in other] for side, one, other in sides}
     return Report(differences, tolerance, only)
 
 
-def _fault(got: object, want: object) -> str | None:
-    for side, array in (("got", got), ("want", want)):
+def array_fault(got: object, want: object) -> Fault | None:
+    """Explain why two values are no arrays of one shape and dtype; None if they are."""
+    sides: tuple[tuple[FaultKind, object], ...] = ("got", got), ("want", want)
+    for side, array in sides:
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-            return f"{side}: expected an array, got {'nothing' if array is None else type(array).__name__}"
+            return side, f"expected an array, got {'nothing' if array is None else type(array).__name__}"
     assert isinstance(got, np.ndarray)
     assert isinstance(want, np.ndarray)
     if got.shape != want.shape:
-        return f"shape: expected {want.shape}, got {got.shape}"
+        return "shape", f"expected {want.shape}, got {got.shape}"
     if got.dtype != want.dtype:
-        return f"dtype: expected {want.dtype}, got {got.dtype}"
+        return "dtype", f"expected {want.dtype}, got {got.dtype}"
     if want.dtype.kind not in "iuf":
-        return f"dtype: expected integers or floats, got {want.dtype}"
-    return "empty: nothing to compare" if want.size == 0 else None
+        return "dtype", f"expected integers or floats, got {want.dtype}"
+    return ("empty", "nothing to compare") if want.size == 0 else None
 
 
-def _not_finite(got: np.ndarray, want: np.ndarray, *, masked: bool = False) -> str | None:
+def _not_finite(got: np.ndarray, want: np.ndarray, *, masked: bool = False) -> Fault | None:
     """Describe the first side with values that are not finite, None if there is none; `masked` admits -inf."""
     for side, array in (("got", got), ("want", want)):
         allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
         if not allowed.all():
-            return f"non-finite: {array.size - int(allowed.sum())} of {array.size} values of {side}"
+            return "non-finite", f"{array.size - int(allowed.sum())} of {array.size} values of {side}"
     return None
 
 
-def _mask_fault(got: np.ndarray, want: np.ndarray) -> str | None:
+def _mask_fault(got: np.ndarray, want: np.ndarray) -> Fault | None:
     if fault := _not_finite(got, want, masked=True):
         return fault
     if not np.array_equal(np.isneginf(got), np.isneginf(want)):
-        return (
-            f"mask: {int((np.isneginf(got) != np.isneginf(want)).sum())} of {want.size} entries masked on one side only"
-        )
-    return None if np.isfinite(want).any() else "mask: expected at least one entry that is not masked, got none"
+        n_wrong = int((np.isneginf(got) != np.isneginf(want)).sum())
+        return "mask", f"{n_wrong} of {want.size} entries masked on one side only"
+    return None if np.isfinite(want).any() else ("mask", "expected at least one entry that is not masked, got none")
 
 
 def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from jaxtyping import Float
 
+from llorch.runtime.errors import UserError
+
 Array = Float[np.ndarray, "*shape"]  # a trained tensor, its gradient, or one of its moments
 
 
@@ -69,7 +71,7 @@ def rate_factor(name: str, *, lr_ratio: float) -> float:
     return 1.0 if name.endswith(".lora_A") else lr_ratio
 
 
-class NonFiniteNorm(ValueError):
+class NonFiniteNorm(UserError):
     """The gradients have no finite norm, so that no step can be taken."""
 
     def __init__(self, norm: float, names: Iterable[str]) -> None:

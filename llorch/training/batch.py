@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from llorch.ops.cross_entropy import IGNORED
+from llorch.runtime.errors import UserError
 
 PADDING = -1  # position and document of a slot without a token
 
@@ -58,7 +59,7 @@ def trained_tokens(batches: Sequence[Batch]) -> int:
     n_trained = sum(batch.n_trained for batch in batches)
     if n_trained == 0:
         n_tokens = sum(int((batch.positions != PADDING).sum()) for batch in batches)
-        raise ValueError(f"train: expected a token to learn in every step, got {n_tokens} tokens, all ignored (-100)")
+        raise UserError(f"train: expected a token to learn in every step, got {n_tokens} tokens, all ignored (-100)")
     return n_trained
 
 

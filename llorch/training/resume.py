@@ -33,14 +33,16 @@ def environment(device: str) -> dict[str, Any]:
     return found | (_cuda_switches() if kind.type == "cuda" else {})
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Write a line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, sides: tuple[str, str] = ("saved", "now")
+) -> dict[str, str]:
+    """Write a line `name: saved X, now Y` for each name whose value differs; nested names are joined by dots."""
     old, new = dict(_flat_values(saved)), dict(_flat_values(now))
-    return [
-        f"{name}: saved {_format_value(old, name)}, now {_format_value(new, name)}"
+    return {
+        name: f"{name}: {sides[0]} {_format_value(old, name)}, {sides[1]} {_format_value(new, name)}"
         for name in {**old, **new}
         if name not in old or name not in new or old[name] != new[name] or type(old[name]) is not type(new[name])
-    ]
+    }
 
 
 def require_same(
@@ -57,12 +59,12 @@ def require_same(
     row that changed where the data is not the same.
     """
     found = differences(saved, now)
-    row = data_change() if saved.get("data") != now.get("data") else ""
-    found = [f"{line} ({row})" if row and line.startswith("data: ") else line for line in found]
+    if "data" in found and (row := data_change()):
+        found["data"] += f" ({row})"
     if found and not allow_change:
         advice = "undo the change, or resume with --allow-change, which is not bit-exact"
-        raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found)}; {advice}", path=path)
-    return found
+        raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found.values())}; {advice}", path=path)
+    return [*found.values()]
 
 
 def _cuda_switches() -> dict[str, Any]:

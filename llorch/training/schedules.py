@@ -12,6 +12,8 @@ the first one is 0, so a run with warm-up begins with a rate of 0; linear and co
 import math
 from collections.abc import Callable
 
+from llorch.runtime.errors import UserError
+
 SCHEDULES: dict[str, Callable[[int, int], float]] = {  # steps done and steps in all, after warm-up -> share of the peak
     "constant": lambda done, span: 1.0,
     "linear": lambda done, span: max(0.0, (span - done) / max(1, span)),
@@ -25,7 +27,7 @@ def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, t
     `peak` is the rate after `warmup_steps`, over which it rises from 0; `total_steps` include them.
     """
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        raise UserError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if step < warmup_steps:
         return peak * (step / warmup_steps)
     return peak * SCHEDULES[schedule](step - warmup_steps, total_steps - warmup_steps)

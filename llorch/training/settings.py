@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from llorch.files.tokenizer.chat import TemplateSettings
 from llorch.lora.config import ALL_LINEAR, LoraConfig
 from llorch.lora.initial import INITS
+from llorch.runtime.errors import UserError
 from llorch.training.schedules import SCHEDULES
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -61,9 +62,9 @@ class DataSettings:
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
         if self.max_length < 2:
-            raise ValueError(f"max_length: expected at least 2 tokens (one predicts the next), got {self.max_length}")
+            raise UserError(f"max_length: expected at least 2 tokens (one predicts the next), got {self.max_length}")
         if self.train_on not in get_args(TrainOn):
-            raise ValueError(f"train_on: expected one of {', '.join(get_args(TrainOn))}, got {self.train_on!r}")
+            raise UserError(f"train_on: expected one of {', '.join(get_args(TrainOn))}, got {self.train_on!r}")
         _ = self.template
 
     @property
@@ -76,7 +77,7 @@ def _template_settings(day: str | None, variables: Mapping[str, object]) -> Temp
     try:
         time = None if day is None else datetime.strptime(day, "%Y-%m-%d")
     except ValueError:
-        raise ValueError(f"template_date: expected a date such as 2026-11-25, got {day!r}") from None
+        raise UserError(f"template_date: expected a date such as 2026-11-25, got {day!r}") from None
     return TemplateSettings(variables, time)
 
 
@@ -147,15 +148,15 @@ class TrainSettings:
             value: Any = getattr(self, one.name)
             allowed: Any = one.metadata.get("allowed")
             if isinstance(value, int) and value > _MOST and one.name != "seed":
-                raise ValueError(f"settings: {one.name} must be at most {_MOST}, got {value}")
+                raise UserError(f"settings: {one.name} must be at most {_MOST}, got {value}")
             if not allowed or (value is None and one.default is None):
                 continue
             is_range = isinstance(allowed, str)
             if value is None or not (_RANGES[allowed](value) if is_range else value in allowed):
                 expected = allowed if is_range else f"one of {', '.join(allowed)}"
-                raise ValueError(f"settings: {one.name} must be {expected}, got {value!r}")
+                raise UserError(f"settings: {one.name} must be {expected}, got {value!r}")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError(
+            raise UserError(
                 f"settings: give warmup_steps or warmup_ratio, got both ({self.warmup_steps} and {self.warmup_ratio})"
             )
         _ = self.lora  # which refuses what has no meaning there

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from llorch.files.mapped import read_regular
-from llorch.runtime.errors import FormatError, MissingExtra
+from llorch.runtime.errors import FormatError, MissingExtra, UserError
 from llorch.training.settings import TrainSettings
 
 SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
@@ -86,7 +86,7 @@ def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
     for where, values in sources:
         merged |= {_known(name, where): _typed(_known(name, where), value, where) for name, value in values.items()}
     if missing := [name for name in ("model", "data") if name not in merged]:
-        raise ValueError(
+        raise UserError(
             f"settings: {' and '.join(missing)}: expected a value, got none; "
             "give it on the command line or in a config file"
         )
@@ -124,13 +124,13 @@ def _yaml(text: str) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             names = [self.construct_object(key) for key, _ in node.value]
             if twice := [name for at, name in enumerate(names) if name in names[:at]]:
-                raise ValueError(f"expected each name once, got {twice[0]!r} twice")
+                raise UserError(f"expected each name once, got {twice[0]!r} twice")
             return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(text, Strict) or {}
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        raise UserError(str(error)) from None
 
 
 def _known(name: str, where: str) -> str:
@@ -139,10 +139,10 @@ def _known(name: str, where: str) -> str:
     if plain in _NAMES:
         return plain
     if plain in FOREIGN:
-        raise ValueError(f"{where}: unknown setting {name!r}; {FOREIGN[plain]}")
+        raise UserError(f"{where}: unknown setting {name!r}; {FOREIGN[plain]}")
     near = difflib.get_close_matches(plain, _NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the known settings are {', '.join(_NAMES)}"
-    raise ValueError(f"{where}: unknown setting {name!r}; {hint}")
+    raise UserError(f"{where}: unknown setting {name!r}; {hint}")
 
 
 def _typed(name: str, value: Any, where: str) -> Any:
@@ -152,13 +152,13 @@ def _typed(name: str, value: Any, where: str) -> Any:
     if name == "target_parameters":
         names = _parse_modules(name, value, where) or ()
         if isinstance(names, str):
-            raise ValueError(f"{where}: target_parameters must be a list of names, got {value!r}")
+            raise UserError(f"{where}: target_parameters must be a list of names, got {value!r}")
         return names
     if name == "layers_to_transform":
         return _parse_layers(value, where)
     if name == "chat_template_kwargs":
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise ValueError(f"{where}: {name} must be names with values (enable_thinking: false), got {value!r}")
+            raise UserError(f"{where}: {name} must be names with values (enable_thinking: false), got {value!r}")
         return dict(value)
     if name in ("rank_pattern", "alpha_pattern"):
         return _pattern(name, value, where)
@@ -179,7 +179,7 @@ def _require_kind(kind: type, name: str, value: Any, where: str) -> Any:
     elif type(value) is kind:
         return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise ValueError(f"{where}: {name} must be {words[kind]}, got {value!r}")
+    raise UserError(f"{where}: {name} must be {words[kind]}, got {value!r}")
 
 
 def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
@@ -190,7 +190,7 @@ def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
         return tuple(names) if plain else value
     if isinstance(value, list | tuple) and all(isinstance(part, str) and part for part in value):
         return tuple(value)
-    raise ValueError(f"{where}: {name} must be a list of module names or text, got {value!r}")
+    raise UserError(f"{where}: {name} must be a list of module names or text, got {value!r}")
 
 
 def _parse_layers(value: Any, where: str) -> tuple[int, ...] | None:
@@ -202,7 +202,7 @@ def _parse_layers(value: Any, where: str) -> tuple[int, ...] | None:
         layers = value
     if layers is None or (isinstance(layers, list | tuple) and layers and all(_is_count(n) for n in layers)):
         return None if layers is None else tuple(sorted(set(layers)))
-    raise ValueError(f"{where}: layers_to_transform must be a list of layers or text such as 0,4-7, got {value!r}")
+    raise UserError(f"{where}: layers_to_transform must be a list of layers or text such as 0,4-7, got {value!r}")
 
 
 def _is_count(number: Any) -> bool:
@@ -212,6 +212,6 @@ def _is_count(number: Any) -> bool:
 def _pattern(name: str, value: Any, where: str) -> Mapping[str, Any]:
     """Read a mapping of ends of module paths to numbers; where several ends fit a path, the first one counts."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise ValueError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")
+        raise UserError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")
     kind = int if name == "rank_pattern" else float
     return {key: _require_kind(kind, f"{name} {key}", number, where) for key, number in value.items()}

@@ -24,7 +24,7 @@ import numpy as np
 
 from llorch.files.new_file import sync
 from llorch.files.safetensors import tensor_bytes
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 from llorch.training.snapshot_files import (
     PARTS,
     RECORD,
@@ -46,7 +46,7 @@ class SnapshotStore:
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         """Name the run folder, in which at least one snapshot stays; nothing is touched yet."""
         if keep < 1:
-            raise ValueError(f"snapshots: keep must be at least 1, got {keep}")
+            raise UserError(f"snapshots: keep must be at least 1, got {keep}")
         self.folder = folder
         self.snapshots = folder / "snapshots"
         self._keep = keep

@@ -21,6 +21,7 @@ from llorch.cli import main
 from llorch.cli.outcome import error_line, reported
 from llorch.cli.output import to_json
 from llorch.cli.tables import print_table, table
+from llorch.files.quant import GGMLType, decode
 from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.errors import CheckpointMismatch, EngineDied, FormatError, Guard, GuardFailed, MissingExtra
 
@@ -46,6 +47,7 @@ def errors() -> list[tuple[BaseException, int]]:
         (CheckpointMismatch("l0.q_rope: error 1e-2"), 1),
         (FormatError("Truncated", "cut", path="a.gguf"), 2),
         (made_by(lambda: SamplingSettings(temperature=-1.0)), 2),
+        (made_by(lambda: decode(np.zeros(4, np.uint8), GGMLType.F32, (2,))), 70),
         (made_by(lambda: np.zeros(3).reshape(2, 2)), 70),
         (made_by(lambda: np.linalg.inv(np.zeros(3))), 70),
         (made_by(lambda: int("one")), 70),
@@ -65,7 +67,7 @@ def errors() -> list[tuple[BaseException, int]]:
     ]
 
 
-@pytest.mark.parametrize("place", range(23 + len(OF_DISKS)))
+@pytest.mark.parametrize("place", range(24 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code

@@ -22,7 +22,7 @@ from llorch.files import open_weights
 from llorch.judging.goldens.forward import SAMPLINGS
 from llorch.ops.numerics import GGML
 from llorch.runtime.builtin import builtin_path
-from llorch.runtime.errors import EngineDied, MissingExtra
+from llorch.runtime.errors import EngineDied, MissingExtra, UserError
 from tests.files.tokenizer.test_template_process import ends_within, running
 
 MODEL = builtin_path("micro-llama")
@@ -80,7 +80,7 @@ def test_a_call_may_take_as_long_as_its_tokens_go_through_the_model(tmp_path: Pa
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_arrive_as_they_are(name: str, engine: Any):
     want = ERRORS[name]
-    known = {"OwnError": RuntimeError, "MadeItsOwnWay": RuntimeError}.get(name, type(want))
+    known = {"OwnError": RuntimeError, "MadeItsOwnWay": RuntimeError, "ValueError": UserError}.get(name, type(want))
     with pytest.raises(known) as caught:
         engine.fail(name)
     text = "MadeItsOwnWay: because it can" if name == "MadeItsOwnWay" else str(want)

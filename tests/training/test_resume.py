@@ -47,19 +47,19 @@ def changed(name: str, value: object) -> dict[str, Any]:
     ],
 )
 def test_a_difference_is_named_with_both_values(name: str, value: object, line: str):
-    assert line in differences(SAVED, changed(name, value))
+    assert line in differences(SAVED, changed(name, value)).values()
 
 
 def test_nothing_differs_from_itself_and_tuples_are_the_lists_that_json_makes_of_them():
-    assert differences(SAVED, deepcopy(SAVED)) == []
-    assert differences({"a": [1, 2]}, {"a": (1, 2)}) == []
+    assert differences(SAVED, deepcopy(SAVED)) == {}
+    assert differences({"a": [1, 2]}, {"a": (1, 2)}) == {}
 
 
 def test_a_changed_run_is_refused_with_all_differences_and_the_remedy(tmp_path: Path):
     now = changed("base", "ffff") | {"data": "eeee"}
     both = differences(SAVED, now)
     assert len(both) == 2
-    with refuses("Inconsistent", *both, "--allow-change", where=tmp_path) as caught:
+    with refuses("Inconsistent", *both.values(), "--allow-change", where=tmp_path) as caught:
         require_same(SAVED, now, allow_change=False, path=tmp_path)
     assert caught.value.path == tmp_path
 
@@ -80,7 +80,7 @@ def test_the_environment_follows_the_switches_of_torch():
         found = differences(before, environment("cpu"))
     finally:
         torch.set_float32_matmul_precision(precision)
-    assert found == [
+    assert [*found.values()] == [
         f"threads: saved {threads}, now {threads + 1}",
         f"float32_matmul_precision: saved {precision}, now medium",
     ]
@@ -95,4 +95,4 @@ def test_the_environment_of_a_device_holds_the_switches_of_cuda():
         found = differences(before, environment("cuda:0"))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
-    assert f"tf32_matmul: saved {allowed}, now {not allowed}" in found
+    assert f"tf32_matmul: saved {allowed}, now {not allowed}" in found.values()

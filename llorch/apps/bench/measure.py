@@ -22,6 +22,7 @@ from llorch.families.config import ModelConfig
 from llorch.files.residency import remembered
 from llorch.files.tensor_names import inventory
 from llorch.model.model import Model
+from llorch.runtime.errors import UserError
 
 Progress = Callable[[str], None]
 
@@ -41,7 +42,7 @@ class Load:
     def require(self, config: ModelConfig) -> None:
         """Refuse (ValueError) prompt and decoded tokens that do not fit the context."""
         if self.prompt + self.decode > config.max_position_embeddings:
-            raise ValueError(
+            raise UserError(
                 f"bench: {self.prompt} tokens of prompt and {self.decode} decoded do not fit the context of "
                 f"{config.max_position_embeddings} tokens; use a smaller --prompt or --decode"
             )
@@ -89,7 +90,7 @@ class NumpyEngine:
     def __init__(self, model: Model, load: Load) -> None:
         """Keep what is run; ValueError for more than one prompt at once."""
         if load.batch != 1:
-            raise ValueError(f"bench: the NumPy path runs one prompt at a time, got --batch {load.batch}")
+            raise UserError(f"bench: the NumPy path runs one prompt at a time, got --batch {load.batch}")
         self._model, self._load = model, load
 
     def prefill(self) -> None:

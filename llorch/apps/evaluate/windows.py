@@ -9,6 +9,7 @@ from llorch.apps.evaluate.scores import PairScores, PerToken, compare_rows, loss
 from llorch.files.tokenizer import Tokenizer
 from llorch.model.cache import KVCache
 from llorch.model.model import Model
+from llorch.runtime.errors import UserError
 
 CONTEXT = 512  # tokens of a window, unless the model has fewer or the user says otherwise
 MIN_CONTEXT = 3  # one token to read, one to predict from, one to score
@@ -47,7 +48,7 @@ def cut_text(models: Sequence[Model], text: str, *, context: int | None = None, 
     for other in models[1:]:
         _require_same_ids(models[0], ids, other, text_ids(other.tokenizer, text)[0])
     if len(ids) < context:
-        raise ValueError(
+        raise UserError(
             f"text: one window needs {context} tokens, got {len(ids)}; give a longer text or a smaller context"
         )
     n_windows = len(ids) // context
@@ -110,7 +111,7 @@ def _checked_context(models: Sequence[Model], context: int | None) -> int:
     most = smallest.config.max_position_embeddings
     context = min(CONTEXT, most) if context is None else context
     if not MIN_CONTEXT <= context <= most:
-        raise ValueError(f"context: {smallest.name} can have {MIN_CONTEXT} to {most} tokens, got {context}")
+        raise UserError(f"context: {smallest.name} can have {MIN_CONTEXT} to {most} tokens, got {context}")
     return context
 
 
@@ -118,7 +119,7 @@ def _require_same_size(models: Sequence[Model]) -> None:
     sizes = {model.config.vocab_size for model in models}
     if len(sizes) > 1:
         listed = ", ".join(f"{model.name} has {model.config.vocab_size}" for model in models)
-        raise ValueError(f"vocabularies: expected vocabularies of equal size, but {listed}; {_REMEDY}")
+        raise UserError(f"vocabularies: expected vocabularies of equal size, but {listed}; {_REMEDY}")
 
 
 def _require_same_ids(reference: Model, ids: np.ndarray, model: Model, others: np.ndarray) -> None:
@@ -129,11 +130,11 @@ def _require_same_ids(reference: Model, ids: np.ndarray, model: Model, others: n
     at = int(differing[0]) if len(differing) else both
     found = [str(int(row[at])) if at < len(row) else "the end" for row in (ids, others)]
     where = f"token {at} of the text is {found[0]} for {reference.name} and {found[1]} for {model.name}"
-    raise ValueError(f"tokenizers: expected equal ids, but {where}; {_REMEDY}")
+    raise UserError(f"tokenizers: expected equal ids, but {where}; {_REMEDY}")
 
 
 def _require_finite(model: Model, loss: np.ndarray) -> None:
     if not np.isfinite(loss).all():
-        raise ValueError(
+        raise UserError(
             f"{model.name}: expected finite logits, got NaN or infinity; get the file again, its weights are damaged"
         )

@@ -23,7 +23,7 @@ from llorch.apps.learn.npz import from_npz, to_npz
 from llorch.apps.learn.program import flat
 from llorch.files.mapped import read_regular
 from llorch.files.new_file import new_file
-from llorch.runtime.errors import FormatError, LearnerFault
+from llorch.runtime.errors import FormatError, LearnerFault, UserError
 
 _MOST = 1 << 30  # bytes of an answer
 
@@ -90,7 +90,7 @@ def write_calls(lesson: Lesson, path: Path) -> int:
         OSError: It cannot be written.
     """
     if any(part.in_python_only for part in lesson.parts):
-        raise ValueError(f"inputs: lesson {lesson.number} has an exercise with a loop or torch; write it in Python")
+        raise UserError(f"inputs: lesson {lesson.number} has an exercise with a loop or torch; write it in Python")
     calls = RecordedCalls(lesson)
     with new_file(path) as file:
         file.write_bytes(calls.npz())

@@ -12,7 +12,7 @@ from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.apps.learn.program import PREFIX, Program
 from llorch.files.mapped import read_regular
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 
 VARIABLE = "LLORCH_IMPL"
 _MAX_FILE = 1 << 20  # bytes of a pyproject.toml
@@ -79,11 +79,9 @@ def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Imp
     if not folder.exists():
         raise FileNotFoundError(f"implementation: expected a folder or {PREFIX}PROGRAM, there is no {spec!r}; {make}")
     if not folder.is_dir():
-        raise ValueError(
-            f"implementation: expected a folder, got the file {spec!r}; write {PREFIX}{spec} for a program"
-        )
+        raise UserError(f"implementation: expected a folder, got the file {spec!r}; write {PREFIX}{spec} for a program")
     if not any((folder / f"{lesson.module}.py").is_file() for lesson in LESSONS):
-        raise ValueError(
+        raise UserError(
             f"implementation: expected a lesson's file such as {BY_NUMBER['01'].module}.py in {spec!r}; {make}"
         )
     written = read_folder(folder, around)

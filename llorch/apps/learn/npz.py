@@ -10,6 +10,8 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
 
+from llorch.runtime.errors import UserError
+
 MANIFEST = "manifest.json"
 
 
@@ -45,12 +47,12 @@ def from_npz(data: bytes, *, most: int) -> dict[str, np.ndarray]:
         with ZipFile(io.BytesIO(data)) as archive:
             members = [info for info in archive.infolist() if info.filename != MANIFEST]
             if (size := sum(info.file_size for info in members)) > most:
-                raise ValueError(f"expected at most {most} bytes, got {size}")
+                raise UserError(f"expected at most {most} bytes, got {size}")
             for info in members:
                 name = info.filename.removesuffix(".npy")
                 if name in found:
-                    raise ValueError(f"expected each name once, got {name} twice")
+                    raise UserError(f"expected each name once, got {name} twice")
                 found[name] = np.lib.format.read_array(io.BytesIO(archive.read(info)), allow_pickle=False)
     except Exception as error:  # zipfile and numpy raise a dozen classes for broken bytes
-        raise ValueError(f"not an npz of arrays: {error}") from None
+        raise UserError(f"not an npz of arrays: {error}") from None
     return found

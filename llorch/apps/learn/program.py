@@ -18,7 +18,7 @@ import numpy as np
 from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.lessons import PARTS
 from llorch.apps.learn.npz import from_npz, to_npz
-from llorch.runtime.errors import LearnerFault
+from llorch.runtime.errors import LearnerFault, UserError
 from llorch.runtime.worker import DEVNULL, run, signal_name
 
 PREFIX = "cmd:"
@@ -31,8 +31,11 @@ class Program(Mapping[str, Call]):
     """What a program has written, by the name of the part; asked when it is wanted."""
 
     def __init__(self, spec: str, *, seconds: float = SECONDS) -> None:
-        """Find the program of `cmd:PROGRAM ARGUMENTS`; FileNotFoundError if there is none, ValueError without words."""
-        words = shlex.split(spec.removeprefix(PREFIX))
+        """Find the program of `cmd:PROGRAM ARGUMENTS`; FileNotFoundError without one, UserError for an open quote."""
+        try:
+            words = shlex.split(spec.removeprefix(PREFIX))
+        except ValueError as error:
+            raise UserError(f"implementation: expected {PREFIX} and a command line, got {spec!r} ({error})") from None
         found = shutil.which(words[0]) if words else None
         if found is None:
             what = repr(words[0]) if words else "nothing"

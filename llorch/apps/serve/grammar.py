@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from llorch.files.tokenizer import Tokenizer
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # not there when it runs
@@ -91,7 +91,7 @@ def guide_for(
     ends = np.zeros(vocab_size, bool)
     ends[sorted(tokenizer.eos_token_ids if end_ids is None else end_ids)] = True
     if not ends.any():
-        raise ValueError("json schema: expected a model with an end token, got one without; leave ignore_eos off")
+        raise UserError("json schema: expected a model with an end token, got one without; leave ignore_eos off")
     words = _grammar_tokenizer(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = LLMatcher(words, _grammar(schema), log_level=0, limits=_LIMITS)
     if matcher.is_error():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from llorch.apps.serve.refusal import App, Message, Receive, Refusal, Send
-from llorch.runtime.errors import printable
+from llorch.runtime.errors import UserError, printable
 
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(:[0-9]*)?")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -53,10 +53,10 @@ WRONG_KEY_OF_PAGE = Refusal(401, _WRONG_KEY, "invalid_api_key", {"www-authentica
 def require_key(bound: socket.socket, key: str | None) -> None:
     """Raise ValueError if other machines could reach an address without a key, or if the key cannot be sent."""
     if key is not None and (not key.isascii() or not key.isprintable() or " " in key or key == ""):
-        raise ValueError("serve: expected an API key of printable ASCII characters without spaces, got another text")
+        raise UserError("serve: expected an API key of printable ASCII characters without spaces, got another text")
     host = bound.getsockname()[0]
     if key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        raise ValueError(f"serve: expected an API key (--api-key), got none; other machines can reach {host}")
+        raise UserError(f"serve: expected an API key (--api-key), got none; other machines can reach {host}")
 
 
 class Guard:

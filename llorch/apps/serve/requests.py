@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from llorch.apps.serve.api_errors import wrong
 from llorch.files.tokenizer.chat import RESERVED
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.errors import UserError
 
 MAX_ANSWERS = 32  # of one request
 
@@ -29,7 +30,7 @@ MAX_ANSWERS = 32  # of one request
 def _finite_draws(temperature: float) -> float:
     """Refuse temperatures between 0 and 1e-6."""
     if 0 < temperature < 1e-6:
-        raise ValueError("0 or at least 1e-6")
+        raise UserError("0 or at least 1e-6")
     return temperature
 
 
@@ -172,9 +173,9 @@ class Format(Strict):
     def _together(self) -> "Format":
         """Require a schema for the type json_schema, and none for the type text."""
         if self.type == "json_schema" and self.answer_schema is None:
-            raise ValueError("expected a schema, because type is json_schema")
+            raise UserError("expected a schema, because type is json_schema")
         if self.type == "text" and self.answer_schema is not None:
-            raise ValueError("expected the type json_schema or json_object, because there is a schema")
+            raise UserError("expected the type json_schema or json_object, because there is a schema")
         return self
 
     def answer_form(self, param: str) -> AnswerForm | None:
@@ -207,9 +208,9 @@ class ResponseFormat(Format):
     def _one_schema(self) -> "ResponseFormat":
         """Refuse json_schema with another type, and two schemas that differ."""
         if self.json_schema is not None and self.type != "json_schema":
-            raise ValueError("expected the type json_schema, because there is json_schema")
+            raise UserError("expected the type json_schema, because there is json_schema")
         if self.schema_ not in (None, self.answer_schema):
-            raise ValueError("expected one schema, in json_schema or beside it")
+            raise UserError("expected one schema, in json_schema or beside it")
         return self
 
 

@@ -17,6 +17,7 @@ from llorch.apps.serve.requests import (
     Text,
     Turn,
 )
+from llorch.runtime.errors import UserError
 
 _OF_ITEMS = ("id", "status")  # of an answer that comes back as input
 
@@ -49,7 +50,7 @@ class InputMessage(Turn):
         """Refuse refusals that are not said by the assistant."""
         refused = isinstance(self.content, list) and any(isinstance(one, RefusalPart) for one in self.content)
         if refused and self.role != "assistant":
-            raise ValueError(f"expected parts of type input_text from {self.role}")
+            raise UserError(f"expected parts of type input_text from {self.role}")
         return self
 
     def plain(self) -> dict[str, object]:

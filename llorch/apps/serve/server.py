@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 from llorch.apps.serve.connection import ClientLimits, Connection, open_connections
 from llorch.apps.serve.refusal import STOPPING, App, Receive, Send
 from llorch.apps.serve.request_id import identified
+from llorch.runtime.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVING_SECONDS = 2.0  # for what remains after the grace, told that its client has gone
@@ -32,14 +33,14 @@ def bind(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise ValueError(f"serve: expected an address of this machine, got {host}:{port} ({error})") from None
+        raise UserError(f"serve: expected an address of this machine, got {host}:{port} ({error})") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
         bound.close()
         why = f"{error.strerror}; choose another --port, or 0 for any free port"
-        raise ValueError(f"serve: cannot listen on {host}:{port}: {why}") from None
+        raise UserError(f"serve: cannot listen on {host}:{port}: {why}") from None
     return bound
 
 

@@ -30,7 +30,7 @@ from llorch.engines.capture.calls_experts import EXPERTS
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.recorder import Recorder
 from llorch.families.config import ModelConfig
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 from llorch.stages.table import BY_NAME, STAGES
 
 QUERY = "query given to the attention function of layer {i}"
@@ -76,7 +76,7 @@ def capture(
     missing = (names or HUGGINGFACE).keys() - {point.name for point in points}
     if not points or (names and missing):
         kind = type(model).__name__
-        raise ValueError(
+        raise UserError(
             f"capture: expected modules of {kind} called {', '.join(sorted(missing))}, got none; "
             "call capture(model, {name: stage}) with names of model.named_modules()"
         )
@@ -112,7 +112,7 @@ class HookPoint:
             tensor = shown[0] if isinstance(shown, tuple) else shown
             if not isinstance(tensor, torch.Tensor):
                 what = f"{self.end} of {type(self.module).__name__}, got {type(tensor).__name__}"
-                raise ValueError(f"capture: expected a tensor as {what}; name a module inside it")
+                raise UserError(f"capture: expected a tensor as {what}; name a module inside it")
             keep(self.stage, self.layer, tensor)
 
         if self.end == "input":
@@ -170,14 +170,14 @@ class _Watch:
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         ids = next((one for one in tensors if one.dim() in (1, 2) and one.dtype in (torch.int64, torch.int32)), None)
         if ids is None:
-            raise ValueError(f"capture: expected token ids among the arguments, got none in {', '.join(given)}")
+            raise UserError(f"capture: expected token ids among the arguments, got none in {', '.join(given)}")
         if ids.dim() == 2 and len(ids) != 1:
-            raise ValueError(
+            raise UserError(
                 f"capture: expected one sequence, got a batch of {len(ids)}; capture one sequence at a time"
             )
         mask = given.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all()):
-            raise ValueError("capture: expected no padding, got an attention_mask with zeros; remove the padding")
+            raise UserError("capture: expected no padding, got an attention_mask with zeros; remove the padding")
         self.recorder.begin(ids.flatten().tolist(), _first_position(given))
 
     def keep(self, stage: str, layer: int | None, tensor: torch.Tensor) -> bool:
@@ -280,7 +280,7 @@ def _first_position(given: Mapping[str, Any]) -> int | None:
     if isinstance(positions, torch.Tensor):
         row = positions.flatten().tolist()
         if row != list(range(row[0], row[0] + len(row))):
-            raise ValueError(f"capture: expected consecutive positions of one sequence, got {row[:8]}")
+            raise UserError(f"capture: expected consecutive positions of one sequence, got {row[:8]}")
         return row[0]
     if positions is not None:
         return int(positions)
@@ -292,7 +292,7 @@ def _first_position(given: Mapping[str, Any]) -> int | None:
 def _require_eager(model: nn.Module) -> None:
     """Refuse a compiled model, since it calls no hooks."""
     if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
-        raise ValueError(
+        raise UserError(
             f"capture: expected a model in eager mode, got {type(model).__name__} from torch.compile, "
             "which calls no hooks; capture the model before torch.compile, or `model._orig_mod`"
         )

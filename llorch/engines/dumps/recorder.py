@@ -30,6 +30,7 @@ from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.engines.dumps.stored import as_numbers
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights
+from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, key
 
@@ -97,7 +98,7 @@ class Recorder:
         place = (len(self.passes) - 1, name, layer)
         if not self.passes or place in self.arrays:
             twice = f"{key(name, layer)} is already in pass {place[0]}; call begin(ids) before each pass"
-            raise ValueError(f"recorder: {twice if self.passes else 'call begin(ids) before the first array'}")
+            raise UserError(f"recorder: {twice if self.passes else 'call begin(ids) before the first array'}")
         stored = stored or array.dtype.name
         kept = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()
         self.arrays[place] = RawArray(

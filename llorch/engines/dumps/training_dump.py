@@ -27,6 +27,7 @@ from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.training_rows import documents_of, placed
 from llorch.files.tensor_names import path_alone
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
+from llorch.runtime.errors import UserError
 from llorch.training.batch import Batch
 
 OF_TENSORS = {  # prefix -> group of the table of training stages
@@ -119,12 +120,12 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     found = sorted({step for step, *_ in reader.arrays} | {1 if reader.passes else 0} - {0})
     steps = [reader.step(number, settings) for number in found]
     if not any(step.batches for step in steps) or not any(step.shown for step in steps):
-        raise ValueError(
+        raise UserError(
             f"training dump: expected token ids and training arrays, got one of the two or neither ({raw.source})"
         )
     run = [step.number for step in steps if step.batches]
     if run != list(range(run[0], run[0] + len(run))):
-        raise ValueError(f"training dump: expected token ids for consecutive steps, got steps {run} ({raw.source})")
+        raise UserError(f"training dump: expected token ids for consecutive steps, got steps {run} ({raw.source})")
     kept = tuple(step for step in steps if step.batches or step.number == run[0] - 1)
     return TrainingDump(raw.source, kept, settings, said, raw.features.dtype, reader.notes)
 
@@ -168,7 +169,7 @@ class _StepReader:
                 shown[self._tensor(name)] = self._read_tensor(name, array)
         for name, of_micros in parts.items():
             if sorted(of_micros) != micros:
-                raise ValueError(
+                raise UserError(
                     f"training dump: {name} of step {number}: expected micro-batches {micros}, got "
                     f"{sorted(of_micros)} ({self.source})"
                 )
@@ -184,9 +185,7 @@ class _StepReader:
             rows["input_ids"] = np.array([self.passes[micro - 1].ids], np.int64)
         if any(array.shape != rows["input_ids"].shape for array in rows.values()):
             shapes = ", ".join(f"{name} {array.shape}" for name, array in rows.items())
-            raise ValueError(
-                f"training dump: expected arrays of one shape, got {shapes} in step {step} ({self.source})"
-            )
+            raise UserError(f"training dump: expected arrays of one shape, got {shapes} in step {step} ({self.source})")
         batch, n_left_out = documents_of(**rows)
         if n_left_out:
             self.notes.append(f"{n_left_out} documents of step {step} have no token to learn; llorch left them out")
@@ -200,7 +199,7 @@ class _StepReader:
         elif name.startswith("l") and tensor.partition(".")[0] in OF_TENSORS:  # the layer stands beside the name
             tensor, kind = f"{kind}.{tensor.partition('.')[2]}", tensor.partition(".")[0]
         if kind not in OF_TENSORS or _name_without_wrappers(tensor) not in self.tensors:
-            raise ValueError(
+            raise UserError(
                 f"training dump: expected one of {', '.join((*OF_ROWS, *OF_TOKENS, *OF_STEPS))}, or one of "
                 f"{', '.join(OF_TENSORS)} with a point and a tensor of the adapter, got {name!r} ({self.source})"
             )
@@ -211,7 +210,7 @@ class _StepReader:
         tensor = self._tensor(name)[1]
         wanted = self.adapter.flat()[tensor].shape
         if array.shape != wanted:
-            raise ValueError(f"training dump: {array.name}: expected {wanted}, got {array.shape} ({self.source})")
+            raise UserError(f"training dump: {array.name}: expected {wanted}, got {array.shape} ({self.source})")
         return StepArray(array.name, array.stored, array.read().astype(np.float64))
 
 
@@ -245,7 +244,7 @@ def _read_settings(numbers: Mapping[str, RawArray]) -> tuple[Settings, frozenset
         wanted, least = (2 if name == "betas" else 1), (1e-300 if name in ("lr", "max_grad_norm") else 0.0)
         if len(values) != wanted or not all(value >= least for value in values) or (wanted == 2 and max(values) >= 1):
             expected = "2 numbers from 0 to below 1" if wanted == 2 else f"1 number {'above 0' if least else 'from 0'}"
-            raise ValueError(f"training dump: {name}: expected {expected}, got {values[:3]}")
+            raise UserError(f"training dump: {name}: expected {expected}, got {values[:3]}")
         found[name] = values if wanted == 2 else values[0]
     return Settings(**found), frozenset(found)  # type: ignore[arg-type]
 
@@ -254,5 +253,5 @@ def _one(array: RawArray) -> StepArray:
     """Read an array of exactly one number in float64."""
     read = np.asarray(array.read(), np.float64)
     if read.size != 1:
-        raise ValueError(f"training dump: {array.name}: expected one number, got {array.shape}")
+        raise UserError(f"training dump: {array.name}: expected one number, got {array.shape}")
     return StepArray(array.name, array.stored, read.reshape(()))

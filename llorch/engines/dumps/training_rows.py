@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from llorch.engines.dumps.raw import RawArray
+from llorch.runtime.errors import UserError
 from llorch.training.batch import IGNORED, PADDING, Batch
 
 
@@ -45,7 +46,7 @@ def _logits_rows(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]
     held, read = batch.documents >= 0, array.read().astype(np.float64)
     read = read[None] if read.ndim == 2 else read
     if read.shape[:-1] != held.shape:
-        raise ValueError(f"training dump: {array.name}: expected rows of {held.shape} tokens, got {array.shape}")
+        raise UserError(f"training dump: {array.name}: expected rows of {held.shape} tokens, got {array.shape}")
     return read[held], np.ones(int(held.sum()), bool)
 
 
@@ -61,7 +62,7 @@ def _losses(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         width = read.size // n_rows
         losses[:, :width], known[:, :width] = read.reshape(n_rows, width), True
     else:
-        raise ValueError(
+        raise UserError(
             f"training dump: {array.name}: expected losses for {held.shape} tokens, or for the {learned.sum()} learned "
             f"tokens only, got {array.shape}"
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llorch.files.tokenizer.template_process import RESIDENT
 from llorch.files.tokenizer.tokenizer import Tokenizer
-from llorch.runtime.errors import ErrorCode, FormatError
+from llorch.runtime.errors import ErrorCode, FormatError, UserError
 
 Message = Mapping[str, object]
 _REMEDIES: Mapping[ErrorCode, str] = {
@@ -38,7 +38,7 @@ class TemplateSettings:
         """Refuse the names of variables that llorch sets."""
         for name in self.variables or ():
             if name in RESERVED:
-                raise ValueError(f"chat_template_kwargs: expected other names than {', '.join(RESERVED)}, got {name!r}")
+                raise UserError(f"chat_template_kwargs: expected other names than {', '.join(RESERVED)}, got {name!r}")
 
 
 class ChatTemplate:

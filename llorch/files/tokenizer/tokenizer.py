@@ -7,7 +7,7 @@ from pathlib import Path
 from llorch.files.gguf import GGUFFile
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 
 
 class Tokenizer:
@@ -152,7 +152,7 @@ class Tokenizer:
 
     def _piece(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
+            raise UserError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
         return self._vocabulary.piece(token_id)
 
 
@@ -177,4 +177,4 @@ def _refuse_surrogates(text: str) -> None:
     except UnicodeEncodeError as error:
         surrogate = text[error.start]
         message = f"text: expected Unicode, got the lone surrogate {surrogate!a} at index {error.start}"
-        raise ValueError(f"{message}; decode the bytes with errors='replace'") from None
+        raise UserError(f"{message}; decode the bytes with errors='replace'") from None

@@ -38,6 +38,7 @@ from llorch.judging.tolerances.forward import (
 )
 from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, FLOAT32, ISOLATED
 from llorch.ops.sampling import greedy
+from llorch.runtime.errors import UserError
 from llorch.stages.comparison import EXACT, FAIL, Difference, Tolerance, distance, measure
 from llorch.stages.stage_ref import Pass, StageRef, part_of, token_axis
 from llorch.stages.table import ATTENTION, BY_NAME, Stage, input_keys, key, keys
@@ -424,7 +425,7 @@ class ForwardSuite:
     def _require_all_stages(self, producer: str, case: str, trace: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
         if wrong:
-            raise ValueError(
+            raise UserError(
                 f"{self.model}: expected the {len(self._keys)} stages of the model in the {case} trace of {producer}; "
                 f"missing or unknown: {', '.join(wrong[:5])}; run reference_outputs/regenerate.py"
             )

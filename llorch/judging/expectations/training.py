@@ -28,6 +28,7 @@ from llorch.judging.runners.training_numpy import NumpyTrainingRunner
 from llorch.judging.tolerances import training as limits
 from llorch.ops.numerics import DtypeName
 from llorch.runtime.builtin import builtin_path, goldens_folder
+from llorch.runtime.errors import UserError
 from llorch.stages.comparison import Difference, Tolerance, tolerance_from
 from llorch.stages.stage_ref import StageRef
 
@@ -44,7 +45,7 @@ def stored(name: str) -> tuple[Weights, TrainingGolden]:
     path = builtin_path(name)
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
-        raise ValueError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
+        raise UserError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     return open_weights(path), golden
 
 
@@ -161,7 +162,7 @@ def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig,
         if not found.within(claim.limit)
     ]
     if far:
-        raise ValueError(
+        raise UserError(
             f"training goldens of {name}: {len(far)} too far from the float64 reference:\n" + "\n".join(far)
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 from llorch.engines import Call, Say, open_producer
 from llorch.engines.abilities import not_a_number
 from llorch.judging.goldens.forward import EngineOutput, Truth, calls_for, shown_by
+from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import Pass
 
 WITNESS = "transformers-float64"  # its name in rows
@@ -64,4 +65,4 @@ def require_numbers(engine: str, family: str, shown: EngineOutput, truth: Truth 
         if lost.any():
             case, key = name.split("/")
             why = not_a_number(engine, family, key.rpartition(".")[2])
-            raise ValueError(f"{engine}: expected numbers, got {lost.sum()} NaN of {lost.size} in {key} ({case}){why}")
+            raise UserError(f"{engine}: expected numbers, got {lost.sum()} NaN of {lost.size} in {key} ({case}){why}")

@@ -17,6 +17,7 @@ from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.goldens.store import Distances, GoldenStore, plain_distances, read_distances, refused
 from llorch.judging.tolerances.forward import SCORES
+from llorch.runtime.errors import UserError
 from llorch.stages.comparison import Difference, measure
 from llorch.stages.stage_ref import Pass, token_axis
 from llorch.stages.table import Stage, key, keys
@@ -113,7 +114,7 @@ def _refuse_far(path: Path, engine: str, distances: Mapping[str, Mapping[str, Di
         for name, each in found.items():
             if not each.error <= _FARTHEST:
                 message = f"{engine}, {case} {name}: expected at most {_FARTHEST} from float64, got {each.describe()}"
-                raise ValueError(f"{path}: {message}")
+                raise UserError(f"{path}: {message}")
 
 
 def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, Pass], dict[str, Trace]]:
@@ -123,7 +124,7 @@ def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, P
         truth = {case: _trace(engine, this) for case, this in cases.items()}
         if all(_smallest_margin(weights.config, trace) >= _MARGIN for trace in truth.values()):
             return cases, truth
-    raise ValueError(f"{weights.path}: expected a text without ties of experts, got none in {_TRIES} random texts")
+    raise UserError(f"{weights.path}: expected a text without ties of experts, got none in {_TRIES} random texts")
 
 
 def _smallest_margin(config: ModelConfig, trace: Trace) -> float:

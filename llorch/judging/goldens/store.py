@@ -15,6 +15,7 @@ import numpy as np
 
 from llorch.files.new_file import new_file
 from llorch.runtime.builtin import missing_golden
+from llorch.runtime.errors import UserError
 from llorch.stages.comparison import Difference
 
 SUFFIX = ".safetensors.xz"
@@ -65,9 +66,9 @@ class GoldenStore:
         return {name: read_arrays(path) for name, path in paths.items()}
 
 
-def refused(where: object, message: str) -> ValueError:
+def refused(where: object, message: str) -> UserError:
     """Make the error for goldens that cannot be used."""
-    return ValueError(f"golden {where}: {message}; run reference_outputs/regenerate.py")
+    return UserError(f"golden {where}: {message}; run reference_outputs/regenerate.py")
 
 
 def _there(path: Path) -> Path:

@@ -20,6 +20,7 @@ from llorch.judging.tolerances.training import FROM_FILES
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
 from llorch.ops.numerics import DtypeName
+from llorch.runtime.errors import UserError
 from llorch.stages.comparison import Tolerance
 from llorch.stages.stage_ref import StageRef
 from llorch.training.batch import Batch
@@ -87,7 +88,7 @@ class TrainingGolden:
         if missing := wanted - self.arrays.keys():
             raise lacking(sorted(missing))
         if unknown := sorted(self.arrays.keys() - wanted):
-            raise ValueError(
+            raise UserError(
                 f"golden {FILES[0]}: expected a stage for all, got {len(unknown)} arrays without: {_few(unknown)}"
             )
 
@@ -138,7 +139,7 @@ def names(n_layers: int) -> Iterator[str]:
             yield from (truth_name(mode, place) for mode in modes)
 
 
-def lacking(missing: Collection[str]) -> ValueError:
+def lacking(missing: Collection[str]) -> UserError:
     """Build the error for arrays that are not among the goldens: a missing golden is a failure, never a pass."""
     return refused(FILES[0], f"{len(missing)} arrays missing: {_few(missing)}")
 

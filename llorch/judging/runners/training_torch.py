@@ -62,6 +62,7 @@ from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.loss import loss_sum
 from llorch.pytorch.train.step import Stepper
 from llorch.pytorch.train.worker import Alone, OnMesh
+from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import StageRef
 from llorch.training.batch import IGNORED
 
@@ -78,7 +79,7 @@ def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = N
     On a mesh it is judged as all ranks have it together, as training runs; all of them have to ask.
     """
     if target.dtype_name not in DTYPES:
-        raise ValueError(f"training: expected one of {', '.join(DTYPES)}, got {target}")
+        raise UserError(f"training: expected one of {', '.join(DTYPES)}, got {target}")
     if mesh is None:
         yield from torch_rows(name, *stored(name), target)
     else:

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.failure import Ending
-from llorch.runtime.errors import EngineDied, RankFailed
+from llorch.runtime.errors import EngineDied, RankFailed, UserError
 from llorch.runtime.launched_rank import OURS, n_restarts, only_first_speaks, own_device
 from llorch.training.resume import differences
 
@@ -124,7 +124,7 @@ def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = 
     dist.init_process_group(backend, store=messages, rank=rank, world_size=n_ranks, timeout=timeout)
     if n_ranks != math.prod(axes.values()):
         shape = " x ".join(f"{name}={size}" for name, size in axes.items())
-        raise ValueError(f"mesh: expected {math.prod(axes.values())} ranks for {shape}, got {n_ranks}")
+        raise UserError(f"mesh: expected {math.prod(axes.values())} ranks for {shape}, got {n_ranks}")
     mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)  # which has another one by default
@@ -173,9 +173,9 @@ class Ranks:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, json.loads(json.dumps(values)))
         for rank, other in enumerate(found):
-            if different := differences(found[0], other):
-                what = different[0].replace(": saved", ": rank 0 has").replace(", now", f", rank {rank}")
-                raise ValueError(
+            if different := differences(found[0], other, sides=("rank 0 has", f"rank {rank}")):
+                what = next(iter(different.values()))
+                raise UserError(
                     f"mesh: expected equal inputs on all ranks, got {what}; give all ranks equal files and versions"
                 )
 

@@ -29,6 +29,7 @@ from llorch.pytorch.distributed.parallel_experts import split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, require_split, sharing_layers
 from llorch.pytorch.lora.leaves import LoraLeaf
 from llorch.pytorch.models.experts import QuantisedExperts, SparseMoe
+from llorch.runtime.errors import UserError
 from llorch.stages.table import BY_NAME
 
 OF_EXPERTS = frozenset({"expert_gate", "expert_up", "expert_act", "expert_out"})  # zero of other ranks' experts
@@ -104,9 +105,9 @@ class Together(nn.Module):
 def _require_plain_experts(layer: Any) -> None:
     leaves = [leaf for path, leaf in _sharded_modules(layer) if path in EXPERTS]
     if any(isinstance(leaf, LoraLeaf) for leaf in leaves):
-        raise ValueError("tensor parallel: cannot split adapters on experts; adapt other matrices, or use tp=1")
+        raise UserError("tensor parallel: cannot split adapters on experts; adapt other matrices, or use tp=1")
     if any(isinstance(leaf, QuantisedExperts) for leaf in leaves):
-        raise ValueError("tensor parallel: cannot split packed experts; use --weights decoded")
+        raise UserError("tensor parallel: cannot split packed experts; use --weights decoded")
 
 
 def _entries(layer: Any) -> Iterator[str]:

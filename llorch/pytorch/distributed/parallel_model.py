@@ -31,6 +31,7 @@ from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel
+from llorch.runtime.errors import UserError
 from llorch.runtime.launched_rank import ranks_here
 
 WHOLE_ONLY = ("block", "experts")  # kernels that are wrong on a part
@@ -53,7 +54,7 @@ class ParallelModel(TorchModel):
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
         """Refuse it (ValueError): the factors would have to be cut, too."""
-        raise ValueError("tensor parallel: generation cannot split an adapter; merge it first with llorch lora merge")
+        raise UserError("tensor parallel: generation cannot split an adapter; merge it first with llorch lora merge")
 
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
         """Create an empty cache for the heads of this rank."""
@@ -124,5 +125,5 @@ def _divided(weights: Weights, residency: Residency, n_ranks: int) -> Residency:
     """Decode matrices if ranks do not divide their blocks; raise ValueError if they have to stay packed."""
     torn = torn_blocks(weights, n_ranks)
     if torn and residency == "packed":
-        raise ValueError(f"tensor parallel: {torn}; use --weights decoded")
+        raise UserError(f"tensor parallel: {torn}; use --weights decoded")
     return "decoded" if torn else residency

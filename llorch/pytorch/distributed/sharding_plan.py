@@ -19,6 +19,7 @@ from llorch.pytorch.distributed.launch import axes_of
 from llorch.pytorch.load import Cut, all_of
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.stored_kinds import block_size, kind_of
+from llorch.runtime.errors import UserError
 
 _FEED = ("mlp", "mlp.shared_expert")
 COLUMNS = (
@@ -49,7 +50,7 @@ def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
 def require_split(config: ModelConfig, n_ranks: int) -> None:
     """Raise ValueError with the reason of `cannot_split`, if there is one."""
     if reason := cannot_split(config, n_ranks):
-        raise ValueError(f"tensor parallel: {reason}")
+        raise UserError(f"tensor parallel: {reason}")
 
 
 def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
@@ -108,7 +109,7 @@ def part_of_rank(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
         is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
         return torch.zeros_like(whole) if is_added and rank else whole
     if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
-        raise ValueError(
+        raise UserError(
             f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {whole.shape[axis]}"
         )
     return whole.chunk(n_ranks, axis)[rank].clone()

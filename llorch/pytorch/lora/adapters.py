@@ -35,6 +35,7 @@ from llorch.pytorch.distributed.dtensor import is_part
 from llorch.pytorch.kernels.quantised_linear import Reordered
 from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, LoraLinear, as_float32
 from llorch.pytorch.paths import path_of
+from llorch.runtime.errors import UserError
 
 
 def attach(
@@ -49,7 +50,7 @@ def attach(
     dtype = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     if trainable:
         if any(is_part(parameter) for parameter in module.parameters()):
-            raise ValueError(
+            raise UserError(
                 f"adapter {name!r}: after parallelize, ranks would not sum the gradients of a new adapter; "
                 "attach it before parallelize"
             )
@@ -155,7 +156,7 @@ def _put(module: nn.Module, path: str, leaf: nn.Module) -> None:
 def _require_free(module: CausalLM, name: str) -> None:
     require_free(name, adapter_names(module))
     if hasattr(nn.ParameterDict(), name):
-        raise ValueError(f"adapter: torch reserves the name {name!r}; choose another name")
+        raise UserError(f"adapter: torch reserves the name {name!r}; choose another name")
 
 
 def _freeze(module: CausalLM) -> None:
@@ -182,7 +183,7 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
             probe = torch.zeros(shape, dtype=norm.dtype, device=norm.device, requires_grad=True)
             with torch.enable_grad():
                 if not leaf(probe, *chosen).requires_grad:
-                    raise ValueError(
+                    raise UserError(
                         f"adapter: {path} is a {type(leaf).__name__}, which computes no gradient; load without kernels"
                     )
 

@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor, nn
 
+from llorch.runtime.errors import UserError
+
 MASKS = "splitmix64, murmur3"  # what a run says of them that must have the same ones when it goes on
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _STEP32, _FIRST32, _SECOND32 = 0x9E3779B9 - 2**32, 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
@@ -71,7 +73,7 @@ class Dropping(nn.Module):
         keys = self.token_keys
         if keys is None or keys.shape != x.shape[:-1]:
             known = "none" if keys is None else f"those of {tuple(keys.shape)}"
-            raise ValueError(
+            raise UserError(
                 f"dropout: expected the keys of {tuple(x.shape[:-1])} tokens, got {known}; train inside "
                 "llorch.pytorch.lora.dropout.keyed(...), or call eval()"
             )

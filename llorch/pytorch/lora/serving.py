@@ -21,6 +21,7 @@ from llorch.pytorch.decoding import Forward, compiled_forward
 from llorch.pytorch.lora.adapters import attach, detach, lora_leaves
 from llorch.pytorch.models.delta_net import GatedDeltaNet
 from llorch.pytorch.models.experts import ExpertsModule, SparseMoe
+from llorch.runtime.errors import UserError
 
 _OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, GatedDeltaNet, MLP, SparseMoe, ExpertsModule)
 
@@ -93,7 +94,7 @@ class AdaptedModules(Opened):
         (first, *others) = dict.fromkeys(adapters)
         if others:
             if self.compiles:
-                raise ValueError(
+                raise UserError(
                     "generate_batch: a compiled model takes one adapter per call; call it once for each adapter"
                 )
             return view(self._adapted, adapters)

@@ -25,6 +25,7 @@ from llorch.pytorch.serving.choosing import Choosing, next_tokens
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.serving.pages import PAGE, Pages
 from llorch.pytorch.serving.run import ServedJob
+from llorch.runtime.errors import UserError
 
 Results = Mapping[int, Sampled | Exception]
 
@@ -46,11 +47,11 @@ class ContinuousBatch:
             ValueError: A number is below 1, or the model is compiled: each number of jobs would be compiled anew.
         """
         if model.compiles:
-            raise ValueError(
+            raise UserError(
                 "batch: expected a model that is not compiled, got a compiled one; load it with compiled=False"
             )
         if min(n_jobs, chunk, 1 if n_tokens is None else n_tokens) < 1:
-            raise ValueError(f"batch: expected numbers of at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
+            raise UserError(f"batch: expected numbers of at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
         self._model, self._chunk, self._device = model, chunk, model.target.device
         self._pages = Pages(room_of_pages(model.weights, model.target, n_jobs=n_jobs, page=PAGE, n_tokens=n_tokens))
         self._cache = PagedCache(
@@ -110,7 +111,7 @@ class ContinuousBatch:
     def _require_possible(self, job: Job) -> None:
         room = self._cache.n_slots
         if job.max_tokens < 1 or not job.ids or job.n_slots > room:
-            raise ValueError(
+            raise UserError(
                 f"batch: expected prompt and answer of at least 1 token each and {room} in sum, got {len(job.ids)} "
                 f"and {job.max_tokens}; ask for fewer tokens, or reserve a larger cache"
             )

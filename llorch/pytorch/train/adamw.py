@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
 from llorch.pytorch.train.eight_bit import SIGNED, UNSIGNED, Codec, EightBit, zeros
+from llorch.runtime.errors import UserError
 from llorch.training.adamw import NonFiniteNorm, rate_factor
 
 MIN_SIZE = 4096  # smaller tensors keep moments of their own type
@@ -95,7 +96,7 @@ class AdamW:
             if _kind(mine.get(name)) != _kind(state.get(name))
         ]
         if wrong:
-            raise ValueError(
+            raise UserError(
                 f"optimizer state: {len(wrong)} of {len(mine)} tensors differ: {'; '.join(wrong[:5])}; "
                 "use the adapter and the settings of the saved run"
             )
@@ -142,7 +143,7 @@ class AdamW:
         grads = {name: parameter.grad for name, parameter in self.params.items() if parameter.grad is not None}
         missing = [name for name in self.params if name not in grads]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"optimizer: {len(missing)} of {len(self.params)} parameters have no gradient, so the loss does not "
                 f"depend on them: {', '.join(missing[:5])}"
             )

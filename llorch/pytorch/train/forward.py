@@ -18,6 +18,7 @@ from llorch.families.layers import Bound
 from llorch.ops.rope import rope_tables
 from llorch.pytorch.cache import NoCache, PassPlacement, Visible
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
+from llorch.runtime.errors import UserError
 from llorch.training.batch import Batch
 
 Angles = Float[Tensor, "positions half"]
@@ -37,13 +38,13 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacem
     config = module.config
     longest = int(batch.positions.max()) + 1
     if longest > config.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"train: expected documents within the context of {config.max_position_embeddings}, got {longest} tokens; "
             "cut documents with --max-length"
         )
     packed = bool((batch.documents > 0).any())
     if packed and config.delta_net is not None:
-        raise ValueError("train: packing mixes documents in models with delta nets; train without --packing")
+        raise UserError("train: packing mixes documents in models with delta nets; train without --packing")
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     positions = batch.positions.clip(min=0)
     visible = _own_document(torch.from_numpy(batch.documents).to(device)) if packed else None

@@ -18,7 +18,7 @@ from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
 from llorch.runtime.builtin import find_data
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import FormatError, UserError
 from llorch.runtime.launched_rank import own_device
 from llorch.training.base_settings import say_dropout, text_settings
 from llorch.training.data import TrainingData, TrainingOrder, read_data
@@ -120,11 +120,11 @@ def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
     if mesh is None:
         return
     if settings.eight_bit:
-        raise ValueError(
+        raise UserError(
             "mesh: moments of 8 bits cannot be split over ranks, because blocks share scales; train without --eight-bit"
         )
     if (n_ranks := mesh["dp"].size()) > settings.batch_size:
-        raise ValueError(
+        raise UserError(
             f"mesh: expected a --batch-size of at least {n_ranks}, one row for each of the {n_ranks} ranks of dp, got "
             f"{settings.batch_size}; use a larger --batch-size, or fewer ranks"
         )

@@ -30,7 +30,7 @@ from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
-from llorch.runtime.errors import FormatError, MissingExtra
+from llorch.runtime.errors import FormatError, MissingExtra, UserError
 from llorch.training.data.changed import first_change, write_rows
 from llorch.training.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.training.resume import differences, require_same
@@ -231,7 +231,7 @@ class Run:
             data_change=lambda: first_change(self._training.data, self._folder),
         )  # fmt: skip
         if found.step > self._training.total_steps:
-            raise ValueError(
+            raise UserError(
                 f"{found.path}: expected at most the {self._training.total_steps} steps of the run, got a snapshot of "
                 f"step {found.step}; raise --steps, or train in another folder"
             )
@@ -265,7 +265,8 @@ class Run:
             f"the run ended after {done} steps and continues to {total}; from here its rate follows the {schedule} "
             f"schedule of {total} steps, {bits} a run that was started with {total} steps"
         )
-        return differences({name: saved[name] for name in _OF_THE_LENGTH}, {name: now[name] for name in _OF_THE_LENGTH})
+        changes = differences(*({name: values[name] for name in _OF_THE_LENGTH} for values in (saved, now)))
+        return [*changes.values()]
 
     def _write_record(self) -> None:
         training = self._training
@@ -307,11 +308,11 @@ class Run:
         if resume:
             saved_settings(folder)
         elif (folder / RUN).exists():
-            raise ValueError(
+            raise UserError(
                 f"{folder}: the folder holds a run already; continue it with --resume, or choose another folder"
             )
         elif folder.exists() and (not folder.is_dir() or not all(is_leftover(path.name) for path in folder.iterdir())):
-            raise ValueError(f"{folder}: expected a new or empty folder for the run; choose another folder")
+            raise UserError(f"{folder}: expected a new or empty folder for the run; choose another folder")
 
 
 def _shape(axes: Mapping[str, int]) -> str:

@@ -23,12 +23,13 @@ from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import hidden_states
 from llorch.pytorch.train.loss import loss_sum
 from llorch.pytorch.train.worker import Alone
+from llorch.runtime.errors import UserError
 from llorch.training.adamw import NonFiniteNorm
 from llorch.training.batch import Batch, trained_tokens
 from llorch.training.resume import CUBLAS_WORKSPACE
 
 
-class NonFiniteLoss(ValueError):
+class NonFiniteLoss(UserError):
     """A loss or a gradient that is NaN or infinite; the step was not made."""
 
 

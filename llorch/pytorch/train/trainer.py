@@ -19,6 +19,7 @@ from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, step_m
 from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
+from llorch.runtime.errors import UserError
 from llorch.training.data import batches
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, as torch has them
@@ -120,7 +121,7 @@ class Training:
         """Go back to a saved state."""
         saved = _below("adapter/", tensors)
         if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in self.parameters.items()}:
-            raise ValueError(
+            raise UserError(
                 "snapshot: expected this adapter's matrices and rank, got others; use the settings of the run"
             )
         with torch.no_grad():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llorch.runtime.errors import CheckpointMismatch
+from llorch.runtime.errors import CheckpointMismatch, UserError
 from llorch.runtime.threads import limited
 from llorch.runtime.worker import PIPE, end_with_parent, run
 from llorch.training.log import LOG
@@ -93,9 +93,7 @@ def verify_resume(
     """Make runs of `settings.steps`, at least 2, below an empty folder and compare them; with `axes` on a mesh."""
     steps = settings.steps or 0
     if steps < 2:
-        raise ValueError(
-            f"verify-resume: expected at least 2 steps, one for each half of the run, got {settings.steps}"
-        )
+        raise UserError(f"verify-resume: expected at least 2 steps, one for each half of the run, got {settings.steps}")
     middle = steps // 2
     settings = replace(settings, save_every=0, eval_every=middle, keep=1, tensorboard=False)
     straight, halves = folder / "straight", folder / "halves"

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Int64
 
+from llorch.runtime.errors import UserError
 from llorch.training.batch import IGNORED, PADDING, Batch, Example
 
 Row = tuple[Example, ...]
@@ -65,9 +66,9 @@ class TrainingOrder:
         """Fix the order; `accumulation` is forward passes of an optimizer step, the seed at least 0."""
         for name, value, low in (("batch_size", batch_size, 1), ("accumulation", accumulation, 1), ("seed", seed, 0)):
             if value < low:
-                raise ValueError(f"{name}: expected at least {low}, got {value}")
+                raise UserError(f"{name}: expected at least {low}, got {value}")
         if len(rows) == 0:
-            raise ValueError("data: expected at least one row to train on, got none")
+            raise UserError("data: expected at least one row to train on, got none")
         self._rows = rows
         self._batch_size = batch_size
         self._seed = seed

@@ -119,7 +119,7 @@ def test_on_a_mesh_ranks_that_cannot_run_prove_nothing_and_say_why(tmp_path: Pat
     flags = "--steps 2 --batch-size 1 --mesh dp=2"
     data = str(small_data(tmp_path))
     result = invoke_on_mesh(tmp_path, "lora", "verify-resume", "micro-llama", "--data", data, *flags.split())
-    assert_cli_refuses(result, 3, "of 2", "ValueError: mesh")
+    assert_cli_refuses(result, 3, "of 2", "UserError: mesh")
 
 
 def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(

@@ -1,6 +1,5 @@
 """Diagnoses of many kinds, made by hand: what reports have to show, ugly ones among them."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -104,7 +103,7 @@ def two_bugs() -> Diagnosis:
 
 def not_finite() -> Diagnosis:
     made = diagnosis({"l0.attn_scores": 1e9}, [finding("l0.attn_scores", "not finite")])
-    bad = Difference(math.inf, math.inf, "non-finite: 3 of 4096 values of got")
+    bad = Difference.of_fault(("non-finite", "3 of 4096 values of got"))
     return replace(made, results=[replace(r, local=bad, total=bad) if r.verdict == WRONG else r for r in made.results])
 
 

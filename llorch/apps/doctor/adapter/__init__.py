@@ -62,8 +62,7 @@ def examine(
 def _base(adapter: Path, weights: Weights, *, any_base: bool) -> AdapterFinding:
     """Check that the adapter belongs to the base model; an unknown or another base is a warning."""
     try:
-        verdict = check_base(adapter, weights, any_base=any_base)
+        status = check_base(adapter, weights, any_base=any_base)
     except FormatError as error:
         return AdapterFinding("base", WRONG, str(error))
-    unsure = verdict.startswith(("base: unknown", "base: another"))
-    return AdapterFinding("base", WARNING if unsure else OK, verdict.removeprefix("base: "))
+    return AdapterFinding("base", WARNING if status.kind in ("unknown", "another") else OK, status.message)

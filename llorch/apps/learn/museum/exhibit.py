@@ -18,6 +18,7 @@ from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights, open_weights
 from llorch.files.hub import find
+from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import Tokens
 
 RUNS = {"whole": (12,), "steps": (9, 1, 1, 1), "chunks": (7, 6), "far": (9, 1)}  # tokens of the passes
@@ -115,9 +116,7 @@ def exhibit(number: int) -> Exhibit:
         ValueError: No exhibit has this number.
     """
     if not 1 <= number <= len(exhibits()):
-        raise ValueError(
-            f"museum: expected a number from 1 to {len(exhibits())}, got {number}; see llorch learn museum"
-        )
+        raise UserError(f"museum: expected a number from 1 to {len(exhibits())}, got {number}; see llorch learn museum")
     return exhibits()[number - 1]
 
 
