@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from glob import glob
 from typing import TYPE_CHECKING, Any
@@ -108,12 +108,13 @@ def verb(
     *examples: str,
     page: str = "",
     foreign: Mapping[str, str] = {},
+    common: Collection[str] = (),
 ) -> Callable[[Callable], click.Command]:
-    """Make a command with a help page; see `Page` and `Verb` for `page` and `foreign`.
+    """Make a command with a help page; see `Page` and `Verb` for `page`, `common` and `foreign`.
 
     The help page of the group shows the summary, that of the command its docstring.
     """
-    return click.command(cls=Verb, short_help=summary, examples=examples, page=page, foreign=foreign)
+    return click.command(cls=Verb, short_help=summary, examples=examples, page=page, foreign=foreign, common=common)
 
 
 def group(title: str, *options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:

@@ -5,7 +5,7 @@ stay whole: `textwrap` breaks `--any-base` and `all-linear` after the hyphen.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,6 +17,7 @@ from llorch.runtime.errors import suggestion
 PAGES = "checkpoints/commands/"
 _STANDS_FOR_HYPHEN = "\u2011"  # while lines are broken; of the same width
 _NAMES_WIDTH = 27  # columns for the names of options; a longer name has a line of its own
+HELP_ALL = "llorch.cli.help-all"  # in a context's meta: its help page lists every option
 _LARGEST_SHOWN = 1000  # a range with a larger upper end is left out: few users reach it
 
 
@@ -64,15 +65,36 @@ class Option(click.Option):
 page_option = partial(click.option, cls=Option)
 
 
+def _print_all_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Print the help page with every option, and exit."""
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL_OPTION = Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_print_all_help,
+    help="Show every option and exit.",
+)  # fmt: skip
+_HELP_ALL_OPTION.group = "Output"
+
+
 class Page(click.Command):
     """A command with a help page in this form."""
 
     context_class = HelpContext
 
-    def __init__(self, *args: Any, examples: Iterable[str] = (), page: str = "", **settings: Any) -> None:
-        """Remember the examples, and the file below `PAGES` that explains more."""
+    def __init__(
+        self, *args: Any, examples: Iterable[str] = (), page: str = "", common: Collection[str] = (), **settings: Any
+    ) -> None:
+        """Remember the examples, the file below `PAGES` that explains more, and the options that --help shows."""
         super().__init__(*args, **settings)
         self.examples, self.page = tuple(examples), page and PAGES + page
+        self.rare: list[click.Parameter] = []
+        if common:  # click's `hidden` would also take the others from completion
+            self.rare = [param for param in self.params if isinstance(param, Option) and param.name not in common]
+            self.params.append(_HELP_ALL_OPTION)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sentence, the examples and where more stands."""
@@ -86,9 +108,10 @@ class Page(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each group; groups stand in the order of their first options, --help at the end."""
         groups: dict[str, list[tuple[str, str]]] = {}
-        title = "Options"
+        title, rare = "Options", [] if HELP_ALL in ctx.meta else self.rare
         for param in self.get_params(ctx):
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+            is_shown = isinstance(param, click.Option) and param not in rare
+            if is_shown and (record := param.get_help_record(ctx)) is not None:
                 title = getattr(param, "group", "") or [*groups, title][-1]
                 groups.setdefault(title, []).append(record)
         names = [name for rows in groups.values() for name, _ in rows]
@@ -96,6 +119,8 @@ class Page(click.Command):
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=_NAMES_WIDTH)
+        if rare:
+            formatter.write(f"\n{len(rare)} more options: {ctx.command_path} --help-all\n")
 
 
 class Verb(Page):

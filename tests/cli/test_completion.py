@@ -53,7 +53,7 @@ def tab(folder: Path, *words: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-@pytest.mark.plain_cases("words6-offered6", "words9-offered9")
+@pytest.mark.plain_cases("words7-offered7", "words10-offered10")
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
@@ -61,6 +61,7 @@ def tab(folder: Path, *words: str) -> list[str]:
         (("lora", "ver"), ["verify-resume"]),
         (("learn", "ch"), ["check"]),
         (("run", "--temper"), ["--temperature"]),
+        (("lora", "train", "--dor"), ["--dora"]),  # which --help leaves out
         (("run", "sto"), ["story"]),
         (("lora", "merge", "micro-llama"), ["micro-llama", "micro-llama3", "micro-llama4"]),
         (("diagnose", "dump", "--model", "micro-m"), ["micro-ministral3", "micro-mistral"]),

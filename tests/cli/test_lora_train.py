@@ -85,6 +85,24 @@ def test_every_setting_has_an_option_and_every_option_a_text():
             assert f"[default: {field.default}]" in (options[field.name].help or ""), field.name
 
 
+def test_help_lists_fifteen_options_and_help_all_every_one():
+    short, full = (invoke("lora", "train", flag).stdout for flag in ("--help", "--help-all"))
+    flags = {option.name: option.opts[-1] for option in command.params if isinstance(option, click.Option)}
+    listed = {name for name, flag in flags.items() if re.search(rf"(?m)^  .*{flag}\b", short)} - {"help_all"}
+    assert len(listed) == 15
+    assert {"data", "output", "lr"} < listed
+    assert short.splitlines()[-1].split()[0] == str(len(flags) - 16)
+    assert_tells(short, "llorch lora train --help-all")
+    full = full.replace("[no-]", "")
+    assert [name for name, flag in flags.items() if not re.search(rf"(?m)^  .*{flag}\b", full)] == []
+
+
+def test_an_option_that_help_leaves_out_still_works():
+    given = ["story", "--data", "pirate", "-o", "new", "--dora", "--weight-decay", "0.5"]
+    params = command.make_context("train", given).params
+    assert (params["dora"], params["weight_decay"]) == (True, 0.5)
+
+
 def test_a_config_file_wins_over_defaults_and_options_over_the_file(tmp_path: Path):
     config = tmp_path / "settings.yaml"
     config.write_text("model: micro-qwen3\ndata: pirate\nr: 5\nalpha: 7\npacking: true\ndora: true\nlr: 1e-3\n")

@@ -21,7 +21,11 @@ from llorch.training.settings_file import FOREIGN
     "llorch lora train -o path/to/run --resume",
     page="lora.md",
     foreign=FOREIGN | {"output_dir": "use -o", "output_path": "use -o", "adapter_path": "use -o"},
-)
+    common=(
+        "data", "max_length", "output", "config", "resume", "r", "alpha", "target_modules", "lr", "epochs", "steps",
+        "batch_size", "accumulation", "seed", "device",
+    ),
+)  # fmt: skip
 @click.argument("model", type=MODEL, required=False)
 @group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
 @group(
@@ -49,6 +53,7 @@ def command(
     """Train a LoRA adapter for MODEL and write it to a folder that PEFT can load.
 
     MODEL is a .gguf file, a Hugging Face folder or a built-in name. Ctrl-C saves and stops; --resume continues.
+    Each setting can also be a key of the --config file.
     Try the adapter with: llorch run MODEL --adapter FOLDER
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
