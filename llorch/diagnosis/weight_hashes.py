@@ -126,7 +126,7 @@ class _Ours:
         if way is None:
             return self._reading(name, told) or "has other numbers in every known layout", False
         layout, rounding = way
-        how = " ".join(filter(None, ["is ours", layout, rounding and f"rounded to {rounding}"]))
+        how = " ".join(filter(None, ["has llorch's numbers", layout, rounding and f"rounded to {rounding}"]))
         if rounding in ("", self._dtype):
             return how, True
         self.roundings.add(how)

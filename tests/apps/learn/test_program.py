@@ -17,7 +17,7 @@ from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.apps.learn.npz import from_npz, to_npz
 from llorch.apps.learn.program import Program, flat
-from llorch.runtime.errors import LearnerFault
+from llorch.runtime.errors import LearnerFault, UserError
 from llorch.stages.comparison import FAIL, PASS
 
 # rms_norm in C: stored entries one behind the other, each a local header of zip, then a .npy
@@ -182,3 +182,8 @@ def test_a_file_that_is_no_program_cannot_be_started(tmp_path: Path):
     (tmp_path / "prog").chmod(0o755)
     found = check(BY_NUMBER["01"], Implementation("cmd", Program(f"cmd:'{tmp_path / 'prog'}'")))
     assert_tells(found.fault, tmp_path / "prog", "Exec format error")
+
+
+def test_program_with_an_open_quote_is_refused():
+    with refuses(UserError, where="implementation", expected="cmd:", got='"cmd:\'a"'):
+        Program("cmd:'a")
