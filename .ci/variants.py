@@ -3,10 +3,10 @@
     python .ci/variants.py                        all
     python .ci/variants.py "no C compiler"        some
     python .ci/variants.py --share 1              each with every test of the sampled files
+    python .ci/variants.py --list day             print the commands that `.ci/run` takes, one a line; or `nightly`
 
-The sample: the tests of `FILES`, whose numbers come from a library's kernels. A hash of its name draws each test for
-one share of `SHARES`, and each variant runs a share of its own; those of `ALWAYS` run under every variant. All have one
-thread if they do not say otherwise.
+The sample: the tests of `FILES`, whose numbers come from a library's kernels. Each variant runs another part of
+`SHARES` (`pytest --part`), and `ALWAYS`. All have one thread if they do not say otherwise.
 
 A variant that a processor cannot run is NOT RUN, and counted. One that did not take effect has failed: before anything
 else a process under it is asked which kernels it uses.
@@ -18,12 +18,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
@@ -41,7 +39,7 @@ def test_file(name: str) -> str:
     return f"tests/{folder}{slash}test_{module}.py"
 
 
-ALWAYS = ("test_so_is_a_query_of_attention",)
+ALWAYS = "tests/pytorch/batch_invariant/test_reproducible.py::test_so_is_a_query_of_attention"
 VERIFY = ("-m llorch verify micro-qwen3 story", "-m llorch verify micro-qwen2 --backend torch --dtype float32")
 SHARES = 30  # one variant costs about 70 seconds of processor time
 AT_ONCE = 2  # variants; each has one core's work
@@ -77,11 +75,12 @@ class Variant:
     flag: str = ""
     left_out: str | None = None
 
-    def commands(self) -> tuple[str, ...]:
-        """List the commands that python runs under this variant."""
+    def commands(self, part: str) -> tuple[str, ...]:
+        """List the commands that python runs under this variant, with a part of the tests, as in 3/30."""
         files = [name for name in FILES.split() if self.left_out is None or not name.startswith(self.left_out)]
         tests = " ".join(map(test_file, files))
-        return (*VERIFY, f"-m pytest -n 0 -q -p variants --no-header {tests}")
+        pytest = "-m pytest -n 0 -q --no-header"
+        return (*VERIFY, f"{pytest} {ALWAYS}", f"{pytest} --part {part} {tests}")
 
 
 FOUR_THREADS = dict.fromkeys(THREADS, "4") | {  # waiting ones sleep: they may be more than there are cores
@@ -110,24 +109,8 @@ VARIANTS = {
         left_out="pytorch/kernels/cpu",
     ),
 }
-# `.ci/run` takes one of these. They set all that the others set, but several things at once. The tests of `.ci/run` use
-# the processor's own kernels. The nightly run takes every variant.
-BY_DAY = ("all libraries AVX2", "ATen default, no C compiler", "4 threads")
+BY_DAY = "all libraries AVX2"  # it sets most things at once
 CHOSEN = {name for variant in VARIANTS.values() for name in variant.environment} - {"PATH"}
-
-
-def drawn(extent: str, tree: str) -> tuple[str, ...]:
-    """Choose variants: all for `nightly`, one of `BY_DAY` for `day`, by the hash of a tree in hexadecimal digits."""
-    return tuple(VARIANTS) if extent == "nightly" else (BY_DAY[int(tree, 16) % len(BY_DAY)],)
-
-
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leave the share of this process; this file is a plugin of its own pytest runs."""
-    index, n = map(int, os.environ["LLORCH_SHARE"].split("/"))
-    drawn = [zlib.crc32(item.nodeid.encode()) % n == index for item in items]
-    kept = [item for item, own in zip(items, drawn, strict=True) if own or any(name in item.nodeid for name in ALWAYS)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
 
 
 def kernels(environment: Mapping[str, str]) -> dict[str, object]:
@@ -137,12 +120,12 @@ def kernels(environment: Mapping[str, str]) -> dict[str, object]:
     return json.loads(lines[-1]) | {"onednn": isa}
 
 
-def run(name: str, share: str) -> str:
+def run(name: str, part: str) -> str:
     """Run a variant.
 
     Args:
         name: Key of `VARIANTS`.
-        share: Index and number of parts of the sample, as in 3/30.
+        part: Part of the sample and number of parts, as in 3/30.
 
     Returns:
         The verdict: "passed", or a text that begins with "FAILED" or "NOT RUN".
@@ -152,15 +135,14 @@ def run(name: str, share: str) -> str:
         return f"NOT RUN: the processor has no {variant.flag}"
     with tempfile.TemporaryDirectory() as cache:  # compiled kernels are kept between processes, but not beyond
         inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
-        path = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / ".ci")))
-        own = dict.fromkeys(THREADS, "1") | {"XDG_CACHE_HOME": cache, "PYTHONPATH": path, "LLORCH_SHARE": share}
+        own = dict.fromkeys(THREADS, "1") | {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(REPOSITORY)}
         environment = inherited | own | variant.environment
         found = kernels(environment)
         print(f"{name}: {found}", flush=True)
         wrong = {key: value for key, value in variant.expected.items() if found[key] != value}
         if wrong:
             return f"FAILED: it did not take effect; expected {wrong}"
-        for command in variant.commands():
+        for command in variant.commands(part):
             try:
                 print(f"{name}:", *_python(command.split(), environment).splitlines()[-1:], flush=True)
             except subprocess.CalledProcessError as error:
@@ -187,11 +169,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
     parser.add_argument("--share", type=int, default=SHARES, help="each runs one test in so many")
+    parser.add_argument("--list", choices=("day", "nightly"), help="print commands, run nothing")
     arguments = parser.parse_args()
+    if arguments.list:
+        names = VARIANTS if arguments.list == "nightly" else (BY_DAY,)
+        return print("\n".join(f'python .ci/variants.py "{name}"' for name in names))
     chosen = [name for name in VARIANTS if name in (arguments.variants or VARIANTS)]
-    shares = [f"{list(VARIANTS).index(name) % arguments.share}/{arguments.share}" for name in chosen]
+    parts = [f"{list(VARIANTS).index(name) % arguments.share + 1}/{arguments.share}" for name in chosen]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        verdicts = dict(zip(chosen, pool.map(run, chosen, shares), strict=True))
+        verdicts = dict(zip(chosen, pool.map(run, chosen, parts), strict=True))
     for name, verdict in verdicts.items():
         print(f"{name}: {verdict}")
     kinds = [verdict.partition(":")[0] for verdict in verdicts.values()]

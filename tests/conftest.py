@@ -2,8 +2,8 @@
 
 import gc
 import os
-import re
 import sys
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
@@ -16,7 +16,6 @@ import pytest
 from runs import shape_checks
 from runs.clean_environment import clean_environment
 from runs.processor_time import ProcessorTime
-from runs.sample import Sample
 from runs.shared_folder import shared_folder
 from threadpoolctl import threadpool_limits
 
@@ -29,12 +28,7 @@ OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
 WITHOUT_CASE = pytest.StashKey[list[tuple[str, str]]]()
 WITHOUT_DAY = pytest.StashKey[list[str]]()
 LEFT_OUT = "live or slow or weights or nightly"
-MARKS = {  # of cases: the mark that they get, and do those get it that fit a pattern, or those that do not?
-    "plain_cases": ("slow", False),
-    "slow_cases": ("slow", True),
-    "ci_cases": ("nightly", False),
-    "nightly_cases": ("nightly", True),
-}
+CASE_MARKS = {"slow_cases": "slow", "nightly_cases": "nightly"}  # mark of a function: mark of the cases that it names
 shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
@@ -47,8 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Leave slow tests to `.ci/run` and nightly ones to the night, unless asked for; measure what each test costs."""
     os.environ.pop("PYTEST_ADDOPTS", None)  # for this run of pytest, not for one that a test starts
     config.pluginmanager.register(ProcessorTime(config.option.processor_limit))
-    if config.option.sample:
-        config.pluginmanager.register(Sample(config.option.sample))
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.markexpr = f"not ({LEFT_OUT})"
 
@@ -59,12 +51,9 @@ def pytest_sessionstart() -> None:
     clean_environment(os.environ)
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Start one worker more than there are cores: tests wait for ranks, servers and other processes.
-
-    Tests of checkpoints and of fault injection compute all the time, and each further worker reads their goldens again.
-    """
-    return (os.cpu_count() or 1) + (not asked_words(config))
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one worker more than there are cores: tests wait for ranks, servers and other processes."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -72,32 +61,10 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return val.removeprefix("checkpoints/") if isinstance(val, str) and val.startswith("checkpoints/") else None
 
 
-COMPOSED = re.compile(r"checkpoint_(\d*\{|[^\w{]|$)")  # where a test makes names of numbers, by a format or a sum
-
-
-def asked_words(config: pytest.Config) -> list[str]:
-    """List the words of `-k` that select checkpoints and `teeth`; none where other tests may be meant too."""
-    words = config.option.keyword.split(" and ")
-    asked = [word.lower() for word in words if re.fullmatch(r"(checkpoint|teeth)\w*", word)]
-    return [] if " or " in config.option.keyword else asked
-
-
-def may_say(text: str, word: str) -> bool:
-    """Tell whether a file of this text may have tests that a word asks for, by the number in the word if it has one."""
-    found = re.match(r"checkpoint_\d+b?|checkpoint_?|teeth", word)
-    assert found is not None
-    return found[0] in text or (found[0][-1:] in "b0123456789" and COMPOSED.search(text) is not None)
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without the word of `-k checkpoint_06` or `-k teeth`: reading them takes longer than the tests."""
-    if collection_path.is_file() and (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl):
-        return True
-    asked = asked_words(config)
-    if not asked or collection_path.suffix != ".py":
-        return None
-    said = f"{collection_path} {collection_path.read_text(encoding='utf-8')}".lower()
-    return not all(may_say(said, word) for word in asked) or None  # None: others may have a reason
+    """Collect the tests of an implementation with `--impl`, and all others without; None leaves it to other hooks."""
+    is_other = (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl)
+    return (collection_path.is_file() and is_other) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,21 +80,25 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases get the mark that `MARKS` has for them. A function all of whose cases are nightly is written down."""
+    """Mark cases as their function says, note functions with nightly cases only, and select the part of `--part`."""
     named: dict[tuple[str, str], bool] = {}  # function and pattern: has it a case?
     by_day: dict[str, bool] = {}  # function: has it a case that is not nightly?
     for item in items:
         function, _, case = item.nodeid.removesuffix("]").partition("[")
-        for mark in [mark for mark in item.iter_markers() if mark.name in MARKS]:
-            added, of_those_that_fit = MARKS[mark.name]
-            fits = {pattern: fnmatchcase(case, pattern) for pattern in mark.args}
+        for mark in [mark for mark in item.iter_markers() if mark.name in CASE_MARKS]:
+            patterns = mark.kwargs.get("but", mark.args)
+            fits = {pattern: fnmatchcase(case, pattern) for pattern in patterns}
             for pattern, fit in fits.items():
                 named[function, pattern] = fit or named.get((function, pattern), False)
-            if any(fits.values()) == of_those_that_fit:
-                item.add_marker(added)
+            if any(fits.values()) == (patterns is mark.args):
+                item.add_marker(CASE_MARKS[mark.name])
         by_day[function] = by_day.get(function, False) or item.get_closest_marker("nightly") is None
     config.stash[WITHOUT_CASE] = [function_and_pattern for function_and_pattern, fit in named.items() if not fit]
     config.stash[WITHOUT_DAY] = [function for function, kept in by_day.items() if not kept]
+    part, n_parts = config.option.part
+    in_part = [zlib.crc32(item.nodeid.encode()) % n_parts == part - 1 for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, in_part, strict=True) if not is_mine])
+    items[:] = [item for item, is_mine in zip(items, in_part, strict=True) if is_mine]
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture

@@ -53,7 +53,7 @@ def tab(folder: Path, *words: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-@pytest.mark.plain_cases("words7-offered7", "words10-offered10")
+@pytest.mark.slow_cases(but=["words7-offered7", "words10-offered10"])
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

@@ -136,7 +136,7 @@ def shell(command: str) -> tuple[int, str]:
 VERIFY = "verify micro-llama3"  # costs most
 
 
-@pytest.mark.plain_cases("inspect story-2>&-", "run story Once -n 2->&-")
+@pytest.mark.slow_cases(but=["inspect story-2>&-", "run story Once -n 2->&-"])
 @pytest.mark.parametrize(
     ("words", "closed"),
     [
@@ -148,7 +148,7 @@ def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
     assert shell(f"{sys.executable} -m llorch {words} {closed}") == (0, "")
 
 
-@pytest.mark.plain_cases("-run story Once -n 2", "1-inspect story")
+@pytest.mark.slow_cases(but=["-run story Once -n 2", "1-inspect story"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize(
     ("buffered", "words"),

@@ -36,11 +36,13 @@ def names(found: Finding) -> set[str]:
     return {each.name for each in (*found.suspects, *found.alternatives)}
 
 
-@pytest.mark.plain_cases(
-    "micro-llama3-llamacpp-far",
-    "micro-llama3-transformers-near",
-    "micro-ministral3-transformers-far",
-    "micro-qwen3-llamacpp-near",
+@pytest.mark.slow_cases(
+    but=[
+        "micro-llama3-llamacpp-far",
+        "micro-llama3-transformers-near",
+        "micro-ministral3-transformers-far",
+        "micro-qwen3-llamacpp-near",
+    ]
 )
 @pytest.mark.parametrize("case", ["near", "far"])
 @pytest.mark.parametrize("producer", PRODUCERS)
@@ -76,8 +78,8 @@ def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.Monkey
     assert (found[0].kind != "honest", found[0].key, found[0].n_pass) == (True, "l0.k_cache", first)
 
 
-@pytest.mark.plain_cases(
-    "cache-keys-before-rope", "embedding-from-lm-head", "norm-gain-of-other-norm", "qkv-fused-per-group"
+@pytest.mark.slow_cases(
+    but=["cache-keys-before-rope", "embedding-from-lm-head", "norm-gain-of-other-norm", "qkv-fused-per-group"]
 )
 @pytest.mark.parametrize(  # no engine could go on with a cache of repeated heads
     "name", [pytest.param(name, marks=() if name in OF_EACH_STAGE else SLOW) for name in MISTAKES]
@@ -114,7 +116,7 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
     assert {name, *also} <= names(found)
 
 
-@pytest.mark.plain_cases("<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4")
+@pytest.mark.slow_cases(but=["<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4"])
 @pytest.mark.parametrize(
     ("family", "value", "said", "places"),
     [

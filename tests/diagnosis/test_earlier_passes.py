@@ -48,7 +48,7 @@ def batched(shown: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array[None] for name, array in shown.items()}
 
 
-@pytest.mark.plain_cases("second chunk-batch of one", "step behind a window-")
+@pytest.mark.slow_cases(but=["second chunk-batch of one", "step behind a window-"])
 @pytest.mark.parametrize("change", [dict, batched], ids=["", "batch of one"])
 @pytest.mark.parametrize("name", ENDS)
 def test_a_right_engine_is_not_accused(name: str, change: Callable):
@@ -75,11 +75,13 @@ def test_ids_that_do_not_end_as_the_dump_does_leave_it_as_it_is():
     assert with_earlier(raw, None) is raw
 
 
-@pytest.mark.plain_cases(
-    "attn_probs-step behind a window",
-    "ffn_act-step behind a window",
-    "k_cache-second chunk",
-    "k_cache-step behind a window",
+@pytest.mark.slow_cases(
+    but=[
+        "attn_probs-step behind a window",
+        "ffn_act-step behind a window",
+        "k_cache-second chunk",
+        "k_cache-step behind a window",
+    ]
 )
 @pytest.mark.parametrize("name", ["one step", "second chunk", "chunk behind a window", "step behind a window"])
 @pytest.mark.parametrize("stage", ["k_cache", "attn_probs", "attn_context", "ffn_act"])

@@ -22,7 +22,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.plain_cases("micro-qwen2-moe-shared-gate-without-sigmoid", "micro-qwen3-moe-topk-one-too-far")
+@pytest.mark.slow_cases(but=["micro-qwen2-moe-shared-gate-without-sigmoid", "micro-qwen3-moe-topk-one-too-far"])
 @pytest.mark.parametrize(("model", "name"), PLANTED)
 def test_a_planted_mistake_is_named(model: str, name: str) -> None:
     planted = mistake(name, model)

@@ -26,11 +26,13 @@ PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*PO
            for model in models_of(each)]  # fmt: skip
 
 
-@pytest.mark.plain_cases(
-    "rope-in-every-layer-micro-smollm3",
-    "shared-expert-of-llama4-*",
-    "temperature-on-keys-micro-ministral3",
-    "temperature-one-position-late-micro-llama4",
+@pytest.mark.slow_cases(
+    but=[
+        "rope-in-every-layer-micro-smollm3",
+        "shared-expert-of-llama4-*",
+        "temperature-on-keys-micro-ministral3",
+        "temperature-one-position-late-micro-llama4",
+    ]
 )
 @pytest.mark.parametrize(("planted", "model"), PLANTED)
 def test_a_planted_mistake_is_named(planted: Mistake[StageInputs], model: str):
@@ -51,7 +53,7 @@ TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # whe
 }
 
 
-@pytest.mark.plain_cases("chunk-ignored-whole", "rope-in-every-layer-whole")
+@pytest.mark.slow_cases(but=["chunk-ignored-whole", "rope-in-every-layer-whole"])
 @pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["whole", "blocks"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Callable[[str], bool]):

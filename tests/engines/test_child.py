@@ -168,7 +168,7 @@ def test_an_interruption_ends_the_engine(engine: Any, monkeypatch: pytest.Monkey
     assert not running(pid)
 
 
-@pytest.mark.plain_cases("os.abort()-hang", "os.kill(os.getpid(), 9)-")
+@pytest.mark.slow_cases(but=["os.abort()-hang", "os.kill(os.getpid(), 9)-"])
 @pytest.mark.parametrize("doing", ["hang", "spin", ""])
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit()", "os.abort()"])
 def test_no_engine_outlives_the_process_that_asked(doing: str, end: str):

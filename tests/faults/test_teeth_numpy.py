@@ -21,7 +21,7 @@ def test_a_fault_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkey
     assert_seen(fault, monkeypatch, tmp_path)
 
 
-@pytest.mark.plain_cases("cache-*", "eps-*")
+@pytest.mark.slow_cases(but=["cache-*", "eps-*"])
 @pytest.mark.parametrize("fault", FLOAT64, ids=str)
 def test_a_fault_of_every_precision_is_red_in_float64(
     fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

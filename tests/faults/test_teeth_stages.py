@@ -92,7 +92,7 @@ def test_mistake_in_a_chain_is_the_first_stage_to_fail(mistake: Mistake[StageInp
                 assert first_failing(trace, suite, case, producer, n_cached(mistake, whole)) == place, model
 
 
-@pytest.mark.plain_cases("micro-llama3-far", "micro-llama3-near", "micro-qwen3-near", "micro-qwen3.5-far")
+@pytest.mark.slow_cases(but=["micro-llama3-far", "micro-llama3-near", "micro-qwen3-near", "micro-qwen3.5-far"])
 @pytest.mark.parametrize("case", ["near", "far"])
 @pytest.mark.parametrize("model", MICRO + OTHERS)
 def test_what_a_producer_made_is_never_accused(model: str, case: str):

@@ -51,11 +51,13 @@ def test_page_17_names_the_mistakes_that_bfloat16_hardly_shows():
     assert f"{len(TRAINING_FAULTS) - len(LESS_IN_HALF | NOT_IN_HALF)} of {len(TRAINING_FAULTS)}" in text
 
 
-@pytest.mark.plain_cases(
-    "lora-alpha-not-divided-float32",
-    "lora-scaled-twice-bfloat16",
-    "loss-labels-not-shifted-float32",
-    "loss-smoothing-missing-bfloat16",
+@pytest.mark.slow_cases(
+    but=[
+        "lora-alpha-not-divided-float32",
+        "lora-scaled-twice-bfloat16",
+        "loss-labels-not-shifted-float32",
+        "loss-smoothing-missing-bfloat16",
+    ]
 )
 @pytest.mark.parametrize("fault", TORCH_TRAINING, ids=lambda fault: f"{fault.name}-{fault.dtype}")
 def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(

@@ -118,7 +118,7 @@ def row_bytes(entry: Entry) -> int:
     return max(32, entry.n_bytes // int(np.prod(entry.shape[:-1])))
 
 
-@pytest.mark.plain_cases(*CHEAP)
+@pytest.mark.slow_cases(but=CHEAP)
 @pytest.mark.parametrize("model", MODELS)
 def test_file_cut_at_any_byte_is_refused_with_the_tensor_of_the_cut(model: str, tmp_path: Path):
     path = MODELS[model](tmp_path / "model")

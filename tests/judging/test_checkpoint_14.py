@@ -25,10 +25,12 @@ from llorch.runtime.builtin import BUILTIN, builtin_path
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import STAGES
 
-SMALLEST = pytest.mark.plain_cases("*micro-llama")
+SMALLEST = pytest.mark.slow_cases(but=["*micro-llama"])
 # In float32 and bfloat16 `llorch verify --backend torch` judges models in every variant: a step of `.ci/run`, which
 # takes five models by day and all at night.
-BY_DAY = pytest.mark.ci_cases("*micro-llama", "torch-cpu-float16-*micro-qwen2", "torch-cpu-float64-*micro-qwen3")
+BY_DAY = pytest.mark.nightly_cases(
+    but=["*micro-llama", "torch-cpu-float16-*micro-qwen2", "torch-cpu-float64-*micro-qwen3"]
+)
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
 
 
@@ -130,7 +132,7 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str)
 
 
 @SMALLEST
-@pytest.mark.ci_cases("micro-llama", "micro-qwen3")
+@pytest.mark.nightly_cases(but=["micro-llama", "micro-qwen3"])
 @pytest.mark.parametrize("model", BUILTIN)
 def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth(model: str):
     every = [row for row in rows("torch-cpu-float64", model) if row.mode != "exact"]

@@ -56,8 +56,10 @@ def long_rows(model: str, backend: str) -> list[Comparison]:
 PLAIN = ("story-*", "micro-mistral-*", "micro-qwen2-numpy", "micro-qwen3.5-numpy", "micro-qwen3-moe-numpy")
 
 
-@pytest.mark.plain_cases(*PLAIN)
-@pytest.mark.ci_cases(*PLAIN, "micro-qwen3.5-moe-float64", "micro-llama4-*")  # `llorch verify` judges all others
+@pytest.mark.slow_cases(but=PLAIN)
+@pytest.mark.nightly_cases(
+    but=[*PLAIN, "micro-qwen3.5-moe-float64", "micro-llama4-*"]
+)  # `llorch verify` judges all others
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", EVERY)
 def test_long_contexts_and_far_positions_equal_the_reference(model: str, backend: str):
@@ -245,8 +247,10 @@ PLAIN_BUGS = (
 )
 
 
-@pytest.mark.plain_cases(*PLAIN_BUGS)
-@pytest.mark.ci_cases(*PLAIN_BUGS, "window of 541 keys-float64", "window of 96 keys-torch", "positions*-torch")
+@pytest.mark.slow_cases(but=PLAIN_BUGS)
+@pytest.mark.nightly_cases(
+    but=[*PLAIN_BUGS, "window of 541 keys-float64", "window of 96 keys-torch", "positions*-torch"]
+)
 @pytest.mark.parametrize(("bug", "backend"), SHOWN)
 def test_a_bug_of_long_contexts_fails_by_ten_times_the_tolerance(bug: str, backend: str):
     if backend == "torch":

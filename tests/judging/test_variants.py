@@ -45,10 +45,3 @@ def test_a_command_that_fails_under_a_variant_fails_it(variants, monkeypatch: py
 
 def test_all_sampled_files_are_there(variants):
     assert [name for name in variants.FILES.split() if not (REPOSITORY / variants.test_file(name)).is_file()] == []
-
-
-def test_the_variants_of_a_day_set_all_that_the_others_set(variants):
-    """But SkylakeX, the own kernels of a processor with AVX-512, which the other tests of `.ci/run` have."""
-    by_day = {item for name in variants.BY_DAY for item in variants.VARIANTS[name].environment.items()}
-    nightly = {item for name in variants.VARIANTS for item in variants.VARIANTS[name].environment.items()}
-    assert nightly - by_day == {("OPENBLAS_CORETYPE", "SkylakeX")}

@@ -54,7 +54,7 @@ def traced(weights: Weights) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
     return trace, backward(d_logits, IDS, trace, weights)
 
 
-@pytest.mark.plain_cases("llama-False", "tied qwen2-True")
+@pytest.mark.slow_cases(but=["llama-False", "tied qwen2-True"])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_gradient_of_every_stage_is_how_the_loss_changes_when_the_stage_does(weights, adapter, rng, adapted):
     run = AdaptedWeights(weights, adapter) if adapted else weights

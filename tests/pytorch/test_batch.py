@@ -48,7 +48,7 @@ def assert_same(got: list[Token], want: list[Token], *, atol: float) -> None:
     np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in want], rtol=0, atol=atol)
 
 
-@pytest.mark.plain_cases("micro-qwen2-True", "micro-qwen3-False")
+@pytest.mark.slow_cases(but=["micro-qwen2-True", "micro-qwen3-False"])
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_each_answer_is_that_of_the_prompt_alone(name: str, ignore_eos: bool):
     model = llorch.load_torch(name, dtype="float64")

@@ -120,7 +120,7 @@ def products(name: str, folder: Path) -> list[Comparison]:
     return list(product_rows(name, write_model(name, folder), quantised_golden(), target("cpu", "float32")))
 
 
-@pytest.mark.plain_cases("Q4_K-swap_halves", "Q8_0-neighbours_scale")
+@pytest.mark.slow_cases(but=["Q4_K-swap_halves", "Q8_0-neighbours_scale"])
 @pytest.mark.parametrize(("name", "spoil"), MISTAKES, ids=lambda part: getattr(part, "__name__", part))
 def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, monkeypatch):
     right = load.pack_file_blocks

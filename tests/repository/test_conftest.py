@@ -19,6 +19,7 @@ from runs.clean_environment import clean_environment
 from runs.refusals import refuses
 from runs.shape_checks import checked
 
+ROOT = Path(__file__).parents[2]
 THREADS = torch.get_num_threads()
 
 
@@ -207,12 +208,17 @@ def test_an_annotation_that_cannot_be_read_here_is_no_error():
 )
 def test_what_is_slow_runs_where_it_is_asked_for(hooks: Any, source: str, given: str, kept: str):
     config = SimpleNamespace(
-        option=SimpleNamespace(markexpr=given, processor_limit=None, sample=None),
+        option=SimpleNamespace(markexpr=given, processor_limit=None),
         args_source=pytest.Config.ArgsSource[source],
         pluginmanager=pytest.PytestPluginManager(),
     )
     hooks.pytest_configure(config)
     assert config.option.markexpr == kept
+
+
+def config_of_part(part: int, n_parts: int) -> Any:
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    return SimpleNamespace(stash=pytest.Stash(), option=SimpleNamespace(part=(part, n_parts)), hook=hook)
 
 
 def item_of(case: str, *marks: pytest.Mark) -> Any:
@@ -225,16 +231,18 @@ def item_of(case: str, *marks: pytest.Mark) -> Any:
 @pytest.mark.parametrize(
     ("mark", "first", "second"),
     [
-        ("plain_cases", [], ["slow"]),
-        ("slow_cases", ["slow"], []),
-        ("ci_cases", [], ["nightly"]),
-        ("nightly_cases", ["nightly"], []),
+        (pytest.mark.slow_cases("micro-*", "gone"), ["slow"], []),
+        (pytest.mark.slow_cases(but=["micro-*", "gone"]), [], ["slow"]),
+        (pytest.mark.nightly_cases("micro-*", "gone"), ["nightly"], []),
+        (pytest.mark.nightly_cases(but=["micro-*", "gone"]), [], ["nightly"]),
     ],
 )
-def test_cases_get_the_mark_of_their_pattern(hooks: Any, mark: str, first: list[str], second: list[str]):
-    of = getattr(pytest.mark, mark)("micro-*", "gone").mark
+def test_cases_get_the_mark_of_their_pattern(
+    hooks: Any, mark: pytest.MarkDecorator, first: list[str], second: list[str]
+):
+    of = mark.mark
     items = [item_of("f.py::test_a[micro-llama]", of), item_of("f.py::test_a[story]", of), item_of("f.py::test_b")]
-    config = SimpleNamespace(stash=pytest.Stash())
+    config = config_of_part(1, 1)
     hooks.pytest_collection_modifyitems(config, items)
     assert [item.added for item in items] == [first, second, []]
     assert config.stash[hooks.WITHOUT_CASE] == [("f.py::test_a", "gone")]
@@ -243,9 +251,36 @@ def test_cases_get_the_mark_of_their_pattern(hooks: Any, mark: str, first: list[
 
 def test_a_test_all_of_whose_cases_are_nightly_is_found(hooks: Any):
     of = pytest.mark.nightly_cases("*").mark
-    config = SimpleNamespace(stash=pytest.Stash())
+    config = config_of_part(1, 1)
     hooks.pytest_collection_modifyitems(config, [item_of(f"f.py::test_a[{case}]", of) for case in "12"])
     assert config.stash[hooks.WITHOUT_DAY] == ["f.py::test_a"]
+
+
+def test_part_option_selects_each_test_in_exactly_one_part(hooks: Any):
+    names = [f"f.py::test_a[{case}]" for case in range(200)]
+    parts = [[item_of(name) for name in names] for _ in range(4)]
+    for index, items in enumerate(parts):
+        hooks.pytest_collection_modifyitems(config_of_part(index + 1, 4), items)
+    assert sorted(item.nodeid for items in parts for item in items) == sorted(names)
+    assert min(map(len, parts)) > 30
+
+
+@pytest.mark.parametrize("text", ["3", "0/4", "5/4", "x/4"])
+def test_part_option_without_a_part_of_a_number_is_refused(text: str, request: pytest.FixtureRequest):
+    with refuses(pytest.UsageError, "--part", text):
+        request.config._parser.parse(["--part", text])
+
+
+@pytest.mark.parametrize("arguments", [("weekly",), ("nightly", "5/4"), ("nightly", "0/4"), ("nightly", "4")])
+def test_ci_run_with_other_arguments_exits_with_usage(arguments: tuple[str, ...]):
+    done = subprocess.run([ROOT / ".ci/run", *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f".ci/run {' '.join(arguments)}\n")
+
+
+def test_an_id_below_checkpoints_is_no_checkpoint(hooks: Any):
+    assert hooks.pytest_make_parametrize_id("checkpoints/guide/files.md") == "guide/files.md"
+    assert hooks.pytest_make_parametrize_id("checkpoint_06") is None
 
 
 def test_every_test_has_a_case_that_is_not_left_to_the_night(hooks: Any, request: pytest.FixtureRequest):
@@ -267,7 +302,6 @@ def test_a_checked_function_is_compiled_as_if_it_were_not():
     assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2, 3), 2.0))
 
 
-ROOT = Path(__file__).parents[2]
 SHELL = {
     "NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "40", "LC_ALL": "C", "PYTHONWARNINGS": "error",
     "HF_HOME": "/nowhere", "XDG_STATE_HOME": "/nowhere", "https_proxy": "http://nowhere", "GIT_DIR": "/nowhere",

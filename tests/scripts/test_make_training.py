@@ -161,7 +161,7 @@ def test_a_truth_that_peft_does_not_give_again_is_a_difference(
     assert f"training truth {mode} {key}" in {line.split(": ")[0] for line in lines}
 
 
-@pytest.mark.plain_cases("llamacpp/plain/exported_logits.lora_gguf", "peft/plain/l0.attn_norm")
+@pytest.mark.slow_cases(but=["llamacpp/plain/exported_logits.lora_gguf", "peft/plain/l0.attn_norm"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,7 @@ REFERENCE = Implementation("reference", {name: part.reference for name, part in 
 WHOLE_SUITE = forward.suite_of  # before it is replaced by one of fewer cuts
 
 
-@pytest.mark.plain_cases("00w", "09", "11", "16")
+@pytest.mark.slow_cases(but=["00w", "09", "11", "16"])
 @pytest.mark.parametrize(
     "lesson",
     [pytest.param(each, marks=[pytest.mark.slow] * (each.number in ("18", "19")), id=each.number) for each in LESSONS],
@@ -58,7 +58,7 @@ def always_scaled(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.nda
     return row * np.float32(max_norm / (norm + 1e-6)), norm
 
 
-@pytest.mark.plain_cases("labels", "ties")
+@pytest.mark.slow_cases(but=["labels", "ties"])
 @pytest.mark.parametrize(
     ("lesson", "part", "wrong", "facts"),
     [

@@ -32,7 +32,7 @@ def said_of(outcome: Outcome) -> str:
     return outcome.record["fault"]
 
 
-@pytest.mark.plain_cases("EOFError", "MemoryError")
+@pytest.mark.slow_cases(but=["EOFError", "MemoryError"])
 @pytest.mark.parametrize(
     ("body", "facts"),
     [  # as a learner may write it

@@ -23,7 +23,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
     return written(tmp_path_factory.mktemp("stubs"), TAUGHT[0], stub_of(TAUGHT[0]))
 
 
-@pytest.mark.plain_cases("09", "10", "13", "16")
+@pytest.mark.slow_cases(but=["09", "10", "13", "16"])
 @NUMBERED
 def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Implementation, tmp_path: Path):
     word = FAIL if lesson.number == WARM_UP else BORROWED  # that one is written, with a wrong constant
@@ -34,11 +34,13 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
     assert {len(steps) for steps in hints_of(lesson).values()} == {3}
 
 
-@pytest.mark.plain_cases(
-    "last_row-selected-first-row",
-    "masked_labels-loss-prompt-not-masked",
-    "penalise-penalty-divides-negative-logits",
-    "q4_0-block-scale-of-neighbour",
+@pytest.mark.slow_cases(
+    but=[
+        "last_row-selected-first-row",
+        "masked_labels-loss-prompt-not-masked",
+        "penalise-penalty-divides-negative-logits",
+        "q4_0-block-scale-of-neighbour",
+    ]
 )
 @pytest.mark.parametrize(
     ("lesson", "part", "name"),

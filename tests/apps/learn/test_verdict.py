@@ -72,7 +72,7 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and w
     monkeypatch.setattr(checks, "models_of", lambda lesson: ["micro-llama", "micro-qwen2"])
 
 
-@pytest.mark.plain_cases("eps outside", "silu on up")
+@pytest.mark.slow_cases(but=["eps outside", "silu on up"])
 @pytest.mark.parametrize(
     ("number", "parts", "name", "facts"),
     [

@@ -56,7 +56,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_and_says_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.ci_cases("S*-numpy", *(f"{number}-torch" for number in STEPS))
+@pytest.mark.nightly_cases(but=["S*-numpy", *(f"{number}-torch" for number in STEPS)])
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 @pytest.mark.parametrize(
     "numbers",

@@ -84,7 +84,7 @@ def feed(made: Guide, text: str, name: str = "story") -> bool:
     return True
 
 
-@pytest.mark.plain_cases("both-story", "either-micro-llama", "either-story", "multiple-micro-qwen3")
+@pytest.mark.slow_cases(but=["both-story", "either-micro-llama", "either-story", "multiple-micro-qwen3"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("which", SCHEMAS)
 def test_every_answer_that_ends_is_of_the_schema(which: str, name: str):

@@ -30,7 +30,7 @@ def refused(folder: Path, template: str) -> openai.BadRequestError:
     return caught.value
 
 
-@pytest.mark.plain_cases("attribute", "text")
+@pytest.mark.slow_cases(but=["attribute", "text"])
 @pytest.mark.parametrize(
     ("template", "facts"),
     [
@@ -178,8 +178,13 @@ NEVER = "{{ messages[0].content }}"
 OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
 
 
-@pytest.mark.plain_cases(
-    "template1-asked1-wanted1", "template10-asked10-None", "template13-asked13-wanted13", "template6-asked6-wanted6"
+@pytest.mark.slow_cases(
+    but=[
+        "template1-asked1-wanted1",
+        "template10-asked10-None",
+        "template13-asked13-wanted13",
+        "template6-asked6-wanted6",
+    ]
 )
 @pytest.mark.parametrize(
     ("template", "asked", "wanted"),

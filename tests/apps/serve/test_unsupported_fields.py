@@ -118,7 +118,7 @@ def test_each_field_of_another_server_has_its_fate(http: httpx.Client, plain: di
         assert named == (list(names) if fate == "ignored" else [""])
 
 
-@pytest.mark.plain_cases("max_completion_tokens", "n_predict")
+@pytest.mark.slow_cases(but=["max_completion_tokens", "n_predict"])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", *(name for name, _ in LIMITS)])
 def test_a_limit_of_minus_one_is_the_context(http: httpx.Client, name: str):
     for route in (CHAT, COMPLETION) if name != "max_completion_tokens" else (CHAT,):

@@ -43,14 +43,14 @@ def found_in(model: str, folder: Path, *mistakes: Mistake[Any]) -> list[Finding]
         return list(diagnose_training(weights, adapter, open_raw(path)).findings)
 
 
-@pytest.mark.plain_cases("micro-qwen3-moe")
+@pytest.mark.slow_cases(but=["micro-qwen3-moe"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
     assert found_in(model, tmp_path) == []
 
 
 @pytest.mark.slow
-@pytest.mark.ci_cases("*-router-left-out", "*-gate-as-constant", "*-state-cut-*", "*-conv-*")
+@pytest.mark.nightly_cases(but=["*-router-left-out", "*-gate-as-constant", "*-state-cut-*", "*-conv-*"])
 @pytest.mark.parametrize("mistake", UNSHOWN, ids=lambda mistake: mistake.name)
 def test_a_mistake_in_a_gradient_is_named(mistake: Mistake[Any], tmp_path: Path):
     (finding,) = found_in(able(mistake), tmp_path, mistake)

@@ -27,7 +27,9 @@ def check(dump: StageDump, trace: Mapping[str, np.ndarray]) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
 
 
-@pytest.mark.plain_cases("llamacpp-micro-qwen2", "ours-micro-llama3", "ours-micro-qwen2", "transformers-micro-llama")
+@pytest.mark.slow_cases(
+    but=["llamacpp-micro-qwen2", "ours-micro-llama3", "ours-micro-qwen2", "transformers-micro-llama"]
+)
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("engine", ["ours", "transformers", "llamacpp", "llamacpp without operations"])
 def test_every_stage_of_an_engine_is_found_under_its_own_name(model: str, engine: str):

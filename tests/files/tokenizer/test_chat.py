@@ -207,14 +207,14 @@ def test_a_template_reaches_nothing_but_its_data(name: str):
     assert greeting() == "Hi!"
 
 
-@pytest.mark.plain_cases("ljust", "precision", "replace", "text times a million, often", "wide format", "zfill")
+@pytest.mark.slow_cases(but=["ljust", "precision", "replace", "text times a million, often", "wide format", "zfill"])
 @pytest.mark.parametrize("name", COSTS)
 def test_a_template_that_costs_too_much_is_stopped(name: str, hasty: TemplateProcess, patient: TemplateProcess):
     assert patient.ask({"source": COSTS[name]}) == {"text": ""}  # compiling it computes nothing
     assert hasty.ask({"source": COSTS[name], "variables": {"messages": CHAT}})["code"] == "TemplateBudget"
 
 
-@pytest.mark.plain_cases("text times two billion", "wide format")
+@pytest.mark.slow_cases(but=["text times two billion", "wide format"])
 @pytest.mark.parametrize("name", NAMED)
 def test_the_limits_of_real_use_are_kept(name: str):
     assert greeting() == "Hi!"

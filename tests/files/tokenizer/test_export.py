@@ -64,7 +64,7 @@ def assert_same(one: GGUFVocabulary | HuggingFaceVocabulary, other: GGUFVocabula
     assert [other.piece(i) for i in range(one.vocab_size)] == [one.piece(i) for i in range(one.vocab_size)]
 
 
-@pytest.mark.plain_cases("llama without space", "qwen2")
+@pytest.mark.slow_cases(but=["llama without space", "qwen2"])
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_a_vocabulary_goes_to_a_folder_and_back(tmp_path: Path, name: str):
     metadata = VOCABULARIES[name]

@@ -69,7 +69,7 @@ def test_ids_equal_llama_cpp_on_generated_texts(ours: Tokenizer, theirs: LlamaVo
 @pytest.mark.weights
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.ci_cases("*-one in 13")
+@pytest.mark.nightly_cases(but=["*-one in 13"])
 @pytest.mark.parametrize("step", [pytest.param(1, id="every"), pytest.param(13, id="one in 13")])
 def test_a_code_point_belongs_to_the_words_that_llama_cpp_makes(ours: Tokenizer, theirs: LlamaVocabulary, step: int):
     def in_context(code: int) -> str:
@@ -122,7 +122,7 @@ PATTERNS = ("a", "ab", " ", "\n", "\t", "=", "1", "'s", " a", "\x00", "\u00e9", 
 
 @pytest.mark.weights
 @pytest.mark.slow
-@pytest.mark.ci_cases("*-a", "*-1", "*- ")
+@pytest.mark.nightly_cases(but=["*-a", "*-1", "*- "])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_repeated_pattern_costs_work_in_proportion_to_its_length(ours: Tokenizer, pattern: str):
     def n_lines(n_bytes: int) -> int:

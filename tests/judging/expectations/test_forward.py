@@ -67,7 +67,7 @@ def poison(array: np.ndarray) -> np.ndarray:
     return array
 
 
-@pytest.mark.plain_cases("nudge-far-l0.q_rope-01b", "poison-near-logits-08")
+@pytest.mark.slow_cases(but=["nudge-far-l0.q_rope-01b", "poison-near-logits-08"])
 @pytest.mark.parametrize(
     ("case", "name", "checkpoint"),
     [

@@ -141,7 +141,7 @@ def test_an_error_goes_through_a_stage_as_it_was_derived(output: str):
     assert least <= moved(op, inputs, output) <= 1.1
 
 
-@pytest.mark.plain_cases("l0.k_l2-l0.delta_state", "l0.log_decay-l0.delta_state")
+@pytest.mark.slow_cases(but=["l0.k_l2-l0.delta_state", "l0.log_decay-l0.delta_state"])
 @pytest.mark.parametrize(
     ("source", "output"),
     [(source, f"l0.{output}") for source in DELTA for output in ("delta_out", "delta_state")

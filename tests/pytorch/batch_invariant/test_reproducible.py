@@ -168,11 +168,13 @@ TILES = {  # rows added in another order: the numbers of rows with which the pro
 HALF_TOO = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-@pytest.mark.plain_cases(
-    "10-none-float32",
-    "2-none-bfloat16",
-    "2-odd rows, with two threads-bfloat16",
-    "2-the last eight of a wide product-bfloat16",
+@pytest.mark.slow_cases(
+    but=[
+        "10-none-float32",
+        "2-none-bfloat16",
+        "2-odd rows, with two threads-bfloat16",
+        "2-the last eight of a wide product-bfloat16",
+    ]
 )
 @HALF_TOO
 @pytest.mark.parametrize("habit", TILES)

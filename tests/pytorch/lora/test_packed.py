@@ -41,7 +41,7 @@ def passed(module: CausalLM, *, dora: bool) -> tuple[torch.Tensor, dict[str, tor
     return made.detach(), dict(zip(parameters, gradients, strict=True))
 
 
-@pytest.mark.plain_cases("Q4_K-lora", "Q8_0-lora")
+@pytest.mark.slow_cases(but=["Q4_K-lora", "Q8_0-lora"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @EVERY
 def test_logits_and_gradients_are_those_beside_the_decoded_matrices(name: str, dora: bool, folder: Path):
@@ -64,7 +64,7 @@ def test_no_pass_decodes_a_matrix_as_a_whole(folder: Path, monkeypatch: pytest.M
     assert max(shape[0] * shape[1] for shape in weights) <= 8 * 256
 
 
-@pytest.mark.plain_cases("Q4_K_M", "Q8_0")
+@pytest.mark.slow_cases(but=["Q4_K_M", "Q8_0"])
 @EVERY
 def test_training_changes_no_field(name: str, folder: Path):
     packed, _ = both(name, folder, torch.bfloat16)

@@ -105,7 +105,7 @@ def test_removing_an_adapter_leaves_the_logits_and_leaves_of_the_base(dtype: str
         model.forward(ids, adapter="one")
 
 
-@pytest.mark.plain_cases("dense-float32-fast", "packed Q4_K_M-bfloat16-reproducible")
+@pytest.mark.slow_cases(but=["dense-float32-fast", "packed Q4_K_M-bfloat16-reproducible"])
 @MODES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["packed Q4_K_M", "dense"])

@@ -29,7 +29,7 @@ def batch_of(model: TorchModel, n_jobs: int = 3, n_tokens: int = 12 * PAGE, chun
     return ContinuousBatch(model, n_jobs=n_jobs, n_tokens=n_tokens, chunk=chunk)
 
 
-@pytest.mark.plain_cases("micro-llama", "micro-qwen3")
+@pytest.mark.slow_cases(but=["micro-llama", "micro-qwen3"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_reproducible_answer_is_the_same_to_the_last_bit_whoever_comes_and_goes(name: str):
     model = llorch.load_torch(name, mode="reproducible")

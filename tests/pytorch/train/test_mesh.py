@@ -58,7 +58,7 @@ def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path:
     assert_tells(watcher.notes[0], "dp=2, tp=2", "one process")
 
 
-@pytest.mark.plain_cases("axes0-*")
+@pytest.mark.slow_cases(but=["axes0-*"])
 @pytest.mark.parametrize(
     ("axes", "kind"),
     [

@@ -41,7 +41,7 @@ def test_styles_are_one_model_to_us(tmp_path: Path):
     assert all(np.array_equal(new[name], old[name]) for name in ("embed_tokens", "lm_head", "final_norm"))
 
 
-@pytest.mark.plain_cases("llama3", "yarn")
+@pytest.mark.slow_cases(but=["llama3", "yarn"])
 @pytest.mark.parametrize("feature", ["theta", "llama3", "linear", "yarn", "head_dim", "eps", "tied", "biases"])
 def test_a_feature_is_another_model(feature: str, tmp_path: Path):
     plain, other = (open_weights(write_input(AtlasInput("llama", each), tmp_path)) for each in ("", feature))

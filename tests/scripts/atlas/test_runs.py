@@ -66,7 +66,7 @@ def test_seconds_are_those_of_the_run_and_not_of_the_look(tmp_path: Path):
     assert min(measured) >= 0.02
 
 
-@pytest.mark.plain_cases("breaks", "refuses")
+@pytest.mark.slow_cases(but=["breaks", "refuses"])
 @pytest.mark.parametrize(
     ("model", "word", "error"),
     [

@@ -65,7 +65,7 @@ def test_a_model_answers_as_in_float64(folder: Path, way: str):
     require_same(folder, device="cuda", off=1e-13 if way == "float64" else 1e-5, **WAYS[way])
 
 
-@pytest.mark.plain_cases("qwen3_moe-Q4_0-own", "qwen3_moe-Q8_0-torch")
+@pytest.mark.slow_cases(but=["qwen3_moe-Q4_0-own", "qwen3_moe-Q8_0-torch"])
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["own", "torch"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
