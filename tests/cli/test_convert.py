@@ -107,7 +107,7 @@ def slow_source(tmp_path: Path) -> Path:
     return sparse_model(tmp_path / "slow", 1 << 20, 512, 64)
 
 
-@pytest.mark.slow_cases("INT")
+@pytest.mark.nightly_cases("INT")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, slow_source: Path, number: signal.Signals, code: int):
     command = [sys.executable, "-m", "llorch", "convert", str(slow_source), str(tmp_path / "m.gguf"), "--type", "Q4_0"]

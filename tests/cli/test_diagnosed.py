@@ -56,11 +56,11 @@ def test_a_right_dump_has_a_line_for_each_stage_of_the_table():
     )
 
 
-@pytest.mark.slow_cases("every_layer", "logits_only", "two_passes")
+@pytest.mark.nightly_cases("every_layer", "logits_only", "two_passes")
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(make, marks=[pytest.mark.slow] if make is diagnoses.hundred_layers else [])  # 1900 lines
+        pytest.param(make, marks=[pytest.mark.nightly] if make is diagnoses.hundred_layers else [])  # 1900 lines
         for make in diagnoses.ALL
     ],
 )

@@ -39,7 +39,7 @@ def check(folder: Path, *words: str):
     return invoke("learn", "check", "--impl", str(folder), *words)
 
 
-@pytest.mark.slow_cases("def rms_norm(x, weight, *", "text0-0")
+@pytest.mark.nightly_cases("def rms_norm(x, weight, *", "text0-0")
 @pytest.mark.parametrize(("text", "code"), [(RIGHT, 0), (WRONG, 1), ("def rms_norm(x:\n", 1), ("", 0)])
 def test_all_that_is_written_has_to_pass(folder: Path, text: str, code: int):
     write(folder, text)

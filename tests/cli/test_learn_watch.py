@@ -111,7 +111,7 @@ def test_what_is_saved_is_checked_whatever_it_does(terminal: Terminal, tmp_path:
     assert_ends(terminal, 0)
 
 
-@pytest.mark.slow_cases("polling")
+@pytest.mark.nightly_cases("polling")
 @pytest.mark.parametrize("terminal", ["polling", "late"], indirect=True)
 def test_a_save_is_seen_however_the_folder_is_watched(terminal: Terminal, tmp_path: Path):
     write(tmp_path, "def rms_norm(x, weight, eps:\n")
@@ -136,7 +136,7 @@ def test_keys_do_what_the_verbs_do(terminal: Terminal, tmp_path: Path):
     assert_ends(terminal, 0)
 
 
-@pytest.mark.slow_cases("late")
+@pytest.mark.nightly_cases("late")
 @pytest.mark.parametrize("terminal", STARTS, indirect=True)
 def test_a_terminal_is_put_back_when_the_loop_is_ended(terminal: Terminal):
     assert not terminal.is_cooked()

@@ -96,7 +96,7 @@ def test_inspect_with_another_base_is_refused(made, tmp_path):
     assert_tells(result.stderr.splitlines()[-1], adapter, "BaseMismatch", tmp_path / "base", "micro-llama.gguf")
 
 
-@pytest.mark.slow_cases(but=["lora export BASE ADAPTER OUT", "run BASE x --adapter ADAPTER -n 4"])
+@pytest.mark.nightly_cases(but=["lora export BASE ADAPTER OUT", "run BASE x --adapter ADAPTER -n 4"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -140,7 +140,7 @@ def resized(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow_cases(but=["*embed_tokens.base_layer.weight-*", "*lora merge*"])
+@pytest.mark.nightly_cases(but=["*embed_tokens.base_layer.weight-*", "*lora merge*"])
 @pytest.mark.parametrize(
     "words",
     [

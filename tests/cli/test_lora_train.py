@@ -125,7 +125,7 @@ def test_a_resumed_run_needs_nothing_but_its_folder(tmp_path: Path):
     assert saved(tmp_path / "mine")["dropout"] == 0.1
 
 
-@pytest.mark.slow_cases(but=["lora train*"])
+@pytest.mark.nightly_cases(but=["lora train*"])
 @pytest.mark.parametrize(
     "words",
     [

@@ -136,26 +136,26 @@ def shell(command: str) -> tuple[int, str]:
 VERIFY = "verify micro-llama3"  # costs most
 
 
-@pytest.mark.slow_cases(but=["inspect story-2>&-", "run story Once -n 2->&-"])
+@pytest.mark.nightly_cases(but=["inspect story-2>&-", "run story Once -n 2->&-"])
 @pytest.mark.parametrize(
     ("words", "closed"),
     [
         *((words, how) for words in ("inspect story", "run story Once -n 2") for how in (">&-", "2>&-", ">&- 2>&-")),
-        *(pytest.param(VERIFY, how, marks=pytest.mark.slow) for how in (">&-", "2>&-", ">&- 2>&-")),
+        *(pytest.param(VERIFY, how, marks=pytest.mark.nightly) for how in (">&-", "2>&-", ">&- 2>&-")),
     ],
 )
 def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
     assert shell(f"{sys.executable} -m llorch {words} {closed}") == (0, "")
 
 
-@pytest.mark.slow_cases(but=["-run story Once -n 2", "1-inspect story"])
+@pytest.mark.nightly_cases(but=["-run story Once -n 2", "1-inspect story"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize(
     ("buffered", "words"),
     [
         *((how, words) for words in ("inspect story", "run story Once -n 2") for how in ("", "1")),
         ("", VERIFY),
-        pytest.param("1", VERIFY, marks=pytest.mark.slow),
+        pytest.param("1", VERIFY, marks=pytest.mark.nightly),
     ],
 )
 def test_output_to_a_full_disk_is_one_line(buffered: str, words: str):
@@ -180,7 +180,7 @@ def test_a_disk_that_fails_under_stdout_is_told_from_one_under_a_file(code: int)
     assert "stdout" not in error_line(OSError(code, f"rank 1: {reason}"))
 
 
-@pytest.mark.slow_cases("inspect story-0", "serve story -v --port 0-74")
+@pytest.mark.nightly_cases("inspect story-0", "serve story -v --port 0-74")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize(
     ("words", "code"),

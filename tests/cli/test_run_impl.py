@@ -42,7 +42,7 @@ def test_the_reference_as_implementation_says_the_same(folder: Path, but: str):
     assert invoke(*drawn, "--impl", str(folder)).stdout == invoke(*drawn).stdout
 
 
-@pytest.mark.slow_cases("block")
+@pytest.mark.nightly_cases("block")
 @pytest.mark.parametrize("but", ["", "block"])
 def test_and_the_same_as_both_engines(folder: Path, but: str):
     write(folder, but)

@@ -45,7 +45,7 @@ def test_text_may_come_from_stdin():
     assert invoke("tokenize", "story", stdin="The fox\n").stdout == invoke("tokenize", "story", "The fox").stdout
 
 
-@pytest.mark.slow_cases("chat-ascii", "chat-latin-1", "chat-utf-8")
+@pytest.mark.nightly_cases("chat-ascii", "chat-latin-1", "chat-utf-8")
 @pytest.mark.parametrize("charset", ["utf-8", "latin-1", "ascii"])  # as the locale may say
 @pytest.mark.parametrize("verb", ["run", "chat", "tokenize"])
 def test_a_byte_on_stdin_that_is_not_utf8_is_named_with_its_offset_in_every_locale(verb: str, charset: str):

@@ -229,7 +229,7 @@ def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
 
 
 @pytest.mark.usefixtures("few_long_contexts")
-@pytest.mark.parametrize("form", [pytest.param((), id="lines"), pytest.param(("--json",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [pytest.param((), id="lines"), pytest.param(("--json",), marks=pytest.mark.nightly)])
 def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
     changed_weight: str, form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):

@@ -42,6 +42,7 @@ def assert_alike(got: np.ndarray, want: np.ndarray, limit: float) -> None:
     assert np.abs(got - want).max() < limit * want.std()
 
 
+@pytest.mark.nightly_cases(but=["qwen3_vl"])
 @pytest.mark.parametrize("base", READ_BY_LLAMACPP, indirect=True)
 def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the_same(weights, adapter, tmp_path):
     from llorch.engines.llamacpp import logits_with_adapter
@@ -56,6 +57,7 @@ def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the
     assert_alike(logits_of(AdaptedWeights(weights, again), IDS), ours, 1e-4)
 
 
+@pytest.mark.nightly_cases(but=["mistral"])
 def test_merged_models_in_memory_and_on_disk_make_the_logits_of_the_adapter(weights, adapter, tmp_path):
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     wide = weights.astype(np.float64)

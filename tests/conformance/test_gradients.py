@@ -34,6 +34,7 @@ def of_peft(base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attenti
     return loss.item(), gradients_of(model, adapter)
 
 
+@pytest.mark.nightly_cases(but=["qwen2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: str, tmp_path: Path, rng):
     family, own = KINDS[kind]

@@ -116,7 +116,7 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
     assert {name, *also} <= names(found)
 
 
-@pytest.mark.slow_cases(but=["<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4"])
+@pytest.mark.nightly_cases(but=["<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4"])
 @pytest.mark.parametrize(
     ("family", "value", "said", "places"),
     [

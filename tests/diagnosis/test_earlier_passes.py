@@ -126,7 +126,7 @@ def test_a_mistake_behind_a_state_that_is_not_shown_is_named():
     assert found.suspects[0].name == "gate-sigmoid-missing"
 
 
-@pytest.mark.parametrize("model", ["micro-qwen3.5", pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["micro-qwen3.5", pytest.param(LLAMA, marks=pytest.mark.nightly)])
 def test_an_error_of_a_later_step_without_any_cache_is_not_run(model: str):
     shown = ("embed", "l0.attn_norm", "l0.attn_residual", "final_norm", "logits")
     dump = dumped(model, passes(model, 7, 1), shown=lambda key: key in shown)

@@ -45,6 +45,7 @@ def dump(
     return StageDump.of_arrays(passes, *traces)
 
 
+@pytest.mark.nightly_cases(but=["shown2"])
 @pytest.mark.parametrize(
     "shown", [(), *(pytest.param(x, marks=pytest.mark.slow) for x in (("block_out",), ("delta_out",)))]
 )
@@ -53,6 +54,7 @@ def test_what_is_right_is_not_blamed(weights: Weights, shown: tuple[str, ...]):
     assert list(causes(weights.astype(np.float64), right)) == []
 
 
+@pytest.mark.nightly_cases(but=["l2.conv_state-1-<lambda>"])
 @pytest.mark.parametrize(
     ("at", "n_pass", "change"),
     [

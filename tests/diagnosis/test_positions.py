@@ -53,8 +53,8 @@ TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # whe
 }
 
 
-@pytest.mark.slow_cases(but=["chunk-ignored-whole", "rope-in-every-layer-whole"])
-@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["whole", "blocks"])
+@pytest.mark.nightly_cases(but=["chunk-ignored-whole", "rope-in-every-layer-whole"])
+@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.nightly)], ids=["whole", "blocks"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Callable[[str], bool]):
     """It runs as Llama 4 does, with another list of layers; stages that this model has not are not in its dump."""

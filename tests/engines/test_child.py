@@ -39,7 +39,7 @@ def engine() -> Iterator[Any]:
         yield engine
 
 
-@pytest.mark.slow_cases("abort", "leave")
+@pytest.mark.nightly_cases("abort", "leave")
 @pytest.mark.parametrize(
     ("doing", "told"),
     [
@@ -191,6 +191,7 @@ if {doing!r}:
     assert not Path(file).parent.exists()
 
 
+@pytest.mark.nightly_cases(but=["llamacpp"])
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["llamacpp", "transformers"])
 def test_a_real_engine_shows_the_same_from_its_process_and_is_missed_when_it_is_killed(name: Any):
@@ -224,6 +225,7 @@ def deadly_to_llamacpp(path: Path) -> Path:
     return write_file(path, {name: array * np.float32(0.1) for name, array in gguf_tensors().items()}, metadata)
 
 
+@pytest.mark.nightly_cases(but=["options1-None"])
 @pytest.mark.live
 @pytest.mark.parametrize(
     ("options", "witness"),

@@ -162,6 +162,7 @@ def test_autoawq_is_given_the_group_size_of_the_scales(monkeypatch: pytest.Monke
     assert {*made.values()} == {(4, 32)}
 
 
+@pytest.mark.nightly_cases(but=["bitnet-autobitlinear"])
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["ct-w4a16", "bnb-nf4-double", "bitnet-autobitlinear"])
 def test_all_dequantised_gives_every_matrix_of_the_goldens(name: str):

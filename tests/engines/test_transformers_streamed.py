@@ -66,6 +66,7 @@ def same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.nightly_cases(but=["biases-llorch-bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "reader"),

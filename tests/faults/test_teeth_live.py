@@ -15,6 +15,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("live")
 
 
+@pytest.mark.nightly_cases(but=["numpy-cache-of-zeros-file"])
 @pytest.mark.parametrize("fault", LIVE, ids=lambda fault: f"{fault.backend.removesuffix('-live')}-{fault}")
 def test_a_fault_is_red_where_it_is(fault: InjectedFault, models: Path, monkeypatch: pytest.MonkeyPatch):
     assert_seen(fault, monkeypatch, models)

@@ -94,6 +94,7 @@ def end_tokens(folder: Path) -> set[int]:
     return {*ends} if isinstance(ends, list) else {ends}  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly_cases(but=["micro-qwen3"])
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_file_and_the_folder_made_of_it_give_the_same(tmp_path: Path, llama_api: ModuleType, name: str):
     source, folder, back = builtin_path(name), tmp_path / "folder", tmp_path / "back.gguf"
@@ -226,6 +227,7 @@ def test_every_type_runs_in_llama_cpp(tmp_path: Path, ggml_type: GGMLType):
     assert distance(llama_logits(tmp_path / "m.gguf"), exact) < 0.7
 
 
+@pytest.mark.nightly_cases(but=["llama-spm"])
 @pytest.mark.weights
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_vocabulary_goes_both_ways(tmp_path: Path, llama_api: ModuleType, name: str):

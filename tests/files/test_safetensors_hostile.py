@@ -106,7 +106,7 @@ EXPECTED: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {  # large files 
 MOST_LINES = 2_000_000  # of Python; the costliest file takes a third of it
 
 
-@pytest.mark.slow_cases("70,000 entries of something else", "70,000 tensors")
+@pytest.mark.nightly_cases("70,000 entries of something else", "70,000 tensors")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_bad_file_is_refused_by_code_with_little_work(tmp_path: Path, name: str):
     code, data = EXPECTED[name]

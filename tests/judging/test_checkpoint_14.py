@@ -25,12 +25,8 @@ from llorch.runtime.builtin import BUILTIN, builtin_path
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import STAGES
 
-SMALLEST = pytest.mark.slow_cases(but=["*micro-llama"])
-# In float32 and bfloat16 `llorch verify --backend torch` judges models in every variant: a step of `.ci/run`, which
-# takes five models by day and all at night.
-BY_DAY = pytest.mark.nightly_cases(
-    but=["*micro-llama", "torch-cpu-float16-*micro-qwen2", "torch-cpu-float64-*micro-qwen3"]
-)
+# In bfloat16 `llorch verify --backend torch` judges five models in every variant: a step of `.ci/run`.
+SMALLEST = pytest.mark.nightly_cases(but=["*micro-llama"])
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
 
 
@@ -66,7 +62,6 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
 
 
 @SMALLEST
-@BY_DAY
 @pytest.mark.parametrize(
     ("target", "suffix", "model"),
     [(target, suffix, model) for target, model in product(CPU, BUILTIN) for suffix in suffixes(target, model)],
@@ -100,7 +95,6 @@ def belongs(row: Comparison, target: str, suffix: str, model: str) -> bool:
 
 
 @SMALLEST
-@BY_DAY
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
@@ -109,7 +103,6 @@ def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
 
 
 @SMALLEST
-@BY_DAY
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
@@ -123,7 +116,6 @@ def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
 
 
 @SMALLEST
-@BY_DAY
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str):
@@ -132,7 +124,6 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str)
 
 
 @SMALLEST
-@pytest.mark.nightly_cases(but=["micro-llama", "micro-qwen3"])
 @pytest.mark.parametrize("model", BUILTIN)
 def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth(model: str):
     every = [row for row in rows("torch-cpu-float64", model) if row.mode != "exact"]

@@ -56,10 +56,7 @@ def long_rows(model: str, backend: str) -> list[Comparison]:
 PLAIN = ("story-*", "micro-mistral-*", "micro-qwen2-numpy", "micro-qwen3.5-numpy", "micro-qwen3-moe-numpy")
 
 
-@pytest.mark.slow_cases(but=PLAIN)
-@pytest.mark.nightly_cases(
-    but=[*PLAIN, "micro-qwen3.5-moe-float64", "micro-llama4-*"]
-)  # `llorch verify` judges all others
+@pytest.mark.nightly_cases(but=PLAIN)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", EVERY)
 def test_long_contexts_and_far_positions_equal_the_reference(model: str, backend: str):
@@ -108,7 +105,7 @@ def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
             long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(error, error)}})
 
 
-@pytest.mark.slow_cases("long.safetensors.xz")
+@pytest.mark.nightly_cases("long.safetensors.xz")
 @pytest.mark.parametrize("missing", ["long.json", "long.safetensors.xz"])
 def test_a_missing_golden_of_long_contexts_is_an_error(tmp_path: Path, missing: str):
     save_long(tmp_path, stored_long(MODEL, stored(MODEL)[0]).golden)
@@ -247,10 +244,7 @@ PLAIN_BUGS = (
 )
 
 
-@pytest.mark.slow_cases(but=PLAIN_BUGS)
-@pytest.mark.nightly_cases(
-    but=[*PLAIN_BUGS, "window of 541 keys-float64", "window of 96 keys-torch", "positions*-torch"]
-)
+@pytest.mark.nightly_cases(but=PLAIN_BUGS)
 @pytest.mark.parametrize(("bug", "backend"), SHOWN)
 def test_a_bug_of_long_contexts_fails_by_ten_times_the_tolerance(bug: str, backend: str):
     if backend == "torch":

@@ -51,6 +51,7 @@ def config_json(scaling: dict[str, Any], *, theta: float, head_dim: int) -> dict
     }
 
 
+@pytest.mark.nightly_cases(but=["llama3.1-500000.0-64"])
 @pytest.mark.parametrize(("theta", "head_dim"), [(10_000.0, 128), (500_000.0, 64), (1_000_000.0, 48)])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_and_gain_are_those_of_transformers(name, theta, head_dim):

@@ -55,7 +55,7 @@ def limits_are_derived_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow_cases("*-torch-cpu-bfloat16-*", "*-torch-cpu-float64-*")
+@pytest.mark.nightly_cases("*-torch-cpu-bfloat16-*", "*-torch-cpu-float64-*")
 @every()
 def test_checkpoint(number: str, backend: str, model: str):
     require_all(number, backend, model)

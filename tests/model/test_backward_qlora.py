@@ -143,6 +143,7 @@ def foreign(weights: Weights, adapter: Adapter) -> tuple[Run, Run]:
     return peft_run(quantised, adapter, batch), truth
 
 
+@pytest.mark.nightly_cases(but=["decoded"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "decoded"])
 def test_qlora_losses_and_gradients_of_three_steps_are_those_of_peft(
     weights: Weights, adapter: Adapter, foreign: tuple[Run, Run], packed: bool

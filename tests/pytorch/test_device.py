@@ -150,7 +150,7 @@ def without_torch() -> list[list[Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow_cases("verb0")
+@pytest.mark.nightly_cases("verb0")
 @EVERY_VERB
 def test_absent_torch_is_one_line_that_says_what_to_install(verb: list[str]):
     code, stdout, stderr = without_torch()[VERBS.index(verb)]

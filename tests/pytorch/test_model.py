@@ -178,6 +178,7 @@ def test_what_keep_returns_is_used_from_there_on():
     assert not model.module(torch.tensor([[1, 2, 3]]), place, cache, keep=keep).any()
 
 
+@pytest.mark.nightly_cases(but=["qwen3"])
 @pytest.mark.live
 @pytest.mark.parametrize("family", ["llama", "llama tied", "qwen2", "qwen3"])
 def test_the_paths_of_all_weights_are_those_of_transformers(tmp_path: Path, family: str):

@@ -42,7 +42,7 @@ def expected(device: str, dtype: str) -> dict[str, set[Judged]]:
     return every
 
 
-@pytest.mark.slow_cases("cpu-float16", "cpu-bfloat16")
+@pytest.mark.nightly_cases("cpu-float16", "cpu-bfloat16")
 @pytest.mark.parametrize(
     ("device", "dtype"), [pytest.param(*at, marks=pytest.mark.gpu if at[0] == "cuda" else ()) for at in TARGETS]
 )

@@ -80,6 +80,7 @@ def test_every_module_that_needs_no_torch_is_imported(seen: Seen):
     } <= seen.modules
 
 
+@pytest.mark.nightly_cases(but=["trace mi*"])
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_the_command_line_works(arguments: tuple[str, ...], seen: Seen):

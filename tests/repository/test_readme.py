@@ -41,7 +41,7 @@ FINE_TUNING = readme_block("fine-tune").splitlines()
 PORTING = readme_block("port").splitlines()  # run by test_port_in_c.py
 PARSED = [line for line in SHELL if "path/to" in line]
 BUILTIN_ONLY = [
-    pytest.param(line, marks=pytest.mark.slow if "verify" in line or "--mesh" in line else ())
+    pytest.param(line, marks=pytest.mark.nightly if "verify" in line or "--mesh" in line else ())
     for line in SHELL
     if line not in (*PARSED, *TRAINING, *FINE_TUNING, *PORTING, *LEARNING, *FIRST)
     and line not in ("llorch serve story", "llorch verify")  # a server ends when it is told to: tests/cli/test_serve.py

@@ -64,6 +64,7 @@ def built(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.nightly_cases(but=["fig/eps.*"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "old", "new"),

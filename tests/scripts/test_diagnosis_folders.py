@@ -60,7 +60,7 @@ def test_bug_shows_in_the_first_product_of_a_wrong_matrix():
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if {*case.names} & {*PLAIN} else pytest.mark.slow) for case in FOLDER_CASES],
+    [pytest.param(case, marks=() if {*case.names} & {*PLAIN} else pytest.mark.nightly) for case in FOLDER_CASES],
     ids=lambda case: f"{case.name}, {case.folder}",
 )
 def test_diagnosis_of_folder_case_is_right(case: FolderCase):

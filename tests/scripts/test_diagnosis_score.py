@@ -235,6 +235,7 @@ def test_rounding_of_float32_angles_is_the_number_on_the_page():
         assert float(number) == pytest.approx(int(position) * 2**-24, rel=0.01)
 
 
+@pytest.mark.nightly_cases(but=["folders"])
 @pytest.mark.slow
 @pytest.mark.parametrize("group", QUICK)
 def test_some_dumps_reach_the_goals(group: str):

@@ -86,7 +86,7 @@ def test_without_its_bug_the_port_is_right(model: str, compiled: Callable[[str],
     assert diagnose(weights, dump).is_right
 
 
-@pytest.mark.slow_cases("story")
+@pytest.mark.nightly_cases("story")
 @pytest.mark.parametrize("model", IDS)
 def test_its_bug_is_named(model: str, compiled: Callable[[str], Path], tmp_path: Path):
     dump, weights = dumped(tmp_path, compiled(SOURCE), model)

@@ -143,6 +143,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Toke
     return make
 
 
+@pytest.mark.nightly_cases(but=["meta-llama-Llama-3.2-3B-Instruct"])
 @pytest.mark.weights
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if "R1" not in name])  # R1 opens turns differently
 def test_real_templates_and_vocabularies_give_the_ids_of_transformers(

@@ -15,6 +15,7 @@ def rates(schedule: str, warmup_steps: int, total_steps: int, peak: float = 3e-4
     return [learning_rate(step, **kind) for step in range(total_steps + 2)]
 
 
+@pytest.mark.nightly_cases(but=["constant-10-10"])
 @pytest.mark.live
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), RUNS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

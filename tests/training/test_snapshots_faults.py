@@ -106,8 +106,8 @@ def fail_at(at: int, fault: Fault, folder: Path, situation: str, save: Callable[
         assert_holds(store.newest(read_parts), {40})
 
 
-@pytest.mark.slow_cases(but=["first-save", "third-save"])
-@pytest.mark.parametrize("save", [save, pytest.param(save_parts, marks=pytest.mark.slow)])
+@pytest.mark.nightly_cases(but=["first-save", "third-save"])
+@pytest.mark.parametrize("save", [save, pytest.param(save_parts, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_old_or_the_new_snapshot_loads_whichever_operation_of_a_save_fails(
     situation: str, save: Callable[[SnapshotStore, int], None], tmp_path: Path

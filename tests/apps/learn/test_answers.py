@@ -64,10 +64,10 @@ def reference(lesson: Lesson) -> dict[str, Callable[..., Any]]:
     return {part.name: part.reference for part in lesson.parts}
 
 
-@pytest.mark.slow_cases("17")
+@pytest.mark.nightly_cases("17")
 @pytest.mark.parametrize(
     "number",
-    ["03", "11", "17", pytest.param("01b", marks=pytest.mark.slow), pytest.param("07", marks=pytest.mark.slow)],
+    ["03", "11", "17", pytest.param("01b", marks=pytest.mark.nightly), pytest.param("07", marks=pytest.mark.nightly)],
 )
 def test_right_answers_pass(answers: Made, number: str):
     path = answers(number, reference(BY_NUMBER[number]))
@@ -84,7 +84,7 @@ def test_a_part_without_answers_is_borrowed(answers: Made):
     ("number", "part", "name"),
     [
         ("01", "rms_norm", "norm-is-layer-norm"),
-        pytest.param("01b", "rope", "rope-interleaved-pairs", marks=pytest.mark.slow),
+        pytest.param("01b", "rope", "rope-interleaved-pairs", marks=pytest.mark.nightly),
     ],
 )
 def test_wrong_answers_fail_with_the_name_of_the_mistake(answers: Made, number: str, part: str, name: str):

@@ -15,10 +15,13 @@ REFERENCE = Implementation("reference", {name: part.reference for name, part in 
 WHOLE_SUITE = forward.suite_of  # before it is replaced by one of fewer cuts
 
 
-@pytest.mark.slow_cases(but=["00w", "09", "11", "16"])
+@pytest.mark.nightly_cases(but=["00w", "09", "11", "16"])
 @pytest.mark.parametrize(
     "lesson",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each.number in ("18", "19")), id=each.number) for each in LESSONS],
+    [
+        pytest.param(each, marks=[pytest.mark.nightly] * (each.number in ("18", "19")), id=each.number)
+        for each in LESSONS
+    ],
 )
 def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the last hints do: the scripted learner
     if lesson.on_torch:

@@ -17,7 +17,7 @@ AT_LEAST = {"05": 4, "05b": 15, "06": 10, "06b": 15}
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=() if number in QUICK else pytest.mark.slow) for number in FORWARD]
+    "number", [pytest.param(number, marks=() if number in QUICK else pytest.mark.nightly) for number in FORWARD]
 )
 def test_every_mistake_is_seen_in_a_solution_that_passes(number: str):
     found = teeth(BY_NUMBER[number], REFERENCE)

@@ -16,7 +16,10 @@ BY_THREAD = {shown.thread: shown for shown in exhibits()}
 
 @pytest.mark.parametrize(
     "shown",
-    [pytest.param(each, marks=() if each.thread in QUICK else pytest.mark.slow, id=each.thread) for each in exhibits()],
+    [
+        pytest.param(each, marks=() if each.thread in QUICK else pytest.mark.nightly, id=each.thread)
+        for each in exhibits()
+    ],
 )
 def test_every_dump_shows_its_cause_and_nothing_else(shown: Exhibit):
     (found,) = shown.findings
@@ -44,7 +47,7 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.slow_cases(
+@pytest.mark.nightly_cases(
     "Blaizzy/mlx-vlm#1548-1 + weight",
     "ggml-org/llama.cpp#2373-1e-6",
     "nntile/nntile#347-o_proj transposed",

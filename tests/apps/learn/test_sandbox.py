@@ -32,7 +32,7 @@ def said_of(outcome: Outcome) -> str:
     return outcome.record["fault"]
 
 
-@pytest.mark.slow_cases(but=["EOFError", "MemoryError"])
+@pytest.mark.nightly_cases(but=["EOFError", "MemoryError"])
 @pytest.mark.parametrize(
     ("body", "facts"),
     [  # as a learner may write it
@@ -40,7 +40,7 @@ def said_of(outcome: Outcome) -> str:
         pytest.param("time.sleep(10_000)\n", ["rms_norm", "TookTooLong", "2 s"], id="sleep"),
         pytest.param(
             "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n",
-            ["2 s", "interrupted"], id="loop without alarm", marks=pytest.mark.slow,
+            ["2 s", "interrupted"], id="loop without alarm", marks=pytest.mark.nightly,
         ),
         pytest.param("os._exit(3)\n", ["process", "exit status 3"], id="exit"),
         pytest.param("ctypes.string_at(0)\n", ["process", "SIGSEGV"], id="crash"),
@@ -69,7 +69,7 @@ def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
     assert "llorch/apps/learn/guard.py" in found[0].traceback
 
 
-@pytest.mark.slow_cases("import numpy as np\\ndef *", "while True:\\n    pass\\n-TookTooLong: -None")
+@pytest.mark.nightly_cases("import numpy as np\\ndef *", "while True:\\n    pass\\n-TookTooLong: -None")
 @pytest.mark.parametrize(
     ("head", "raised", "line"),
     [

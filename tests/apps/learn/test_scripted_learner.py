@@ -34,7 +34,7 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
     assert {len(steps) for steps in hints_of(lesson).values()} == {3}
 
 
-@pytest.mark.slow_cases(
+@pytest.mark.nightly_cases(
     but=[
         "last_row-selected-first-row",
         "masked_labels-loss-prompt-not-masked",
@@ -46,7 +46,7 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
     ("lesson", "part", "name"),
     [
         pytest.param(
-            *each, marks=() if FIRST[each[0].number] == each[2] else pytest.mark.slow, id=f"{each[1]}-{each[2]}"
+            *each, marks=() if FIRST[each[0].number] == each[2] else pytest.mark.nightly, id=f"{each[1]}-{each[2]}"
         )
         for each in TYPED
     ],

@@ -52,7 +52,7 @@ def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
     return made, m, v
 
 
-@pytest.mark.slow_cases(but=["18-adamw_step-<lambda>-a*", "20-merged-<lambda>-merge-without-scale"])
+@pytest.mark.nightly_cases(but=["18-adamw_step-<lambda>-a*", "20-merged-<lambda>-merge-without-scale"])
 @pytest.mark.parametrize(
     ("number", "part", "function", "name"),
     [
@@ -69,7 +69,7 @@ def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part:
     assert [each.name for each in found.suspects] == ([name] if name else [])
 
 
-@pytest.mark.slow_cases(but=["15-lora_delta-half-lora_*", "16-cross_entropy-<lambda*"])
+@pytest.mark.nightly_cases(but=["15-lora_delta-half-lora_*", "16-cross_entropy-<lambda*"])
 @pytest.mark.parametrize(
     ("number", "part", "function", "said"),
     [

@@ -72,7 +72,7 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and w
     monkeypatch.setattr(checks, "models_of", lambda lesson: ["micro-llama", "micro-qwen2"])
 
 
-@pytest.mark.slow_cases(but=["eps outside", "silu on up"])
+@pytest.mark.nightly_cases(but=["eps outside", "silu on up"])
 @pytest.mark.parametrize(
     ("number", "parts", "name", "facts"),
     [
@@ -105,14 +105,14 @@ def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable]
     assert found.record()["first"]
 
 
-@pytest.mark.slow_cases("bfloat16")
+@pytest.mark.nightly_cases("bfloat16")
 @pytest.mark.parametrize(
     ("linear", "facts"),
     [
         (product(backwards), []),
         (product(bfloat16), ["Inputs", "weights", "BF16"]),
-        pytest.param(product(lambda x: x.astype(np.float16)), ["float16"], marks=pytest.mark.slow),
-        pytest.param(product(bfloat16, bfloat16), ["weights", "results"], marks=pytest.mark.slow),
+        pytest.param(product(lambda x: x.astype(np.float16)), ["float16"], marks=pytest.mark.nightly),
+        pytest.param(product(bfloat16, bfloat16), ["weights", "results"], marks=pytest.mark.nightly),
     ],
     ids=["another-order", "bfloat16", "float16", "kept-in-bfloat16"],
 )

@@ -88,7 +88,7 @@ def test_top_logprobs_of_tokens_without_a_text_of_their_own_have_distinct_keys(
         assert {*top} - others <= {r"bytes:\xf0\x9f", r"bytes:\xe2\x80", "a", ""}
 
 
-@pytest.mark.slow_cases("/v1/completions")
+@pytest.mark.nightly_cases("/v1/completions")
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/trace"])
 def test_a_raw_prompt_holds_control_tokens_unless_told_otherwise(server: Served, story: Model, path: str):
     prompt = "".join(f"{control}hi" for control in sorted(story.tokenizer.control_texts))

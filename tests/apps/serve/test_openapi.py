@@ -64,7 +64,7 @@ def make_sound(body: dict[str, Any], fields: Set[str]) -> None:
             message["content"] = "Once"
 
 
-@pytest.mark.slow_cases("/v1/chat/completions", "/v1/responses")
+@pytest.mark.nightly_cases("/v1/chat/completions", "/v1/responses")
 @pytest.mark.parametrize("route", ROUTES, ids=lambda one: one.path)
 def test_what_is_described_is_what_happens(server: Served, schema: Any, route: Described):
     import schemathesis  # which takes a second

@@ -414,7 +414,7 @@ def test_models_are_read_again_where_they_could_not_be(page: Browser, server: Se
     assert len(answers(page)) == 1
 
 
-@pytest.mark.slow_cases("1280-light", "380-dark")
+@pytest.mark.nightly_cases("1280-light", "380-dark")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [380, 1280])
 def test_it_fits_the_screen(page: Browser, server: Served, width: int, scheme: str):

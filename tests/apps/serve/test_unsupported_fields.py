@@ -99,7 +99,7 @@ def text(answer: dict[str, Any]) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-@pytest.mark.slow_cases("/v1/completions")
+@pytest.mark.nightly_cases("/v1/completions")
 @pytest.mark.parametrize("route", ASKED)
 def test_each_field_of_another_server_has_its_fate(http: httpx.Client, plain: dict[str, str], route: str):
     for name, value, fate in ROWS:

@@ -40,7 +40,7 @@ def scored(name: str, style: str = "whole") -> TrainingScore:
         ("max-norm-0.5", "whole"),  # of which the first step alone looks like betas swapped
         ("step-late", "usual"),
         ("eps-inside", "whole"),
-        pytest.param("heads-not-summed", "whole", marks=SLOW),  # two at once
+        pytest.param("heads-not-summed", "whole", marks=pytest.mark.nightly),  # two at once
     ],
 )
 def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
@@ -50,6 +50,7 @@ def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
     assert min(one.share for one in found.wrong[0].suspects) > 0.99
 
 
+@pytest.mark.nightly_cases(but=["sign-of-momentum"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("one-gradient-doubled", marks=SLOW), "sign-of-momentum"])
 def test_what_no_known_mistake_makes_is_said_to_be_none_of_them_once(name: str):

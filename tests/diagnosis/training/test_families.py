@@ -50,7 +50,7 @@ def test_what_is_right_is_not_accused(model: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly_cases(but=["*-router-left-out", "*-gate-as-constant", "*-state-cut-*", "*-conv-*"])
+@pytest.mark.nightly_cases(but=["*-state-cut-*"])
 @pytest.mark.parametrize("mistake", UNSHOWN, ids=lambda mistake: mistake.name)
 def test_a_mistake_in_a_gradient_is_named(mistake: Mistake[Any], tmp_path: Path):
     (finding,) = found_in(able(mistake), tmp_path, mistake)

@@ -35,7 +35,7 @@ def diagnosed(folder: Path, axes: Mapping[str, int], plant: str) -> Diagnosis:
         return diagnose_training(weights, adapter, open_raw(path))
 
 
-@pytest.mark.nightly_cases("averaged-*", "mean of means-axes5-*")
+@pytest.mark.nightly_cases(but=["counted twice-*"])
 @pytest.mark.parametrize(
     ("plant", "axes", "name", "fact"),
     [

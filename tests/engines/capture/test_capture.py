@@ -161,6 +161,7 @@ def model(name: str, tmp_path: Path) -> Iterator[Any]:
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
+@pytest.mark.nightly_cases(but=["micro-qwen3"])
 @pytest.mark.live
 @torch.no_grad()
 def test_every_stage_of_transformers_is_what_the_witness_shows_bit_by_bit(model: Any, name: str, tmp_path: Path):
@@ -251,6 +252,7 @@ def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(
     assert invoke("diagnose", str(tmp_path / "dump"), "--model", name).exit_code == 14
 
 
+@pytest.mark.nightly_cases(but=["chunk-micro-qwen3.5"])
 @pytest.mark.live
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3.5"], indirect=True)

@@ -166,7 +166,7 @@ def test_what_others_left_half_in_the_cache_is_completed_or_else_used(tmp_path: 
     assert_cli_refuses(invoke("inspect", "org/small"), 3, "'org/small'", "cache", "HF_HUB_OFFLINE")
 
 
-@pytest.mark.slow_cases("y-0")
+@pytest.mark.nightly_cases("y-0")
 @pytest.mark.parametrize(("answer", "code"), [("n", 3), ("y", 0)])
 def test_who_sits_at_a_terminal_is_asked(answer: str, code: int, hub: FakeHub):
     ours, theirs = pty.openpty()

@@ -145,6 +145,7 @@ def test_variables_reach_a_template_and_none_replaces_the_conversation():
         TemplateSettings({"messages": []})
 
 
+@pytest.mark.nightly_cases(but=["spaces and scripts"])
 @pytest.mark.weights
 @pytest.mark.live
 @pytest.mark.parametrize("shape", PUBLISHED_CHATS)
@@ -214,7 +215,7 @@ def test_a_template_that_costs_too_much_is_stopped(name: str, hasty: TemplatePro
     assert hasty.ask({"source": COSTS[name], "variables": {"messages": CHAT}})["code"] == "TemplateBudget"
 
 
-@pytest.mark.slow_cases(but=["text times two billion", "wide format"])
+@pytest.mark.nightly_cases(but=["text times two billion", "wide format"])
 @pytest.mark.parametrize("name", NAMED)
 def test_the_limits_of_real_use_are_kept(name: str):
     assert greeting() == "Hi!"

@@ -88,6 +88,7 @@ def from_file(written: Written) -> Tokenizer:
     return of_gguf(written.gguf)
 
 
+@pytest.mark.nightly_cases(but=["tekken-240911"])
 def test_gguf_ids_equal_llama_cpp(written: Written, from_file: Tokenizer):
     ours, theirs = from_file, LlamaVocabulary(written.gguf)
     assert first_difference(ours.encode, theirs.encode, written.texts) is None
@@ -95,6 +96,7 @@ def test_gguf_ids_equal_llama_cpp(written: Written, from_file: Tokenizer):
     theirs.close()
 
 
+@pytest.mark.nightly_cases(but=["tekken-240911"])
 def test_folder_ids_equal_the_publisher_and_decode_to_the_text(written: Written):
     published, ours = VOCABULARIES[written.name], Tokenizer.from_huggingface(written.folder)
     # The publisher's library takes a word that is a token as it is. Folders of Qwen do not, and some tokens of Qwen 3.6
@@ -109,6 +111,7 @@ def test_folder_ids_equal_the_publisher_and_decode_to_the_text(written: Written)
             assert ours.decode(ids) == text
 
 
+@pytest.mark.nightly_cases(but=["tekken-240911"])
 def test_a_folder_converts_to_the_ids_of_llama_cpp(written: Written, from_file: Tokenizer, tmp_path: Path):
     made = read_tokenizer(written.folder, from_file.vocab_size)
     lists = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in made.metadata.items()}

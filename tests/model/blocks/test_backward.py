@@ -60,6 +60,7 @@ def assert_change(ahead: float, behind: float, want: float, name: str) -> None:
     assert (ahead - behind) / (2 * STEP) == pytest.approx(want, rel=1e-5, abs=5e-8), name
 
 
+@pytest.mark.nightly_cases(but=["smollm3"])
 def test_the_gradient_of_every_stage_is_how_the_loss_changes_when_the_stage_does(weights, adapter, rng):
     run = AdaptedWeights(weights, adapter)
     trace, grads = traced(run)

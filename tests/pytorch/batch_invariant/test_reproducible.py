@@ -51,7 +51,7 @@ def fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> int:
     return len(LENGTHS) // 2
 
 
-@pytest.mark.slow_cases("bfloat16-micro-qwen3-torch", "float32-micro-llama-torch")
+@pytest.mark.nightly_cases("bfloat16-micro-qwen3-torch", "float32-micro-llama-torch")
 @pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
 def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name, own, request):
@@ -114,7 +114,7 @@ def test_reproducible_logits_are_as_close_to_the_truth_as_the_plain_ones():
     assert error[True] < max(1.5 * error[False], 1e-6)
 
 
-@pytest.mark.slow_cases("torch-bfloat16", "torch-float32")
+@pytest.mark.nightly_cases("torch-bfloat16", "torch-float32")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
 def test_packed_weights_are_reproducible_too(own, dtype, tmp_path: Path):

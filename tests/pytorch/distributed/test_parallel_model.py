@@ -83,8 +83,8 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "n_heads": 32, "n_layer
     ("kind", "residency", "n_ranks", "sizes"),
     [
         (GGMLType.F16, "decoded", 2, SMALL),
-        pytest.param(GGMLType.F16, "decoded", 2, LARGE, marks=pytest.mark.slow),
-        pytest.param(GGMLType.Q8_0, "packed", 4, LARGE | {"n_layers": 14, "n_kv_heads": 4}, marks=pytest.mark.slow),
+        pytest.param(GGMLType.F16, "decoded", 2, LARGE, marks=pytest.mark.nightly),
+        pytest.param(GGMLType.Q8_0, "packed", 4, LARGE | {"n_layers": 14, "n_kv_heads": 4}, marks=pytest.mark.nightly),
     ],
 )
 def test_no_rank_ever_holds_the_whole_model(

@@ -56,10 +56,10 @@ def test_leaves_of_the_cpu_pass_the_trial(kind: str, dtype: str):
     assert tried(kind, leaves_for(CPU, at.dtype, required=True), at, even).fault(timed=True) == ""
 
 
-@pytest.mark.slow_cases("attend", "rotate")
+@pytest.mark.nightly_cases("attend", "rotate")
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in (*ALL, *WITH_GRADIENTS)],
+    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.nightly) for kind in (*ALL, *WITH_GRADIENTS)],
 )
 def test_triton_leaves_pass_the_trial(kind: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton", reason="NOT RUN: triton is not installed")

@@ -179,7 +179,7 @@ def gradients(
     return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
-@pytest.mark.slow_cases("False")
+@pytest.mark.nightly_cases("False")
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_step_does_not_depend_on_how_its_rows_are_laid_out(dora: bool):
     want = gradients(ragged(4, [0, 1, 2, 3]), dora=dora)
@@ -197,7 +197,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_laid_out(dora: bool):
             assert error == 0 or what != "run again", name
 
 
-@pytest.mark.slow_cases("rows")
+@pytest.mark.nightly_cases("rows")
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], ids=["rows", "matrices"])
 def test_ranks_that_share_a_step_drop_what_one_process_drops(tmp_path: Path, axes: dict[str, int]):

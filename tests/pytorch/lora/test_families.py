@@ -46,6 +46,7 @@ def torch_loss(model, batch: Batch) -> torch.Tensor:
     return total / batch.n_trained
 
 
+@pytest.mark.nightly_cases(but=["ministral3-True"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_step_has_the_loss_and_the_gradients_of_numpy(weights, rng, recomputed):
     adapter = family_adapter(weights.config)

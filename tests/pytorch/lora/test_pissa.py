@@ -19,7 +19,7 @@ from llorch.runtime.builtin import builtin_path
 EVERY = (*ALL, "embed_tokens", "lm_head")
 
 
-@pytest.mark.slow_cases("packed-False", "packed-True")
+@pytest.mark.nightly_cases("packed-False", "packed-True")
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_it_starts_as_the_base_learns_and_comes_out_as_a_plain_adapter(kind: str, rslora: bool, tmp_path: Path):

@@ -87,6 +87,7 @@ def foreign(weights: Weights, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]
     return of_peft(quantised, adapter, document(weights)), reference
 
 
+@pytest.mark.nightly_cases(but=["decoded"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "decoded"])
 def test_qlora_losses_of_adamw_steps_are_those_of_peft(
     weights: Weights, adapter: Adapter, foreign: tuple[np.ndarray, np.ndarray], packed: bool

@@ -64,7 +64,7 @@ def with_merged(adapter: Adapter) -> TorchModel:
     return model
 
 
-@pytest.mark.slow_cases("all")
+@pytest.mark.nightly_cases("all")
 @pytest.mark.parametrize(("targets", "alpha"), [(ALL, 0.5), (("q_proj", "v_proj"), 3.0)], ids=["all", "q and v"])
 def test_generation_with_an_adapter_is_that_of_the_merged_model_token_for_token(targets: tuple[str, ...], alpha: float):
     plain = load_torch("story")
@@ -105,7 +105,7 @@ def test_removing_an_adapter_leaves_the_logits_and_leaves_of_the_base(dtype: str
         model.forward(ids, adapter="one")
 
 
-@pytest.mark.slow_cases(but=["dense-float32-fast", "packed Q4_K_M-bfloat16-reproducible"])
+@pytest.mark.nightly_cases(but=["dense-float32-fast", "packed Q4_K_M-bfloat16-reproducible"])
 @MODES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["packed Q4_K_M", "dense"])

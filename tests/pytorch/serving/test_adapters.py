@@ -23,7 +23,7 @@ def batch_of(model: TorchModel, n_jobs: int = 4) -> ContinuousBatch:
     return ContinuousBatch(model, n_jobs=n_jobs, n_tokens=20 * PAGE, chunk=50)
 
 
-@pytest.mark.slow_cases("adapters0")
+@pytest.mark.nightly_cases("adapters0")
 @pytest.mark.parametrize("adapters", [[None, "one", "two"], ["one"]])
 def test_each_job_runs_through_its_own_adapter(model: TorchModel, adapters: list[str | None]):
     jobs = varied_jobs(model, adapters)

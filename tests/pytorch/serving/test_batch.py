@@ -130,7 +130,7 @@ def test_pages_that_nobody_wanted_for_long_make_room(model: TorchModel):
     assert n_free(batch) == 4
 
 
-@pytest.mark.slow_cases("micro-qwen3.5")
+@pytest.mark.nightly_cases("micro-qwen3.5")
 @pytest.mark.parametrize("name", ["micro-qwen3", HYBRID])
 def test_nothing_leaks_in_many_jobs_that_are_given_up_anywhere(name: str):
     model, rng = llorch.load_torch(name), np.random.default_rng(0)

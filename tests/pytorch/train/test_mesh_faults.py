@@ -104,6 +104,7 @@ def test_a_run_that_a_launcher_starts_again_has_the_bits_of_one_that_was_not_dis
     assert adapter(tmp_path / "a") == adapter(tmp_path / "b")
 
 
+@pytest.mark.nightly_cases(but=["15-launcher1"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "launcher"),

@@ -12,6 +12,7 @@ from llorch.runtime.builtin import goldens_folder
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 
+@pytest.mark.nightly_cases(but=["float64"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_training_on_four_ranks_of_a_layer_is_that_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
     monkeypatch.syspath_prepend(str(goldens_folder()))

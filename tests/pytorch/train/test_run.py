@@ -133,7 +133,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return settings, folder / "run"
 
 
-@pytest.mark.slow_cases("1", "2")
+@pytest.mark.nightly_cases("1", "2")
 @pytest.mark.parametrize("step", [1, 2, 4, 7])  # first, with a validation, the end of an epoch, last
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, straight: tuple[Any, Path], step: int
@@ -256,7 +256,7 @@ def test_a_change_that_is_allowed_is_said_and_written_down(tmp_path: Path, stopp
     assert [one["step"] for one in lines(stopped) if "loss" in one] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow_cases("constant-True")
+@pytest.mark.nightly_cases("constant-True")
 @pytest.mark.parametrize(("schedule", "same"), [("constant", True), ("linear", False)])
 def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str, same: bool):
     short, long = (small_settings(tmp_path, schedule=schedule, dropout=0.1, steps=steps) for steps in (2, 4))

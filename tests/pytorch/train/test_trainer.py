@@ -29,7 +29,7 @@ from llorch.training.data import batches
 from llorch.training.settings import TrainSettings
 
 
-@pytest.mark.slow_cases("True")
+@pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_training_learns_what_the_rows_have_in_common(tmp_path: Path, eight_bit: bool):
     settings = small_settings(tmp_path, steps=12, lr=3e-2, r=64, alpha=128.0, eight_bit=eight_bit)
@@ -127,7 +127,7 @@ def test_chunks_of_logits_give_the_same_steps(tmp_path: Path):
     assert chunked.validate() == pytest.approx(whole.validate(), rel=1e-6)
 
 
-@pytest.mark.slow_cases("more1", "more2")
+@pytest.mark.nightly_cases("more1", "more2")
 @pytest.mark.parametrize("more", [{}, {"dora": True}, {"eight_bit": True, "lora_plus_ratio": 4.0}, {"init": "pissa"}])
 def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[str, Any]):
     how = {"dropout": 0.1, "schedule": "linear", "batch_size": 3, **more}

@@ -32,6 +32,7 @@ def run(planted: str, home: Path, this: AtlasInput, sister: AtlasInput) -> Progr
     return shown(this, sister, engine, Path(sys.executable), home)
 
 
+@pytest.mark.nightly_cases(but=["llama-biases.gguf-llama.gguf"])
 @pytest.mark.parametrize(
     ("this", "sister"),
     [
@@ -49,6 +50,7 @@ def test_a_bug_of_a_file_is_shown_in_few_lines(this: AtlasInput, sister: AtlasIn
     assert [line.split()[0] for line in made.printed.splitlines()] == [this.name, sister.name]
 
 
+@pytest.mark.nightly_cases(but=[' [*] float("nan")'])
 @pytest.mark.parametrize("planted", ["", " + 0.01", ' * float("nan")', "[999]"])
 def test_what_does_not_show_it_is_not_kept(planted: str, home: Path):
     assert run(planted, home, AtlasInput("qwen2", "eps", gguf=True), AtlasInput("qwen2", gguf=True)) is None

@@ -71,7 +71,7 @@ def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.slow_cases("interpreter-*-torch.bfloat16", "interpreter-*-torch.float16")
+@pytest.mark.nightly_cases("interpreter-*-torch.bfloat16", "interpreter-*-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stage_is_as_near_to_the_truth_as_that_of_the_plain_model(config, family, dtype, device):
