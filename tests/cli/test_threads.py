@@ -80,8 +80,9 @@ def test_a_command_that_fails_leaves_no_thread_count_behind(monkeypatch: pytest.
 
 
 def test_every_verb_that_computes_has_the_option():
-    computing = ("run", "verify", "trace", "quality", "bench", "lora train", "lora eval", "lora verify-resume")
-    assert [verb for verb in computing if "--threads INTEGER" not in invoke(*verb.split(), "--help").stdout] == []
+    computing = ("run", "verify", "trace", "quality", "bench", "lora eval", "lora verify-resume")
+    calls = [f"{verb} --help" for verb in computing] + ["lora train --help-all"]
+    assert [call for call in calls if "--threads INTEGER" not in invoke(*call.split()).stdout] == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="NOT RUN: no list of threads here")
